@@ -93,8 +93,14 @@ def run(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    check(done.returncode == status, f"status {status} from {' '.join(words)}", f"{done.returncode}\n{done.stderr}")
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    check(
+        done.returncode == status,
+        f"status {status} from {' '.join(words)}",
+        f"{done.returncode}\n{done.stderr}",
+    )
     return done.stdout + done.stderr
 
 
@@ -125,7 +131,11 @@ def built(tools: Path) -> tuple[Path, str]:
     [sdist], [wheel] = dist.glob("*.tar.gz"), dist.glob("*.whl")
     run(tools / "python", "-m", "build", "--wheel", "--outdir", again, unpacked(sdist))
     files = contents(wheel)
-    check(files == contents(next(again.glob("*.whl"))), "the sdist to build the same wheel", "another one")
+    check(
+        files == contents(next(again.glob("*.whl"))),
+        "the sdist to build the same wheel",
+        "another one",
+    )
 
     tracked = run("git", "ls-files").splitlines()
     wanted = {
@@ -136,12 +146,20 @@ def built(tools: Path) -> tuple[Path, str]:
     }
     found = {name for name in files if ".dist-info/" not in name}
     unlike = found ^ wanted
-    check(not unlike, "a wheel of the tracked files of both packages and the pair", f"besides or without {unlike}")
+    check(
+        not unlike,
+        "a wheel of the tracked files of both packages and the pair",
+        f"besides or without {unlike}",
+    )
     check(any(name.endswith("/licenses/LICENSE") for name in files), "LICENSE in the wheel", "none")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     beyond = inside - set(tracked) - {"PKG-INFO"}
-    check(not beyond, "an sdist of tracked files only", f"{sorted(beyond)[:5]} too; remove or ignore them")
+    check(
+        not beyond,
+        "an sdist of tracked files only",
+        f"{sorted(beyond)[:5]} too; remove or ignore them",
+    )
     for path in (wheel, sdist):
         print(f"{path.name}: {path.stat().st_size / 2**20:.1f} MB", flush=True)
     return wheel, wheel.name.split("-")[1]
@@ -173,10 +191,14 @@ def check_installed(programs: Path, version: str, cwd: Path) -> None:
     program = programs / "dflash-hf"
     versions, *homes = run(programs / "python", "-c", WHERE, cwd=cwd).splitlines()
     check(set(versions.split()) == {version}, f"version {version} everywhere", versions)
-    check(all(Path(home).is_relative_to(WORK / "env") for home in homes), "the wheel's modules", homes)
+    check(
+        all(Path(home).is_relative_to(WORK / "env") for home in homes), "the wheel's modules", homes
+    )
     said = run(program, "--version", cwd=cwd).strip()
     check(said == f"dflash-hf {version}", f"dflash-hf {version} from --version", said)
-    citation = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    citation = re.findall(
+        r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
+    )
     check(citation in ([], [version]), f"version {version} in CITATION.cff, or none", citation)
     run(programs / "python", "-m", "pip", "check", cwd=cwd)
 
@@ -184,14 +206,19 @@ def check_installed(programs: Path, version: str, cwd: Path) -> None:
 def check_commands(programs: Path, cwd: Path) -> None:
     """Every command explains itself, and says which extra it lacks."""
     program = programs / "dflash-hf"
-    paths = [line.split() for line in run(programs / "python", "-c", LIST_COMMANDS, cwd=cwd).split("\n")[:-1]]
+    paths = [
+        line.split()
+        for line in run(programs / "python", "-c", LIST_COMMANDS, cwd=cwd).split("\n")[:-1]
+    ]
     for path in paths:
         said = run(program, *path, "--help", cwd=cwd)
         check("Usage:" in said, f"a usage from {' '.join(path)} --help", said)
     print(f"--help of {len(paths)} commands", flush=True)
     for line, extra in EXTRAS.items():
         said = run(program, *line.split(), cwd=cwd, status=2)
-        check(extra in said and "Traceback" not in said, f"a sentence about {extra} from {line}", said)
+        check(
+            extra in said and "Traceback" not in said, f"a sentence about {extra} from {line}", said
+        )
     print("what an extra is for names it", flush=True)
 
 
@@ -199,7 +226,10 @@ def check_demo(programs: Path, cwd: Path) -> None:
     """The bundled pair of the package answers in an empty folder, with plain generate's text, and writes nothing."""
     before = package_files()
     print(run(programs / "dflash-hf", "demo", cwd=cwd), flush=True)
-    print(run(programs / "dflash-hf", "generate", "Compute 41 + 80 - 99 + 14.", "--compare", cwd=cwd), flush=True)
+    print(
+        run(programs / "dflash-hf", "generate", "Compute 41 + 80 - 99 + 14.", "--compare", cwd=cwd),
+        flush=True,
+    )
     written = [*(package_files() ^ before), *cwd.iterdir()]
     check(not written, "nothing written by demo and generate", written)
 
@@ -207,7 +237,11 @@ def check_demo(programs: Path, cwd: Path) -> None:
 def package_files() -> set[tuple[Path, int]]:
     """Returns the files of the installed package with their sizes, compiled modules left out."""
     [package] = (WORK / "env").glob("**/site-packages/dflash_hf")
-    return {(path, path.stat().st_size) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    return {
+        (path, path.stat().st_size)
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
 
 
 def check_readme(programs: Path, cwd: Path) -> None:

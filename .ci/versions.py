@@ -32,7 +32,15 @@ PACKAGES = {
     "numpy": "numpy",
 }
 # What a text on a CPU is computed with; kernels run in `make test-kernels` alone.
-OF_TEXTS = ("Python", "torch", "Transformers", "huggingface_hub", "tokenizers", "accelerate", "numpy")
+OF_TEXTS = (
+    "Python",
+    "torch",
+    "Transformers",
+    "huggingface_hub",
+    "tokenizers",
+    "accelerate",
+    "numpy",
+)
 
 
 def installed() -> dict[str, str]:
@@ -76,7 +84,9 @@ def written(page: str, name: str, values: dict[str, str]) -> str:
 
 def is_same(mine: dict[str, str], other_python: str) -> bool:
     """Returns True if another Python has the same versions of all that a text is computed with."""
-    shown = subprocess.run([other_python, __file__, "--json"], check=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [other_python, __file__, "--json"], check=True, capture_output=True, text=True
+    ).stdout
     others: dict[str, str] = json.loads(shown)
     return all(mine[name] == others[name] for name in OF_TEXTS)
 
@@ -84,9 +94,13 @@ def is_same(mine: dict[str, str], other_python: str) -> bool:
 def main() -> None:
     """Prints the versions, and compares or writes them where that is asked for."""
     parser = argparse.ArgumentParser(description="Say with which versions this Python runs.")
-    parser.add_argument("--passed", metavar="ROW", help="write them into this row of the table in docs/engines.md")
     parser.add_argument(
-        "--same-as", metavar="PYTHON", help="say by the exit status whether this one has the same ones"
+        "--passed", metavar="ROW", help="write them into this row of the table in docs/engines.md"
+    )
+    parser.add_argument(
+        "--same-as",
+        metavar="PYTHON",
+        help="say by the exit status whether this one has the same ones",
     )
     parser.add_argument("--json", action="store_true", help="print them as JSON")
     options = parser.parse_args()
@@ -96,7 +110,11 @@ def main() -> None:
         return
     if options.same_as:
         sys.exit(0 if is_same(versions, options.same_as) else 1)
-    print("versions:", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()), flush=True)
+    print(
+        "versions:",
+        ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()),
+        flush=True,
+    )
     if row is None:
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

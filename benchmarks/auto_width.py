@@ -65,18 +65,26 @@ def main(
     fixed: Annotated[str, typer.Option(help="Fixed widths to compare with.")] = "1,8,12,16",
     to_the_end: Annotated[bool, typer.Option(help="Stop at end-of-sequence tokens.")] = False,
     clock: Annotated[Clock, typer.Option()] = Clock.cpu,
-    pair_folder: Annotated[Path, typer.Option("--pair", help="Folder with target and draft.")] = TOY,
+    pair_folder: Annotated[
+        Path, typer.Option("--pair", help="Folder with target and draft.")
+    ] = TOY,
 ) -> None:
     """Compare verify widths that follow the run with fixed ones, and both with plain decoding."""
     torch.set_num_threads(1)
-    pair = load_pair(pair_folder / "target", pair_folder / "draft", torch.float32, torch.device("cpu"), None)
+    pair = load_pair(
+        pair_folder / "target", pair_folder / "draft", torch.float32, torch.device("cpu"), None
+    )
     if not to_the_end:
         pair.target.generation_config.eos_token_id = None
     ways: list[Way] = [("plain", None, None)]
     for name, draft in (("draft", pair.draft), ("never right", never_right(pair.draft))):
         ways.append((f"{name}, default", draft, None))
-        ways += [(f"{name}, {width}", draft, int(width)) for width in fixed.split(",") if name == "draft"]
-    asked = [pair.inputs(kind, first * batch, batch) for kind in pair.kinds for first in range(prompts)]
+        ways += [
+            (f"{name}, {width}", draft, int(width)) for width in fixed.split(",") if name == "draft"
+        ]
+    asked = [
+        pair.inputs(kind, first * batch, batch) for kind in pair.kinds for first in range(prompts)
+    ]
     times: dict[str, list[list[float]]] = {way[0]: [[] for _ in asked] for way in ways}
     widths: dict[str, list[list[int]]] = {way[0]: [[] for _ in asked] for way in ways}
     for turn in range(-1, rounds):  # the first round is not counted
@@ -93,17 +101,32 @@ def main(
     rows: list[dict[str, Any]] = []
     for name, taken in times.items():
         pairs = [
-            (a, b) for mine, plain in zip(taken, times["plain"], strict=True) for a, b in zip(mine, plain, strict=True)
+            (a, b)
+            for mine, plain in zip(taken, times["plain"], strict=True)
+            for a, b in zip(mine, plain, strict=True)
         ]
         quickest, plain = (sum(min(runs) for runs in times[way]) for way in (name, "plain"))
         steps = [width for run in widths[name] for width in run]
-        row = {"way": name, "median": statistics.median(a / b for a, b in pairs), "quickest": quickest / plain}
+        row = {
+            "way": name,
+            "median": statistics.median(a / b for a, b in pairs),
+            "quickest": quickest / plain,
+        }
         row |= {"seconds": quickest, "steps": len(steps), "singles": steps.count(1)}
         print(
-            "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{value}" for key, value in row.items())
+            "  ".join(
+                f"{key} {value:.4f}" if isinstance(value, float) else f"{value}"
+                for key, value in row.items()
+            )
         )
         rows.append(row)
-    facts = {"benchmark": "auto_width", "clock": clock, "rounds": rounds, "batch": batch, "pair": pair.name}
+    facts = {
+        "benchmark": "auto_width",
+        "clock": clock,
+        "rounds": rounds,
+        "batch": batch,
+        "pair": pair.name,
+    }
     facts |= {"prompts": len(asked), "max_new_tokens": max_new_tokens, "eos": to_the_end}
     print(json.dumps({"provenance": {**facts, **provenance(torch.device("cpu"))}, "rows": rows}))
 

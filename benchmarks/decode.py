@@ -43,7 +43,18 @@ import torch
 import typer
 from harness.floors import BareForwards
 from harness.machine import MAX_BUSY_CORES, RESULTS, LoadWatch, provenance
-from harness.methods import LOOKUP, OURS, PLAIN, STOCK, STOCK_STATIC, Method, Outcome, Settings, measure, ours_with
+from harness.methods import (
+    LOOKUP,
+    OURS,
+    PLAIN,
+    STOCK,
+    STOCK_STATIC,
+    Method,
+    Outcome,
+    Settings,
+    measure,
+    ours_with,
+)
 from harness.pair import MIXED, TOY, Pair, load_pair, random_pair
 from harness.report import Column, finish, show
 from harness.rows import Group, Row, decode_row, floor_row, kinds_of_rows, sampling_row, vision_rows
@@ -53,7 +64,12 @@ from dflash_hf.generation.checks import check_static_stock
 
 logger = logging.getLogger(__name__)
 METHODS = ("plain", "ours", "stock", "stock/static", "zlab", "lookup")
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 # Of the bare forwards: behind the first repeat, and behind every prompt of the others.
 FLOOR_SAMPLES, SAMPLES_BESIDE = 10, 2
 BUSY_EXIT = 3
@@ -141,7 +157,9 @@ def numbers(text: str, kind: type[int] | type[float]) -> list[Any]:
     except ValueError:
         values = []
     if not values or min(values) <= 0:
-        raise typer.BadParameter(f"expected positive numbers separated by commas, got {text!r}; give 1,8 for instance")
+        raise typer.BadParameter(
+            f"expected positive numbers separated by commas, got {text!r}; give 1,8 for instance"
+        )
     return values
 
 
@@ -178,7 +196,12 @@ def groups_of_prompts(pair: Pair, batch: int, prompts: int) -> list[tuple[str, i
     kinds = [*pair.kinds, MIXED] if batch > 1 and pair.takes_pictures else list(pair.kinds)
     for kind in kinds:
         if pair.count(kind) < batch:
-            logger.warning("batches of %d repeat prompts of kind %s: there are %d", batch, kind, pair.count(kind))
+            logger.warning(
+                "batches of %d repeat prompts of kind %s: there are %d",
+                batch,
+                kind,
+                pair.count(kind),
+            )
     return [
         (kind, group * batch)
         for group in range(max(1, prompts // batch))
@@ -188,7 +211,12 @@ def groups_of_prompts(pair: Pair, batch: int, prompts: int) -> list[tuple[str, i
 
 
 def run_decode(
-    pair: Pair, methods: list[Method], batches: list[int], prompts: int, repeats: int, settings: Settings
+    pair: Pair,
+    methods: list[Method],
+    batches: list[int],
+    prompts: int,
+    repeats: int,
+    settings: Settings,
 ) -> tuple[dict[tuple[int, str], Group], dict[int, BareForwards]]:
     """Measures all methods over all prompts, `repeats` times, after one run of each that does not count.
 
@@ -238,10 +266,18 @@ def decode_record(
     rows: list[Row] = []
     for (batch, method), group in groups.items():
         pooled = {name: group.of_kinds(kinds) for name, kinds in kinds_of_rows(pair).items()}
-        rows += [decode_row(pair, method, batch, name, part, busy) for name, part in pooled.items() if part.runs]
-    floors = [row for forwards in bare.values() if (row := floor_row(rows, forwards, busy)) is not None]
+        rows += [
+            decode_row(pair, method, batch, name, part, busy)
+            for name, part in pooled.items()
+            if part.runs
+        ]
+    floors = [
+        row for forwards in bare.values() if (row := floor_row(rows, forwards, busy)) is not None
+    ]
     show("Decoding", rows, DECODE_COLUMNS)
-    show("Ours against its bare forwards and the others (medians of this run)", floors, FLOOR_COLUMNS)
+    show(
+        "Ours against its bare forwards and the others (medians of this run)", floors, FLOOR_COLUMNS
+    )
     if not pair.takes_pictures:
         return {"rows": rows, "floors": floors}
     asked = vision_rows(rows)
@@ -250,16 +286,25 @@ def decode_record(
 
 
 def run_sampling(
-    pair: Pair, temperatures: Sequence[float], prompts: int, repeats: int, max_new_tokens: int, first_seed: int
+    pair: Pair,
+    temperatures: Sequence[float],
+    prompts: int,
+    repeats: int,
+    max_new_tokens: int,
+    first_seed: int,
 ) -> dict[tuple[str, float], list[tuple[str, Outcome]]]:
     """Measures the acceptance of our proposal rules and of stock under fixed seeds, one prompt at a time."""
-    methods = [*(ours_with(f"ours/{rule}", proposal=rule) for rule in ("shared_noise", "argmax", "sample"))]
+    methods = [
+        *(ours_with(f"ours/{rule}", proposal=rule) for rule in ("shared_noise", "argmax", "sample"))
+    ]
     methods += [] if pair.takes_pictures else [STOCK]
     runs: dict[tuple[str, float], list[tuple[str, Outcome]]] = defaultdict(list)
     for seed in range(first_seed, first_seed + repeats):
         for kind, first in groups_of_prompts(pair, 1, prompts):
             for temperature in temperatures:
-                settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+                settings = Settings(
+                    max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+                )
                 for method in methods:
                     outcome = measure(pair, method, pair.inputs(kind, first, 1), settings)
                     runs[method.name, temperature].append((kind, outcome))
@@ -281,33 +326,52 @@ def sampling_record(
 
 def main(
     pair_name: Annotated[
-        BundledPair, typer.Option("--pair", help="The bundled pair for texts, or the one for pictures.")
+        BundledPair,
+        typer.Option("--pair", help="The bundled pair for texts, or the one for pictures."),
     ] = BundledPair.text,
-    target: Annotated[Path | None, typer.Option(help="Folder of another target of that kind.")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Folder of another target of that kind.")
+    ] = None,
     draft: Annotated[Path | None, typer.Option(help="Folder of its draft.")] = None,
-    random: Annotated[RandomPair | None, typer.Option(help="Random weights instead, of this size.")] = None,
+    random: Annotated[
+        RandomPair | None, typer.Option(help="Random weights instead, of this size.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of each kind.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of an answer.")] = 256,
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each prompt; with --sampling, seeds.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs of each prompt; with --sampling, seeds.")
+    ] = 3,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = ",".join(METHODS),
-    block_size: Annotated[int | None, typer.Option(help="A narrower block than the draft's.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="A narrower block than the draft's.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     device: Annotated[str, typer.Option(help="Where both models run.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
-    sampling: Annotated[bool, typer.Option("--sampling", help="Compare proposal rules when sampling.")] = False,
-    temperatures: Annotated[str, typer.Option(help="For --sampling, separated by commas.")] = "0.6,1.0",
+    sampling: Annotated[
+        bool, typer.Option("--sampling", help="Compare proposal rules when sampling.")
+    ] = False,
+    temperatures: Annotated[
+        str, typer.Option(help="For --sampling, separated by commas.")
+    ] = "0.6,1.0",
     seed: Annotated[int, typer.Option(help="First seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where the record goes.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Run on a busy machine too; not for the record.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run on a busy machine too; not for the record.")
+    ] = False,
 ) -> None:
     """Measure decoding with a draft against the other ways; definitions in benchmarks/README.md."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(threads)
     if dtype not in DTYPES:
-        raise typer.BadParameter(f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them")
+        raise typer.BadParameter(
+            f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them"
+        )
     if random is not None and pair_name is BundledPair.vision:
-        raise typer.BadParameter("expected --random or --pair vision, got both; random weights answer random texts")
+        raise typer.BadParameter(
+            "expected --random or --pair vision, got both; random weights answer random texts"
+        )
     sizes, heat = numbers(batch, int), numbers(temperatures, float)
     watch = LoadWatch()
     if not force and (load := watch.sample()) is not None and load > MAX_BUSY_CORES:
@@ -335,8 +399,17 @@ def main(
     quiet = not force and watch.is_quiet()
     name = ("sampling" if sampling else "decode") + ("_vision" if pair.takes_pictures else "")
     facts = {"benchmark": name, "pair": pair.name, "max_new_tokens": max_new_tokens}
-    facts |= {"prompts_per_kind": prompts, "repeats": repeats, "load": watch.to_dict(), **provenance(place)}
-    rows = sampling_record(pair, runs, not quiet) if sampling else decode_record(pair, groups, bare, not quiet)
+    facts |= {
+        "prompts_per_kind": prompts,
+        "repeats": repeats,
+        "load": watch.to_dict(),
+        **provenance(place),
+    }
+    rows = (
+        sampling_record(pair, runs, not quiet)
+        if sampling
+        else decode_record(pair, groups, bare, not quiet)
+    )
     finish({"provenance": facts, **rows}, out or RESULTS / f"{name}.json", quiet)
 
 

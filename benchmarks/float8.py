@@ -36,7 +36,15 @@ from dflash_hf.generation import float8
 TOY = Path(__file__).resolve().parents[1] / "demos" / "toy"
 DTYPES = (None, "float8_e4m3fn")
 COLUMNS: list[Column] = [
-    (name, name) for name in ("draft_dtype", "prompts", "verifies", "committed", "acceptance_length", "same_texts")
+    (name, name)
+    for name in (
+        "draft_dtype",
+        "prompts",
+        "verifies",
+        "committed",
+        "acceptance_length",
+        "same_texts",
+    )
 ]
 
 
@@ -55,11 +63,16 @@ class Emulated:
         return float8.scaled_linear_in_float32(states, self._converted[place][1], scales)
 
 
-def measure(pair: tuple[Any, Any, Any], prompts: list[Any], draft_dtype: str | None, limit: int) -> dict[str, Any]:
+def measure(
+    pair: tuple[Any, Any, Any], prompts: list[Any], draft_dtype: str | None, limit: int
+) -> dict[str, Any]:
     """Answers prompts one by one, greedily, with up to `limit` new tokens; returns the texts' ids and the counts."""
     target, draft, processor = pair
     draft.generation_config.draft_dtype = draft_dtype
-    found = [answer(target, draft, processor, prompt, max_new_tokens=limit, do_sample=False) for prompt in prompts]
+    found = [
+        answer(target, draft, processor, prompt, max_new_tokens=limit, do_sample=False)
+        for prompt in prompts
+    ]
     return {
         "draft_dtype": draft_dtype,
         "prompts": len(prompts),
@@ -73,7 +86,9 @@ def main(
     target: Annotated[str, typer.Option(help="The target's folder.")] = str(TOY / "target"),
     draft: Annotated[str, typer.Option(help="The draft's folder.")] = str(TOY / "draft"),
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts.")] = TOY / "held_out.jsonl",
-    num: Annotated[int | None, typer.Option(min=1, help="How many of them; all by default.")] = None,
+    num: Annotated[
+        int | None, typer.Option(min=1, help="How many of them; all by default.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of both models.")] = "float32",
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of an answer.")] = 256,
 ) -> None:
@@ -89,7 +104,9 @@ def main(
         rows = [measure(pair, chosen, draft_dtype, max_new_tokens) for draft_dtype in DTYPES]
     texts = rows[0]["ids"]
     for row in rows:
-        row["same_texts"] = sum(one == other for one, other in zip(row.pop("ids"), texts, strict=True))
+        row["same_texts"] = sum(
+            one == other for one, other in zip(row.pop("ids"), texts, strict=True)
+        )
         row["acceptance_length"] = row["committed"] / row["verifies"]
     show(f"acceptance in FP8, emulated: {draft}, {dtype}", rows, COLUMNS)
     record = {"draft": draft, "dtype": dtype, "max_new_tokens": max_new_tokens, "rows": rows}

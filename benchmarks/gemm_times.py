@@ -60,7 +60,12 @@ def weight_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def measure(
-    out_features: int, in_features: int, rows: int, dtype: torch.dtype, device: torch.device, cold_bytes: int
+    out_features: int,
+    in_features: int,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    cold_bytes: int,
 ) -> list[float]:
     """Times products of `rows` states with weights that are not in the device's cache.
 
@@ -82,11 +87,20 @@ def measure(
     weights = [random(out_features, in_features) for _ in range(copies)]
     states = random(rows, in_features)
     num_calls = max(CALLS, copies)
-    calls = [lambda weight=weights[index % copies]: linear(states, weight) for index in range(num_calls)]
+    calls = [
+        lambda weight=weights[index % copies]: linear(states, weight) for index in range(num_calls)
+    ]
     return [span * 1e3 for span in milliseconds(calls, device)]
 
 
-def row_of(weight: str, sizes: tuple[int, int], rows: int, itemsize: int, spans: list[float], bandwidth: float) -> Row:
+def row_of(
+    weight: str,
+    sizes: tuple[int, int],
+    rows: int,
+    itemsize: int,
+    spans: list[float],
+    bandwidth: float,
+) -> Row:
     """Returns a row of the record: a product's time, and what follows from it."""
     out_features, in_features = sizes
     num_bytes = itemsize * (out_features * in_features + rows * (out_features + in_features))
@@ -109,17 +123,27 @@ def row_of(weight: str, sizes: tuple[int, int], rows: int, itemsize: int, spans:
 
 
 def main(
-    is_tiny: Annotated[bool, typer.Option("--tiny", help="Tiny weights, on any device: to try the script.")] = False,
+    is_tiny: Annotated[
+        bool, typer.Option("--tiny", help="Tiny weights, on any device: to try the script.")
+    ] = False,
     model: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "qwen3-8b",
-    rows: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = ",".join(map(str, ROWS)),
-    out: Annotated[Path | None, typer.Option(help="The record; gemm.json in $OUT or benchmarks/results.")] = None,
+    rows: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = ",".join(
+        map(str, ROWS)
+    ),
+    out: Annotated[
+        Path | None, typer.Option(help="The record; gemm.json in $OUT or benchmarks/results.")
+    ] = None,
 ) -> None:
     """Time the products of a step; definitions in benchmarks/README.md."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not is_tiny and device.type != "cuda":
-        raise typer.BadParameter("expected a CUDA device, got none; pass --tiny to try the script without one")
+        raise typer.BadParameter(
+            "expected a CUDA device, got none; pass --tiny to try the script without one"
+        )
     if model not in SHAPES:
-        raise typer.BadParameter(f"expected a model among {', '.join(SHAPES)}, got {model!r}; choose one of them")
+        raise typer.BadParameter(
+            f"expected a model among {', '.join(SHAPES)}, got {model!r}; choose one of them"
+        )
     shape = tiny(SHAPES[model]) if is_tiny else SHAPES[model]
     dtype = torch.float32 if is_tiny else torch.bfloat16
     cold_bytes = 2**12 if is_tiny else COLD_BYTES

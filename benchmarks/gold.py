@@ -93,7 +93,10 @@ def is_right(gold: Gold, row: Row, text: str) -> bool:
     key: dict[str, Any] = {"dataset": gold.name, "question_id": 0, "category": gold.name}
     turn = Turn(text=text, token_ids=[], new_tokens=0, prompt_tokens=0, wall_time=0.0, latency=0.0)
     question = Question(**key, turns=("",), reference=gold.reference(row), score=gold.score)
-    return score(question, Answer(**key, model_id="gold", tstamp=0.0, turns=(turn,)), run_code=True) == 1
+    return (
+        score(question, Answer(**key, model_id="gold", tstamp=0.0, turns=(turn,)), run_code=True)
+        == 1
+    )
 
 
 def measure(gold: Gold, rows: list[Row], form: str) -> dict[str, Any]:
@@ -101,12 +104,16 @@ def measure(gold: Gold, rows: list[Row], form: str) -> dict[str, Any]:
     text = gold.forms[form]
     started = time.perf_counter()
     wrong = [{"row": number, "reference": gold.reference(row)} for number, row in enumerate(rows)]
-    wrong = [entry for entry, row in zip(wrong, rows, strict=True) if not is_right(gold, row, text(row))]
+    wrong = [
+        entry for entry, row in zip(wrong, rows, strict=True) if not is_right(gold, row, text(row))
+    ]
     seconds = time.perf_counter() - started
     control = [
         {"row": number, "reference": gold.reference(row), "answer": gold.reference(before)}
         for number, (before, row) in enumerate(zip([rows[-1], *rows], rows, strict=False))
-        if gold.score == "math" and gold.reference(row) != gold.reference(before) and is_right(gold, row, text(before))
+        if gold.score == "math"
+        and gold.reference(row) != gold.reference(before)
+        and is_right(gold, row, text(before))
     ]
     return {
         "set": gold.name,
@@ -124,7 +131,9 @@ def measure(gold: Gold, rows: list[Row], form: str) -> dict[str, Any]:
 
 def main(
     data_dir: Annotated[Path, typer.Option(help="The folder of gsm8k, math500 and humaneval.")],
-    out: Annotated[Path | None, typer.Option(help="The record; gold.json in $OUT or benchmarks/results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The record; gold.json in $OUT or benchmarks/results.")
+    ] = None,
 ) -> None:
     """Score upstream's own answers."""
     rows: list[dict[str, Any]] = []
@@ -133,11 +142,18 @@ def main(
         if not path.is_file():
             raise typer.BadParameter(f"expected {path}, got no such file; fetch it from upstream")
         lines = path.read_text(encoding="utf-8").splitlines()
-        rows += [measure(gold, [json.loads(line) for line in lines if line.strip()], form) for form in gold.forms]
+        rows += [
+            measure(gold, [json.loads(line) for line in lines if line.strip()], form)
+            for form in gold.forms
+        ]
     show("Upstream's own answers", rows, COLUMNS)
     facts = {"benchmark": "gold", **provenance(torch.device("cpu"))}
     # What is right does not depend on who else uses the machine; the seconds do, and say so by standing alone.
-    finish({"provenance": facts, "rows": rows}, out or Path(os.environ.get("OUT", RESULTS)) / "gold.json", quiet=True)
+    finish(
+        {"provenance": facts, "rows": rows},
+        out or Path(os.environ.get("OUT", RESULTS)) / "gold.json",
+        quiet=True,
+    )
     if not all(row["reached"] for row in rows):
         raise typer.Exit(1)
 

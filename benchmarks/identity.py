@@ -56,7 +56,9 @@ def engines_for(device: torch.device) -> tuple[str, ...]:
 
 def keeps(found: Agreement) -> bool:
     """Returns whether answers are identical, or part at a tie as narrow as the bundled pair's have to be."""
-    return found.identical or (found.holds and found.margin is not None and found.margin < MAX_MARGIN)
+    return found.identical or (
+        found.holds and found.margin is not None and found.margin < MAX_MARGIN
+    )
 
 
 def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Settings) -> list[Row]:
@@ -82,10 +84,16 @@ def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Set
     reference = reference_for(pair.target)
     for engine in engines:
         compared = [
-            agreement(pair.target, alone(prompt, pair), plain, ours, reference=reference, do_sample=False)
+            agreement(
+                pair.target, alone(prompt, pair), plain, ours, reference=reference, do_sample=False
+            )
             for prompt, plain, ours in zip(prompts, answers["plain"], answers[engine], strict=True)
         ]
-        found = [{"text": number, **(one.to_dict() or {})} for number, one in enumerate(compared) if not one.identical]
+        found = [
+            {"text": number, **(one.to_dict() or {})}
+            for number, one in enumerate(compared)
+            if not one.identical
+        ]
         num = len(prompts)
         # None too where an answer ends early, which has no margin and is no tie.
         widest = max((one.margin for one in compared if one.margin is not None), default=None)
@@ -102,7 +110,9 @@ def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Set
                 "widest_margin": widest,
                 "margins_kept": all(map(keeps, compared)),
                 # Only a graph replays exactly what the static step launches.
-                "as_static": answers[engine] == answers["static"] if engine == "cuda_graph" else None,
+                "as_static": answers[engine] == answers["static"]
+                if engine == "cuda_graph"
+                else None,
                 "acceptance_length": committed[engine][0] / max(committed[engine][1], 1),
             }
         )
@@ -122,18 +132,28 @@ def real_tokens(inputs: Inputs) -> list[list[int]]:
 
 
 def main(
-    random: Annotated[str | None, typer.Option(help="Random weights of this size (tiny, toy) instead.")] = None,
+    random: Annotated[
+        str | None, typer.Option(help="Random weights of this size (tiny, toy) instead.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of each kind, per batch size.")] = 8,
+    prompts: Annotated[
+        int, typer.Option(min=1, help="Held-out prompts of each kind, per batch size.")
+    ] = 8,
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of an answer.")] = 128,
-    out: Annotated[Path | None, typer.Option(help="The record; identity.json in $OUT or benchmarks/results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The record; identity.json in $OUT or benchmarks/results.")
+    ] = None,
 ) -> None:
     """Compare texts with a draft with plain generate's in half precision; definitions in benchmarks/README.md."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     if dtype not in DTYPES:
-        raise typer.BadParameter(f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them")
+        raise typer.BadParameter(
+            f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them"
+        )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     pair = (
         load_pair(TOY / "target", TOY / "draft", DTYPES[dtype], place)
@@ -142,9 +162,15 @@ def main(
     )
     rows: list[Row] = []
     for size in (int(part) for part in batch.replace(",", " ").split()):
-        groups = [(kind, group * size) for group in range(max(1, prompts // size)) for kind in pair.kinds]
+        groups = [
+            (kind, group * size) for group in range(max(1, prompts // size)) for kind in pair.kinds
+        ]
         rows += compare(pair, groups, size, Settings(max_new_tokens=max_new_tokens))
-    facts: dict[str, Any] = {"benchmark": "identity", "pair": pair.name, "max_new_tokens": max_new_tokens}
+    facts: dict[str, Any] = {
+        "benchmark": "identity",
+        "pair": pair.name,
+        "max_new_tokens": max_new_tokens,
+    }
     facts |= {"prompts_per_kind": prompts, "required_margin": MAX_MARGIN, **provenance(place)}
     show(f"Texts against plain generate's, {dtype} on {place}", rows, COLUMNS)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "identity.json"
@@ -153,7 +179,10 @@ def main(
     wrong = [row for row in rows if not row["margins_kept"] or row["as_static"] is False]
     if wrong:
         for row in wrong:
-            print(f"FAIL: {row['engine']}, batch {row['batch']}: {row['divergences'][:5]}", file=sys.stderr)
+            print(
+                f"FAIL: {row['engine']}, batch {row['batch']}: {row['divergences'][:5]}",
+                file=sys.stderr,
+            )
         raise typer.Exit(1)
 
 

@@ -101,7 +101,11 @@ def measure(case: Case, bandwidth: float, device: torch.device, calls: int) -> R
         microseconds[name] = percentiles([span * 1e3 for span in spans])
     ours = microseconds["kernel"]["p50"]
     assert ours is not None
-    libraries = {n: t["p50"] for n, t in microseconds.items() if n not in ("kernel", "reference") and t["p50"]}
+    libraries = {
+        n: t["p50"]
+        for n, t in microseconds.items()
+        if n not in ("kernel", "reference") and t["p50"]
+    }
     best = min(libraries, key=lambda name: libraries[name] or 0.0) if libraries else "reference"
     best_us = microseconds[best]["p50"]
     assert best_us is not None
@@ -124,9 +128,16 @@ def measure(case: Case, bandwidth: float, device: torch.device, calls: int) -> R
 
 def floor_rows(rows: list[Row], judged: bool) -> list[Row]:
     """Compares attention at 32k with what is asked of it: its worst row; `judged` on a GPU at full sizes only."""
-    long = [row for row in rows if row["kernel"].startswith("block_attention") and row["context"] == 32768]
+    long = [
+        row
+        for row in rows
+        if row["kernel"].startswith("block_attention") and row["context"] == 32768
+    ]
     share = min((row["share_of_copy_bandwidth"] for row in long), default=None)
-    slower = max((row["microseconds"]["kernel"]["p50"] / row["best_library_us"] for row in long), default=None)
+    slower = max(
+        (row["microseconds"]["kernel"]["p50"] / row["best_library_us"] for row in long),
+        default=None,
+    )
     found = (
         ("share of the copy bandwidth, block attention at 32k", share, 0.7, False),
         ("time over the best library's, block attention at 32k", slower, 1.0, True),
@@ -149,11 +160,15 @@ def _failure(case: Case, name: str) -> str | None:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     if why is not None:
-        print(f"left out: {name} for {case.kernel}, batch {case.batch}: {why[:300]}", file=sys.stderr)
+        print(
+            f"left out: {name} for {case.kernel}, batch {case.batch}: {why[:300]}", file=sys.stderr
+        )
     return why
 
 
-def row_or_reason(case: Case, bandwidth: float, device: torch.device, calls: int) -> tuple[Row | None, str | None]:
+def row_or_reason(
+    case: Case, bandwidth: float, device: torch.device, calls: int
+) -> tuple[Row | None, str | None]:
     """Returns the row of a case, or why there is none: the kernel is wrong, or something raised while it was timed."""
     why = _failure(case, "kernel")
     if why is not None:
@@ -168,34 +183,65 @@ def row_or_reason(case: Case, bandwidth: float, device: torch.device, calls: int
 
 
 def main(
-    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny shapes, on any device: to try the script.")] = False,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Tiny shapes, on any device: to try the script.")
+    ] = False,
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
-    context: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "2048,32768",
-    swept: Annotated[str, typer.Option(help="Cells, BATCHxCONTEXT, of attention under other tiles and splits.")] = "",
-    out: Annotated[Path | None, typer.Option(help="The record; kernels.json in $OUT or benchmarks/results.")] = None,
+    context: Annotated[
+        str, typer.Option(help="Context lengths, separated by commas.")
+    ] = "2048,32768",
+    swept: Annotated[
+        str, typer.Option(help="Cells, BATCHxCONTEXT, of attention under other tiles and splits.")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="The record; kernels.json in $OUT or benchmarks/results.")
+    ] = None,
 ) -> None:
     """Time the kernels at Qwen3-8B's shapes; definitions in benchmarks/README.md."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not tiny and device.type != "cuda":
-        raise typer.BadParameter("expected a CUDA device, got none; pass --tiny to try the script without one")
+        raise typer.BadParameter(
+            "expected a CUDA device, got none; pass --tiny to try the script without one"
+        )
     sizes, dtype = (TINY, torch.float32) if tiny else (Sizes(), torch.bfloat16)
     batches, contexts = ([int(part) for part in text.split(",")] for text in (batch, context))
     if tiny:
         batches, contexts = batches[:1], [24]
     cases = all_cases(sizes, batches, contexts, dtype, device)
-    cells = [(int(a), int(b)) for a, _, b in (cell.partition("x") for cell in swept.split(",") if cell)]
+    cells = [
+        (int(a), int(b)) for a, _, b in (cell.partition("x") for cell in swept.split(",") if cell)
+    ]
     path = out or Path(os.environ.get("OUT", RESULTS)) / "kernels.json"
-    facts: dict[str, Any] = {"benchmark": "kernels", "dtype": str(dtype).removeprefix("torch."), "is_tiny": tiny}
+    facts: dict[str, Any] = {
+        "benchmark": "kernels",
+        "dtype": str(dtype).removeprefix("torch."),
+        "is_tiny": tiny,
+    }
     facts |= {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", **provenance(device)}
     rows: list[Row] = []
     wrong: list[Row] = []
-    record: dict[str, Any] = {"provenance": facts, "rows": rows, "wrong": wrong, "floors": [], "sweep": []}
+    record: dict[str, Any] = {
+        "provenance": facts,
+        "rows": rows,
+        "wrong": wrong,
+        "floors": [],
+        "sweep": [],
+    }
     with torch.inference_mode():
-        facts["copy_bytes_per_second"] = bandwidth = copy_bandwidth(device, 2**16 if tiny else 2**30)
+        facts["copy_bytes_per_second"] = bandwidth = copy_bandwidth(
+            device, 2**16 if tiny else 2**30
+        )
         for case in cases:
             row, why = row_or_reason(case, bandwidth, device, 2 if tiny else CALLS)
             if row is None:
-                wrong.append({"kernel": case.kernel, "batch": case.batch, "context": case.context, "why": why})
+                wrong.append(
+                    {
+                        "kernel": case.kernel,
+                        "batch": case.batch,
+                        "context": case.context,
+                        "why": why,
+                    }
+                )
             else:
                 rows.append(row)
             if may_write(path, quiet=not tiny):

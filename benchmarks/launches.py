@@ -98,7 +98,9 @@ def host_reads(target: Any, draft: Any, prompt: int) -> int:
     class Counted(pretended.Answers):
         """Answers, and counts the questions; what is on the host is computed, and the mask is all ones there."""
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal num
             given = tensors_of((args, kwargs))
             if func.namespace != "prim" and any(tensor.is_cuda for tensor in given):
@@ -106,7 +108,10 @@ def host_reads(target: Any, draft: Any, prompt: int) -> int:
             outs = None
             stays = torch.device((kwargs or {}).get("device") or "cpu").type == "cpu"
             if stays and all(tensor in numbers for tensor in given):
-                real = tree_map(lambda leaf: numbers[leaf] if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+                real = tree_map(
+                    lambda leaf: numbers[leaf] if isinstance(leaf, torch.Tensor) else leaf,
+                    (args, kwargs),
+                )
                 with _disable_current_modes():
                     outs = func(*real[0], **(real[1] or {}))
             if func is torch.ops.aten._local_scalar_dense.default and outs is not None:
@@ -172,7 +177,10 @@ def measure(
     """Counts everything of one case; returns what the last line holds, and the rows of the table."""
     is_sampled = bool(warpers)
     with pretended.pretended_gpu():
-        target, draft = pretended.build_target(target_config(shape)), pretended.build_draft(draft_config(shape))
+        target, draft = (
+            pretended.build_target(target_config(shape)),
+            pretended.build_draft(draft_config(shape)),
+        )
         draft.generation_config.num_tree_nodes = num_tree_nodes
         draft.generation_config.draft_dtype = draft_dtype
         if shape.experts:
@@ -186,8 +194,12 @@ def measure(
         pair = Pair(target=target, draft=draft, name="")
         found = {
             "kernels": counted.num_kernels,
-            "kernels_by_part": {part: sum(n for (p, _), n in counted.kernels.items() if p == part) for part in PARTS},
-            "bytes_read": round(step_work(pair, batch * context, batch, run.generator.verify_width).bytes),
+            "kernels_by_part": {
+                part: sum(n for (p, _), n in counted.kernels.items() if p == part) for part in PARTS
+            },
+            "bytes_read": round(
+                step_work(pair, batch * context, batch, run.generator.verify_width).bytes
+            ),
             "temporary_bytes": counted.choosing,
             "step_temporary_bytes": counted.peak,
             "host_reads_before_first_token": host_reads(target, draft, PROMPT),
@@ -201,23 +213,39 @@ def main(
     shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "qwen3-8b",
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of context per row.")] = 2048,
-    sample: Annotated[bool, typer.Option("--sample", help=f"Sample at temperature {TEMPERATURE}.")] = False,
+    sample: Annotated[
+        bool, typer.Option("--sample", help=f"Sample at temperature {TEMPERATURE}.")
+    ] = False,
     top_k: Annotated[int | None, typer.Option(help="Sample among the best so many tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="And among those that make up so much of them.")] = None,
-    num_tree_nodes: Annotated[int | None, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="And among those that make up so much of them.")
+    ] = None,
+    num_tree_nodes: Annotated[
+        int | None, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")
+    ] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="float8_e4m3fn: draft in FP8.")] = None,
-    is_tiny: Annotated[bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")] = False,
+    is_tiny: Annotated[
+        bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="A record to add the case to.")] = None,
 ) -> None:
     """Counts the launches of one step."""
     if shape not in SHAPES:
-        raise typer.BadParameter(f"expected one of {', '.join(SHAPES)}, got {shape}; name one of them")
+        raise typer.BadParameter(
+            f"expected one of {', '.join(SHAPES)}, got {shape}; name one of them"
+        )
     warpers: list[Any] = [TemperatureLogitsWarper(TEMPERATURE)] if sample or top_k or top_p else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p else []
     sizes = tiny(SHAPES[shape]) if is_tiny else SHAPES[shape]
     found, rows = measure(sizes, batch, context, warpers, num_tree_nodes, draft_dtype)
-    case = {"shape": shape, "is_tiny": is_tiny, "batch": batch, "context": context, "sample": bool(warpers)}
+    case = {
+        "shape": shape,
+        "is_tiny": is_tiny,
+        "batch": batch,
+        "context": context,
+        "sample": bool(warpers),
+    }
     record = {
         **case,
         "top_k": top_k,
@@ -227,7 +255,11 @@ def main(
         **found,
         "provenance": provenance(torch.device("cpu")),
     }
-    show(f"launches of one step: {shape}, batch {batch}, context {context}, an upper count", rows, COLUMNS)
+    show(
+        f"launches of one step: {shape}, batch {batch}, context {context}, an upper count",
+        rows,
+        COLUMNS,
+    )
     if out is not None:
         before = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
         write({"rows": [*before, record]}, out)

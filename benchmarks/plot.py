@@ -16,7 +16,9 @@ import typer
 from harness.plots import FIGURES
 
 
-def main(records: Annotated[list[Path], typer.Argument(help="Records of step.py or kernel_times.py.")]) -> None:
+def main(
+    records: Annotated[list[Path], typer.Argument(help="Records of step.py or kernel_times.py.")],
+) -> None:
     """Draw roofline figures from records."""
     for path in records:
         try:

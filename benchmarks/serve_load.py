@@ -58,7 +58,10 @@ MALFORMED: list[tuple[bytes, int]] = [
     (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}', 400),
     (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000000000}', 400),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}', 400),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+        400,
+    ),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}], "stream": true}', 400),
 ]
 
@@ -76,11 +79,20 @@ class Oracle:
         key = json.dumps({name: request[name] for name in sorted(request) if name != "stream"})
         if key not in self.known:
             prompt = request.get("messages", request.get("prompt"))
-            inputs = encode_prompt(self.tokenizer, prompt, torch.device("cpu"), template="messages" in request)
-            settings: dict[str, Any] = {"max_new_tokens": request["max_tokens"], "stop_strings": request.get("stop")}
+            inputs = encode_prompt(
+                self.tokenizer, prompt, torch.device("cpu"), template="messages" in request
+            )
+            settings: dict[str, Any] = {
+                "max_new_tokens": request["max_tokens"],
+                "stop_strings": request.get("stop"),
+            }
             if "seed" in request:
                 torch.manual_seed(request["seed"])
-                settings |= {"do_sample": True, "temperature": request["temperature"], "assistant_model": self.draft}
+                settings |= {
+                    "do_sample": True,
+                    "temperature": request["temperature"],
+                    "assistant_model": self.draft,
+                }
             ids = self.model.generate(**inputs, **settings, tokenizer=self.tokenizer)
             new = ids[0, inputs["input_ids"].shape[1] :]
             self.known[key] = str(self.tokenizer.decode(new, skip_special_tokens=True))
@@ -107,17 +119,26 @@ def answer(client: OpenAI, request: dict[str, Any], expected: str) -> str:
         found = client.completions.create(**sent)
         texts = [piece.choices[0].text for piece in (found if request["stream"] else [found])]
     elif request["stream"]:
-        texts = [piece.choices[0].delta.content or "" for piece in client.chat.completions.create(**sent)]
+        texts = [
+            piece.choices[0].delta.content or "" for piece in client.chat.completions.create(**sent)
+        ]
     else:
         texts = [client.chat.completions.create(**sent).choices[0].message.content]
         expected = expected.strip()  # as the library's handler does
-    return "right" if "".join(texts) == expected else f"wrong: {request}: {''.join(texts)!r}, not {expected!r}"
+    return (
+        "right"
+        if "".join(texts) == expected
+        else f"wrong: {request}: {''.join(texts)!r}, not {expected!r}"
+    )
 
 
 def malform(url: str, body: bytes, status: int) -> str:
     """Sends what is no request; returns how it went."""
     found = httpx.post(
-        f"{url}/chat/completions", content=body, headers={"content-type": "application/json"}, timeout=TIMEOUT
+        f"{url}/chat/completions",
+        content=body,
+        headers={"content-type": "application/json"},
+        timeout=TIMEOUT,
     )
     good = found.status_code == status and found.json()["error"]["message"].startswith("expected ")
     return "refused" if good else f"wrong: {body!r}: {found.status_code} {found.text}"
@@ -127,7 +148,9 @@ def break_off(client: OpenAI, url: str, way: int, num_pieces: int) -> str:
     """Sends a request, or a part of one, and goes away."""
     if way == 0:
         messages: Any = HELLO
-        stream: Any = client.chat.completions.create(model="text", messages=messages, stream=True, **ENDLESS)
+        stream: Any = client.chat.completions.create(
+            model="text", messages=messages, stream=True, **ENDLESS
+        )
         for _, _ in zip(range(num_pieces), stream, strict=False):
             pass
         stream.close()
@@ -137,7 +160,9 @@ def break_off(client: OpenAI, url: str, way: int, num_pieces: int) -> str:
     sent = "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
     sent = {3: sent[: len(sent) - 20], 4: sent[:30]}.get(way, sent)
     address = httpx.URL(url)
-    with socket.create_connection((address.host, address.port or 80), timeout=TIMEOUT) as connection:
+    with socket.create_connection(
+        (address.host, address.port or 80), timeout=TIMEOUT
+    ) as connection:
         connection.sendall(sent)
         time.sleep(num_pieces / 100)
     return "broken off"
@@ -148,7 +173,9 @@ def server(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A server of the bundled pair, and its address."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_hf", "serve", "--pair", "text", "--port", "0"], stdout=stream, stderr=stream
+            [sys.executable, "-m", "dflash_hf", "serve", "--pair", "text", "--port", "0"],
+            stdout=stream,
+            stderr=stream,
         )
     try:
         while not (found := re.search(r"is served at (\S+)", log.read_text())):
@@ -177,7 +204,9 @@ def main(
             if which < 0.05:
                 calls.append(partial(malform, url, *draw.choice(MALFORMED)))
             elif which < 0.1:
-                calls.append(partial(break_off, client, url, draw.randrange(NUM_BROKEN), draw.randrange(20)))
+                calls.append(
+                    partial(break_off, client, url, draw.randrange(NUM_BROKEN), draw.randrange(20))
+                )
             else:
                 request = good_request(draw, chats)
                 calls.append(partial(answer, client, request, oracle.text(request)))

@@ -91,7 +91,10 @@ class Smoke:
             found = run()
         except Exception as error:
             logger.error("failed: %s", check, exc_info=error)
-            found = {"passed": False, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+            found = {
+                "passed": False,
+                "why": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
+            }
         self.add(check, **found)
 
 
@@ -115,7 +118,9 @@ def texts(smoke: Smoke, method: Method, inputs: Inputs, settings: Settings) -> d
     }
 
 
-def unlike_plain(smoke: Smoke, inputs: Inputs, plain: list[list[int]] | None, answers: list[list[int]]) -> str | None:
+def unlike_plain(
+    smoke: Smoke, inputs: Inputs, plain: list[list[int]] | None, answers: list[list[int]]
+) -> str | None:
     """Says how greedy answers are not plain's, or `None` where they are, or part at a narrow tie."""
     if plain is None:
         return "expected plain's answers to compare with, got none; see the row of plain"
@@ -123,7 +128,9 @@ def unlike_plain(smoke: Smoke, inputs: Inputs, plain: list[list[int]] | None, an
     rows = zip(real_tokens(inputs), plain, answers, strict=True)
     for number, (prompt, wanted, found) in enumerate(rows):
         one = alone(prompt, pair)
-        compared = agreement(pair.target, one, wanted, found, reference=smoke.reference, do_sample=False)
+        compared = agreement(
+            pair.target, one, wanted, found, reference=smoke.reference, do_sample=False
+        )
         if not keeps(compared):
             return f"row {number} {compared.sentence}"
     return None
@@ -176,14 +183,22 @@ def kernels() -> dict[str, Any]:
     """Says which operations could not have their kernel."""
     found = failures()
     why = "; ".join(f"{name}: {reason}" for name, reason in found.items())
-    return {"passed": not found, "why": why or None, "operations": sorted(operations()), "failures": found}
+    return {
+        "passed": not found,
+        "why": why or None,
+        "operations": sorted(operations()),
+        "failures": found,
+    }
 
 
 def random_numbers(device: torch.device) -> dict[str, Any]:
     """Draws outside of any capture, as a process goes on to do beside kept graphs."""
     first, second = (torch.rand(64, device=device) for _ in range(2))
     is_right = bool(((first >= 0) & (first < 1)).all()) and not torch.equal(first, second)
-    return {"passed": is_right, "why": None if is_right else "two draws are the same, or out of range"}
+    return {
+        "passed": is_right,
+        "why": None if is_right else "two draws are the same, or out of range",
+    }
 
 
 def own_capture(device: torch.device) -> dict[str, Any]:
@@ -197,7 +212,10 @@ def own_capture(device: torch.device) -> dict[str, Any]:
         graph.replay()
         replays.append(drawn.clone())
     is_right = bool((replays[0] > 0).any()) and not torch.equal(*replays)
-    return {"passed": is_right, "why": None if is_right else "two replays drew the same numbers, or none"}
+    return {
+        "passed": is_right,
+        "why": None if is_right else "two replays drew the same numbers, or none",
+    }
 
 
 def static_cache(pair: Pair) -> dict[str, Any]:
@@ -209,7 +227,9 @@ def static_cache(pair: Pair) -> dict[str, Any]:
     small = build_pair("qwen3-8b", shape, pair.target.dtype, pair.device, lengths=(24, 24))
     inputs = small.inputs("random", 0, 1)
     began = time.perf_counter()
-    out = small.target.generate(**inputs, max_new_tokens=8, do_sample=False, cache_implementation="static")
+    out = small.target.generate(
+        **inputs, max_new_tokens=8, do_sample=False, cache_implementation="static"
+    )
     seconds = round(time.perf_counter() - began, 3)
     wanted = (1, inputs["input_ids"].shape[1] + 8)
     is_right = tuple(out.shape) == wanted
@@ -218,16 +238,24 @@ def static_cache(pair: Pair) -> dict[str, Any]:
 
 
 def main(
-    is_tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes, on any device: to try the script.")] = False,
+    is_tiny: Annotated[
+        bool, typer.Option("--tiny", help="Tiny sizes, on any device: to try the script.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Length of an answer.")] = 24,
-    out: Annotated[Path | None, typer.Option(help="The record; smoke.json in $OUT or benchmarks/results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The record; smoke.json in $OUT or benchmarks/results.")
+    ] = None,
 ) -> None:
     """Try every engine and what a process does beside it; what is asked of each is in the script's head."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not is_tiny and place.type != "cuda":
-        raise typer.BadParameter(f"expected a CUDA device for Qwen3-8B's sizes, got {place}; pass --tiny on a CPU")
+        raise typer.BadParameter(
+            f"expected a CUDA device for Qwen3-8B's sizes, got {place}; pass --tiny on a CPU"
+        )
     shape = tiny(SHAPES["qwen3-8b"]) if is_tiny else smoke_shape()
     dtype = torch.float32 if is_tiny else torch.bfloat16
     pair = build_pair("qwen3-8b", shape, dtype, place, lengths=(20, 24) if is_tiny else (480, 512))

@@ -140,12 +140,16 @@ class Bench:
         logger.error("failed: %s, %s", what, cell, exc_info=error)
         self.skip(model, cell, what, f"{type(error).__name__}: {str(error)[:400]}")
 
-    def skip(self, model: str, cell: Cell | None, what: str, why: str, needed: int | None = None) -> None:
+    def skip(
+        self, model: str, cell: Cell | None, what: str, why: str, needed: int | None = None
+    ) -> None:
         """Records what is not run, and why."""
         batch, context = cell or (None, None)
         row = {"model": model, "batch": batch, "context": context, "what": what, "why": why}
         self.not_run.append({**row, "bytes_needed": needed, "bytes_available": self.memory})
-        logger.warning("not run: %s, batch %s, context %s, %s: %s", model, batch, context, what, why)
+        logger.warning(
+            "not run: %s, batch %s, context %s, %s: %s", model, batch, context, what, why
+        )
 
     def is_late(self) -> bool:
         """Returns True if nothing more is to be begun."""
@@ -173,12 +177,18 @@ def run_model(bench: Bench, model: str, save: Any) -> None:
         bench.skip(model, None, "all", "no time left")
         return
     plan = build_pair(model, shape, bench.dtype, torch.device("meta"), block_size=bench.block_size)
-    needed = sum(w.numel() * w.element_size() for part in (plan.target, plan.draft) for w in part.parameters())
+    needed = sum(
+        w.numel() * w.element_size()
+        for part in (plan.target, plan.draft)
+        for w in part.parameters()
+    )
     if bench.refuses(model, None, "weights", needed):
         return
     longest = max(bench.new_tokens, bench.ours_tokens)
     fitting = [
-        cell for cell in bench.cells if not bench.refuses(model, cell, "all", memory_needed(plan, *cell, longest))
+        cell
+        for cell in bench.cells
+        if not bench.refuses(model, cell, "all", memory_needed(plan, *cell, longest))
     ]
     if not fitting:
         return
@@ -192,8 +202,15 @@ def run_model(bench: Bench, model: str, save: Any) -> None:
         run_stages(bench, model, pair, cell)
         run_experiments(bench, model, pair, cell)
         # The floor is asked of this cell, and each cell may be a process of its own.
-        if cell == (1, SHORT) and bench.device.type == "cuda" and bench.methods and not bench.is_late():
-            bench.graph_memory[model] = graph_memory(pair, pair.inputs("random", context, batch), bench.new_tokens)
+        if (
+            cell == (1, SHORT)
+            and bench.device.type == "cuda"
+            and bench.methods
+            and not bench.is_late()
+        ):
+            bench.graph_memory[model] = graph_memory(
+                pair, pair.inputs("random", context, batch), bench.new_tokens
+            )
         release(pair)
         save()
 
@@ -235,7 +252,9 @@ def methods_for(
     return found
 
 
-def run_methods(bench: Bench, model: str, pair: Pair, cell: Cell, methods: list[tuple[Method, int | None]]) -> None:
+def run_methods(
+    bench: Bench, model: str, pair: Pair, cell: Cell, methods: list[tuple[Method, int | None]]
+) -> None:
     """Runs each method over one batch of prompts, after a run that does not count.
 
     One after the other, not in turns: buffers and graphs of several widths at once may be more than are kept between
@@ -284,7 +303,9 @@ def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
             bench.fail(model, cell, what, error)
             release(pair)
             continue
-        bench.stages.append(stage_row(pair, model, cell, stages, bench.bandwidth, is_default=width is None))
+        bench.stages.append(
+            stage_row(pair, model, cell, stages, bench.bandwidth, is_default=width is None)
+        )
 
 
 def run_experiments(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
@@ -352,29 +373,55 @@ def chosen_experiments(text: str) -> list[str]:
 
 
 def main(
-    is_tiny: Annotated[bool, typer.Option("--tiny", help="Tiny doubles of the shapes: for tests.")] = False,
+    is_tiny: Annotated[
+        bool, typer.Option("--tiny", help="Tiny doubles of the shapes: for tests.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
     models: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}, or all.")] = "qwen3-8b",
-    cells: Annotated[str | None, typer.Option(help="BATCHxCONTEXT, separated by commas, or grid.")] = None,
-    methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}, or all, or none.")] = "all",
-    widths: Annotated[str | None, typer.Option(help="Tokens verified per row; chosen by the batch.")] = None,
-    compile_at: Annotated[str | None, typer.Option(help="Cells of the methods that compile; default all.")] = None,
-    new_tokens: Annotated[int | None, typer.Option(min=2, help="Tokens generated per run; 49, tiny 9.")] = None,
-    ours_tokens: Annotated[int | None, typer.Option(min=2, help="The same of ours; 129, tiny the others'.")] = None,
-    experiments: Annotated[str, typer.Option(help=f"Of {', '.join(EXPERIMENTS)}, or all, or none.")] = "none",
-    block_size: Annotated[int | None, typer.Option(min=2, help="Tokens per block; default the draft's.")] = None,
+    cells: Annotated[
+        str | None, typer.Option(help="BATCHxCONTEXT, separated by commas, or grid.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help=f"Of {', '.join(METHODS)}, or all, or none.")
+    ] = "all",
+    widths: Annotated[
+        str | None, typer.Option(help="Tokens verified per row; chosen by the batch.")
+    ] = None,
+    compile_at: Annotated[
+        str | None, typer.Option(help="Cells of the methods that compile; default all.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens generated per run; 49, tiny 9.")
+    ] = None,
+    ours_tokens: Annotated[
+        int | None, typer.Option(min=2, help="The same of ours; 129, tiny the others'.")
+    ] = None,
+    experiments: Annotated[
+        str, typer.Option(help=f"Of {', '.join(EXPERIMENTS)}, or all, or none.")
+    ] = "none",
+    block_size: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per block; default the draft's.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each method.")] = 3,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step's parts.")] = 21,
     budget: Annotated[float, typer.Option(help="Seconds after which nothing more is begun.")] = 1e9,
-    memory_gib: Annotated[float | None, typer.Option(help="Memory that may be used; default most of it.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The record; step.json in $OUT or benchmarks/results.")] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="Memory that may be used; default most of it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The record; step.json in $OUT or benchmarks/results.")
+    ] = None,
 ) -> None:
     """Time decoding steps of pairs with random weights; definitions in benchmarks/README.md."""
     started = time.monotonic()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not is_tiny and place.type != "cuda":
-        raise typer.BadParameter(f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU")
+        raise typer.BadParameter(
+            f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU"
+        )
     names = parse_names(models, tuple(SHAPES))
     chosen = parse_cells(cells) if cells else [(1, 32), (8, 32)] if is_tiny else CELLS
     total = total_memory(place) if memory_gib is None else round(memory_gib * 2**30 / USABLE)
@@ -405,7 +452,11 @@ def main(
     is_complete = True
     try:
         for name in names:
-            run_model(bench, name, lambda: write(record_of(bench, rate, watch, False), path) if may_be_kept else None)
+            run_model(
+                bench,
+                name,
+                lambda: write(record_of(bench, rate, watch, False), path) if may_be_kept else None,
+            )
     except KeyboardInterrupt:
         is_complete = False
         logger.warning("interrupted: what there is so far is written, as incomplete")
@@ -418,7 +469,11 @@ def main(
     )
     show("The parts of a step over fixed buffers", record["stages"], STAGE_COLUMNS)
     if record["experiments"]:
-        show("Experiments: the step of the defaults, changed", record["experiments"], EXPERIMENT_COLUMNS)
+        show(
+            "Experiments: the step of the defaults, changed",
+            record["experiments"],
+            EXPERIMENT_COLUMNS,
+        )
     show("Not run", record["not_run"], NOT_RUN_COLUMNS)
     show("Floors: asked of one H200, Qwen3-8B's shapes, bfloat16", record["floors"], FLOOR_COLUMNS)
     # A tiny pair is never a record.

@@ -67,20 +67,28 @@ class Clock(TrainerCallback):
 
 
 def main(
-    is_tiny: Annotated[bool, typer.Option("--tiny", help="Tiny doubles of the shapes: for tests.")] = False,
+    is_tiny: Annotated[
+        bool, typer.Option("--tiny", help="Tiny doubles of the shapes: for tests.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="Where it runs; CUDA if there is any.")] = None,
     model: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "qwen3-8b",
     rows: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 2,
     length: Annotated[int, typer.Option(min=64, help="Tokens of each.")] = 2048,
     steps: Annotated[int, typer.Option(min=NOT_COUNTED + 1, help="Steps.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="The record; train.json in $OUT or benchmarks/results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The record; train.json in $OUT or benchmarks/results.")
+    ] = None,
 ) -> None:
     """Take some training steps of a pair with random weights."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if model not in SHAPES:
-        raise typer.BadParameter(f"expected a model among {', '.join(SHAPES)}, got {model!r}; choose one of them")
+        raise typer.BadParameter(
+            f"expected a model among {', '.join(SHAPES)}, got {model!r}; choose one of them"
+        )
     if not is_tiny and place.type != "cuda":
-        raise typer.BadParameter(f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU")
+        raise typer.BadParameter(
+            f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU"
+        )
     shape = tiny(SHAPES[model]) if is_tiny else SHAPES[model]
     dtype = torch.float32 if is_tiny else torch.bfloat16
     length = 64 if is_tiny else length
@@ -125,7 +133,9 @@ def main(
         "first_step_seconds": seconds[0],
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "peak_mib": torch.cuda.max_memory_allocated(place) / 2**20 if place.type == "cuda" else None,
+        "peak_mib": torch.cuda.max_memory_allocated(place) / 2**20
+        if place.type == "cuda"
+        else None,
         "loss_falls": is_right,
     }
     show("Training steps with random weights", [row], [(key, key) for key in row])

@@ -36,13 +36,17 @@ from dflash_hf.training.data import Example
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.walking import walk
 
-Levels = list[list[tuple[float, int]]]  # per position, log-probabilities and tokens, the most likely first
+# Per position, log-probabilities and tokens, the most likely first
+Levels = list[list[tuple[float, int]]]
 
 
 def num_accepted(levels: Levels, num_nodes: int, truth: list[int]) -> int:
     """Returns how far the answer goes along the best tree of so many tokens, the anchor included."""
     if num_nodes == 0:
-        return next((i for i, level in enumerate(levels) if i >= len(truth) or level[0][1] != truth[i]), len(levels))
+        return next(
+            (i for i, level in enumerate(levels) if i >= len(truth) or level[0][1] != truth[i]),
+            len(levels),
+        )
     heap = [(-levels[0][0][0], (0,))]
     nodes: set[tuple[int, ...]] = set()
     while heap and len(nodes) < num_nodes - 1:
@@ -54,23 +58,35 @@ def num_accepted(levels: Levels, num_nodes: int, truth: list[int]) -> int:
             heapq.heappush(heap, (cost + worse, (*ranks[:-1], rank + 1)))
         if level + 1 < len(levels):
             heapq.heappush(heap, (cost - levels[level + 1][0][0], (*ranks, 0)))
-    return next((end for end in range(len(levels)) if tuple(truth[: end + 1]) not in nodes), len(levels))
+    return next(
+        (end for end in range(len(levels)) if tuple(truth[: end + 1]) not in nodes), len(levels)
+    )
 
 
 @torch.no_grad()
-def levels_at_anchors(draft: DFlashDraftModel, target: Target, example: Example, most: int) -> dict[int, Levels]:
+def levels_at_anchors(
+    draft: DFlashDraftModel, target: Target, example: Example, most: int
+) -> dict[int, Levels]:
     """Returns what the draft says behind every token of an answer, by the token's index."""
     config, size = draft.config, draft.config.block_size
     ahead, head = int(config.sample_from_anchor), logits_of(draft, target)
     batch = collate([example])
-    features = target_features(target, config.target_layer_ids, batch, after_deepstack=config.tap_after_deepstack).taps
+    features = target_features(
+        target, config.target_layer_ids, batch, after_deepstack=config.tap_after_deepstack
+    ).taps
     anchors, found = all_anchors(batch.loss_mask, size), dict[int, Levels]()
     for start in range(0, anchors.indices.shape[1], 32):
         part = anchors.select(start, start + 32)
-        hidden = run_blocks(draft, target, batch, features, part).view(-1, size, draft.config.hidden_size)
+        hidden = run_blocks(draft, target, batch, features, part).view(
+            -1, size, draft.config.hidden_size
+        )
         log_probs = head(hidden[:, 1 - ahead :]).float().log_softmax(dim=-1)
-        values, ids = (tensor.tolist() for tensor in log_probs.topk(min(most, log_probs.shape[-1]), dim=-1))
-        for index, keep, a, b in zip(part.indices[0].tolist(), part.keep[0].tolist(), values, ids, strict=True):
+        values, ids = (
+            tensor.tolist() for tensor in log_probs.topk(min(most, log_probs.shape[-1]), dim=-1)
+        )
+        for index, keep, a, b in zip(
+            part.indices[0].tolist(), part.keep[0].tolist(), values, ids, strict=True
+        ):
             if keep:
                 found[index] = [list(zip(*level, strict=True)) for level in zip(a, b, strict=True)]
     return found
@@ -84,7 +100,9 @@ def main(
     nodes: Annotated[str, typer.Option(help="Tokens of the trees; 0 is the chain.")] = "0,8,16,32",
     num_prompts: Annotated[int, typer.Option(min=1, help="Of each set.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
-    is_generated: Annotated[bool, typer.Option("--generate", help="Decode too, in float32.")] = False,
+    is_generated: Annotated[
+        bool, typer.Option("--generate", help="Decode too, in float32.")
+    ] = False,
 ) -> None:
     """Simulate trees over a pair's own answers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,7 +116,9 @@ def main(
             "expected a draft whose positions are independent, got DFlash 2; use --generate's number"
         )
     # Whole trees: what is simulated has no clock.
-    prefill.choose_widths = lambda generator, state, keeps_buffers: FixedWidth(generator.verify_width)
+    prefill.choose_widths = lambda generator, state, keeps_buffers: FixedWidth(
+        generator.verify_width
+    )
     sizes, rows = [int(num) for num in nodes.split(",")], list[dict[str, Any]]()
     for name in data.split(","):
         committed: dict[int, list[int]] = {size: [] for size in sizes}
@@ -124,7 +144,11 @@ def main(
                     model.generate(**inputs, **settings, assistant_model=drafter)
                     decoded[size] += drafter.last_stats.num_committed[0]
         for size in sizes:
-            row = {"data": Path(name).stem, "nodes": size, "simulated": sum(committed[size]) / len(committed[size])}
+            row = {
+                "data": Path(name).stem,
+                "nodes": size,
+                "simulated": sum(committed[size]) / len(committed[size]),
+            }
             if is_generated:
                 row["decoded"] = sum(decoded[size]) / len(decoded[size])
             rows.append(row)

@@ -39,7 +39,9 @@ def run_one(tree: Path, counts: list[int]) -> dict[str, float]:
         check=False,
     )
     if done.returncode:
-        raise typer.BadParameter(f"expected the package of {tree} to run, got: {done.stderr.strip()[-500:]}")
+        raise typer.BadParameter(
+            f"expected the package of {tree} to run, got: {done.stderr.strip()[-500:]}"
+        )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -50,9 +52,13 @@ def git(*arguments: str) -> str:
     Raises:
         BadParameter: If it fails, with what it said.
     """
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise typer.BadParameter(f"expected a commit of this repository, got: {done.stderr.strip()}; see git log")
+        raise typer.BadParameter(
+            f"expected a commit of this repository, got: {done.stderr.strip()}; see git log"
+        )
     return done.stdout.strip()
 
 
@@ -69,7 +75,9 @@ def main(
     watch = LoadWatch()
     watch.sample()
     if not force and not watch.is_quiet():
-        raise typer.BadParameter(f"expected an idle machine, got {watch.before:.1f} busy cores; wait, or pass --force")
+        raise typer.BadParameter(
+            f"expected an idle machine, got {watch.before:.1f} busy cores; wait, or pass --force"
+        )
     runs: dict[str, list[dict[str, float]]] = {commit: [], "this tree": []}
     with tempfile.TemporaryDirectory() as folder:
         earlier = Path(folder) / "tree"
@@ -81,10 +89,13 @@ def main(
         finally:
             git("worktree", "remove", "--force", str(earlier))
     medians = {
-        name: {key: statistics.median(run[key] for run in some) for key in NAMES} for name, some in runs.items()
+        name: {key: statistics.median(run[key] for run in some) for key in NAMES}
+        for name, some in runs.items()
     }
     ratios = {key: medians["this tree"][key] / medians[commit][key] for key in NAMES}
-    rows: list[dict[str, Any]] = [{"tree": name, **found} for name, found in (*medians.items(), ("ratio", ratios))]
+    rows: list[dict[str, Any]] = [
+        {"tree": name, **found} for name, found in (*medians.items(), ("ratio", ratios))
+    ]
     show("Medians of processes in turn", rows, [("tree", "tree"), *((key, key) for key in NAMES)])
     print(
         json.dumps(

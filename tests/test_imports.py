@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from helpers.source_tree import ROOT, imports, read_modules
 
-NOT_LOADED_BY_IMPORT = ("torch", "transformers", "gradio", "uvicorn", "datasets", "matplotlib", "pandas")
+NOT_LOADED_BY_IMPORT = (
+    "torch",
+    "transformers",
+    "gradio",
+    "uvicorn",
+    "datasets",
+    "matplotlib",
+    "pandas",
+)
 
 
 def undocumented_exports(package: types.ModuleType) -> list[str]:
@@ -50,7 +58,9 @@ def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
 
 def test_import_loads_nothing_heavy() -> None:
     assert loaded_by("import json", ("json", "gradio")) == ["json"]
-    assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), f"import dflash_hf loads {loaded}"
+    assert not (loaded := loaded_by("import dflash_hf", NOT_LOADED_BY_IMPORT)), (
+        f"import dflash_hf loads {loaded}"
+    )
 
 
 # What is imported under another name than it is installed by, or is there for sure with another package.
@@ -68,7 +78,10 @@ def test_packages_that_are_imported_are_declared() -> None:
     """Those of others bring them today: a release of theirs that does without them would take them away."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
-    declared = {re.split(r"[<>=; ]", line)[0].replace("-", "_") for line in [*project["dependencies"], *extras]}
+    declared = {
+        re.split(r"[<>=; ]", line)[0].replace("-", "_")
+        for line in [*project["dependencies"], *extras]
+    }
     missing = set[str]()
     for module in read_modules():
         for _, name in imports(module):
@@ -80,7 +93,18 @@ def test_packages_that_are_imported_are_declared() -> None:
     assert {name.replace("-", "_") for name in DISTRIBUTIONS.values()} <= declared
 
 
-COMMANDS = ("generate", "demo", "chat", "convert", "doctor", "inspect", "drafts", "push", "serve", "train")
+COMMANDS = (
+    "generate",
+    "demo",
+    "chat",
+    "convert",
+    "doctor",
+    "inspect",
+    "drafts",
+    "push",
+    "serve",
+    "train",
+)
 GROUPED = ("bench", "bench prepare", "bench compare")
 COMMAND_LINES = [
     ["--help"],
@@ -107,4 +131,7 @@ def test_undocumented_exports_reports_missing_and_generated_docstrings() -> None
     package.__all__ = ["Written", "Generated", "Missing"]
     package.Written = type("Written", (), {"__doc__": "Says what it is."})
     package.Generated = dataclass(type("Generated", (), {"__annotations__": {"x": int}}))
-    assert undocumented_exports(package) == ["Generated has no docstring", "Missing is in __all__ but not in fake"]
+    assert undocumented_exports(package) == [
+        "Generated has no docstring",
+        "Missing is in __all__ but not in fake",
+    ]

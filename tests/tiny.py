@@ -32,7 +32,12 @@ COMMON: dict[str, Any] = {
 }
 
 # What makes a draft a DFlash 2 one.
-DFLASH2: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 6}
+DFLASH2: dict[str, Any] = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 4,
+    "selector_rank": 4,
+    "selector_top_k": 6,
+}
 MIXED = ["sliding_attention", "full_attention"] * (DEPTH // 2)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,12 +69,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"head_dim": 8, "sliding_window": 9}),
     "gemma2": (
         "Gemma2",
-        {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 5.0, "tie_word_embeddings": False},
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+        },
     ),
-    "gemma3": ("Gemma3Text", {"head_dim": 8, "sliding_window": 6, "layer_types": MIXED, "tie_word_embeddings": False}),
+    "gemma3": (
+        "Gemma3Text",
+        {"head_dim": 8, "sliding_window": 6, "layer_types": MIXED, "tie_word_embeddings": False},
+    ),
     "gpt-oss": (
         "GptOss",
-        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": MIXED},
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": MIXED,
+        },
     ),
     "phi3": ("Phi3", {}),
 }
@@ -130,7 +149,9 @@ def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel
     model = model_class(config).to(torch.float32 if family == "gemma2" else torch.float64).eval()
     if family == "gemma2":
         model.set_attn_implementation("eager")  # 5.16 chooses sdpa, which leaves the soft cap out
-    if hasattr(model, "set_experts_implementation") and getattr(config, "num_experts_per_tok", None):
+    if hasattr(model, "set_experts_implementation") and getattr(
+        config, "num_experts_per_tok", None
+    ):
         model.set_experts_implementation("eager")
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(("sinks", "bias")):
@@ -162,7 +183,9 @@ def draft_config(target: PreTrainedModel, block_size: int = 8, **overrides: Any)
     return DFlashConfig(**{**settings, **overrides})
 
 
-def tiny_draft(target: PreTrainedModel, block_size: int = 8, seed: int = 1, **overrides: Any) -> DFlashDraftModel:
+def tiny_draft(
+    target: PreTrainedModel, block_size: int = 8, seed: int = 1, **overrides: Any
+) -> DFlashDraftModel:
     """Builds a random draft in the target's dtype: almost never right, but everything runs."""
     torch.manual_seed(seed)
     draft = DFlashDraftModel(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
@@ -194,7 +217,9 @@ class OracleDraft(DFlashDraftModel):
         self.random = torch.Generator().manual_seed(seed)
         return self
 
-    def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
+    def write_prompt(
+        self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache
+    ) -> None:
         """Begins a run, with all rows."""
         self.rows = []
         super().write_prompt(context_hidden_states, positions, cache)
@@ -203,7 +228,9 @@ class OracleDraft(DFlashDraftModel):
         """Returns the call's rows that a batch consists of."""
         return self.rows or list(range(batch))
 
-    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
+    def forward_block(
+        self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None
+    ) -> Tensor:
         """Runs the real forward, and remembers where the block stands."""
         assert cache.block is not None
         self.positions = cache.block.positions.clone()  # the commit moves them on
@@ -240,7 +267,11 @@ _tell_which_rows_go_on()
 
 
 def oracle_draft(
-    target: PreTrainedModel, truth: list[list[int]], seed: int, block_size: int = 8, **overrides: Any
+    target: PreTrainedModel,
+    truth: list[list[int]],
+    seed: int,
+    block_size: int = 8,
+    **overrides: Any,
 ) -> OracleDraft:
     """Builds an [`OracleDraft`] for a tiny target; with a selector, one whose pairs sometimes outvote the oracle."""
     torch.manual_seed(seed)

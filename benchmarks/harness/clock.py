@@ -106,7 +106,11 @@ class StepClock:
         """
         steps = stats.num_target_forwards - 1
         self.prefill_seconds = stats.time_to_first_token
-        self.step_ms = [(stats.total_seconds - stats.time_to_first_token) * 1e3 / steps] * steps if steps else []
+        self.step_ms = (
+            [(stats.total_seconds - stats.time_to_first_token) * 1e3 / steps] * steps
+            if steps
+            else []
+        )
 
     def _ended(self, module: nn.Module, args: Any, output: Any) -> None:
         self.marks.mark()

@@ -7,13 +7,31 @@ import importlib.metadata
 import platform
 import sys
 
-NEEDED = ("accelerate", "hypothesis", "matplotlib", "pytest_timeout", "rich", "safetensors", "transformers", "typer")
+NEEDED = (
+    "accelerate",
+    "hypothesis",
+    "matplotlib",
+    "pytest_timeout",
+    "rich",
+    "safetensors",
+    "transformers",
+    "typer",
+)
 
 
 def main() -> int:
     """Prints versions and the device; names every package that is missing at once."""
     versions = [f"python {platform.python_version()}"]
-    for name in ("torch", "triton", "transformers", "pytest", "matplotlib", "dflash", "kernels", "flash-attn"):
+    for name in (
+        "torch",
+        "triton",
+        "transformers",
+        "pytest",
+        "matplotlib",
+        "dflash",
+        "kernels",
+        "flash-attn",
+    ):
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

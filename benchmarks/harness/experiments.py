@@ -106,7 +106,9 @@ def dependent_launches(pair: Pair) -> Generator[Changed]:
             operation.failures.clear()
             operation.failures.update(known[name])
     if new := {name: why for name, why in after.items() if name not in before}:
-        raise RuntimeError(f"expected kernels that launch as dependents, got {new}; compare without them")
+        raise RuntimeError(
+            f"expected kernels that launch as dependents, got {new}; compare without them"
+        )
 
 
 # ---- streams beside the captured one
@@ -164,7 +166,9 @@ def projections(model: nn.Module) -> list[list[Any]]:
     for layer in model.modules():
         attention = getattr(layer, "self_attn", None)
         mlp = getattr(layer, "mlp", None)
-        own = [getattr(attention, name, None) for name in ATTENTION] + [getattr(mlp, name, None) for name in GATED]
+        own = [getattr(attention, name, None) for name in ATTENTION] + [
+            getattr(mlp, name, None) for name in GATED
+        ]
         if all(type(part) is nn.Linear for part in own):
             found.append(own)
     return found
@@ -191,7 +195,9 @@ class Group:
 
     def forwards(self) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
         """Returns a forward for each module."""
-        return {module: functools.partial(self.run, index) for index, module in enumerate(self.modules)}
+        return {
+            module: functools.partial(self.run, index) for index, module in enumerate(self.modules)
+        }
 
     def run(self, index: int, states: Tensor) -> Tensor:
         """Runs one projection."""
@@ -218,7 +224,9 @@ def forked_projections(pair: Pair) -> Generator[Changed]:
         query, key, value, _, gate, up, _ = own
         forwards |= Group(streams, [query, key, value]).forwards()
         forwards |= Group(streams, [gate, up]).forwards()
-        changed.names |= {f"{number}.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
+        changed.names |= {
+            f"{number}.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        }
     with own_forwards(forwards):
         yield changed
 

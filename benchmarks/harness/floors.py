@@ -47,7 +47,9 @@ class BareForwards:
             self._draft_cache = RaggedCache(
                 draft.cache_shapes(), batch=self.batch, max_length=self._bound, block=width
             )
-            taps = torch.randn(self.batch, self.context, draft.fc.in_features, device=device).to(draft.dtype)
+            taps = torch.randn(self.batch, self.context, draft.fc.in_features, device=device).to(
+                draft.dtype
+            )
             draft.write_prompt(taps, positions, self._draft_cache)
             self._ids = ids[:, :1].expand(-1, width).contiguous()
             self._noise = draft.embed(self._ids, self._target.embedding).to(draft.dtype)
@@ -58,7 +60,9 @@ class BareForwards:
 
     def draft(self) -> None:
         """Runs the draft once."""
-        block = RaggedBlock.at(self._lengths, self.pair.block_size, self._bound, is_exact=self.batch == 1)
+        block = RaggedBlock.at(
+            self._lengths, self.pair.block_size, self._bound, is_exact=self.batch == 1
+        )
         self._draft_cache.begin(block)
         hidden = self.pair.draft.forward_block(self._noise, self._draft_cache)
         self.pair.draft.compute_logits(hidden[:, 1:], self._target.head)

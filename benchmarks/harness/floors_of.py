@@ -14,14 +14,21 @@ FEW_ROWS = 16
 
 def main(folder: Path) -> None:
     """Prints what there is, record by record, and floors over all cells together."""
-    records = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    records = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
     for name, record in records.items():
         facts = record["provenance"]
         state = "" if facts.get("is_complete", True) else ", INCOMPLETE"
-        print(f"{name}: {facts['machine']['gpu'] or 'CPU'}{', tiny' if facts.get('is_tiny') else ''}{state}")
+        print(
+            f"{name}: {facts['machine']['gpu'] or 'CPU'}{', tiny' if facts.get('is_tiny') else ''}{state}"
+        )
         for line in lines_of(record):
             print(line)
-    steps = [record for record in records.values() if record["provenance"].get("benchmark") == "step"]
+    steps = [
+        record for record in records.values() if record["provenance"].get("benchmark") == "step"
+    ]
     if len(steps) > 1:
         print("floors over all cells:")
         for line in floor_lines(floors_together(steps)):
@@ -51,7 +58,9 @@ def floor_lines(floors: list[Record]) -> list[str]:
         beside = {"by calls": row.get("call_value"), "defaults": row.get("default_value")}
         known = [f"{name} {value:.4g}" for name, value in beside.items() if value is not None]
         more = f" ({', '.join(known)})" if known else ""
-        lines.append(f"  {row['verdict']:10} {row['what']}: {row['value']:.4g}{more}, {row['required']}")
+        lines.append(
+            f"  {row['verdict']:10} {row['what']}: {row['value']:.4g}{more}, {row['required']}"
+        )
     return lines
 
 
@@ -65,7 +74,9 @@ def step_lines(record: Record) -> list[str]:
     for row in record.get("experiments", []):
         verdict = "pass" if row["same_text"] else "FAIL"
         step = row["step_ms"]["p50"]
-        lines.append(f"  {verdict:10} {row['experiment']}: a step of {step:.4g} ms, {row['changed']} changed")
+        lines.append(
+            f"  {verdict:10} {row['experiment']}: a step of {step:.4g} ms, {row['changed']} changed"
+        )
     return lines
 
 
@@ -74,7 +85,9 @@ def row_lines(row: Record) -> list[str]:
     if "loss_falls" in row:
         verdict = "pass" if row["loss_falls"] else "FAIL"
         losses = f"{row['first_loss']:.3g} to {row['last_loss']:.3g}"
-        return [f"  {verdict:10} {row['model']}: {row['steps']} steps, loss {losses}, {row['step_ms']:.4g} ms"]
+        return [
+            f"  {verdict:10} {row['model']}: {row['steps']} steps, loss {losses}, {row['step_ms']:.4g} ms"
+        ]
     if "identity_rate" in row:
         widest = "-" if row["widest_margin"] is None else f"{row['widest_margin']:.3g}"
         kept = "pass" if row["margins_kept"] and row["as_static"] is not False else "FAIL"

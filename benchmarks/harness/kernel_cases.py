@@ -103,7 +103,9 @@ def attention_case(
         return x["query"], x["key"], x["value"]
 
     ways: dict[str, Way] = {
-        "kernel": lambda x: dflash_kernels.block_attention(*states(x), x["lengths"], scaling=scaling, causal=causal),
+        "kernel": lambda x: dflash_kernels.block_attention(
+            *states(x), x["lengths"], scaling=scaling, causal=causal
+        ),
         "reference": lambda x: block_attention.reference(*states(x), x["lengths"], scaling, causal),
         "sdpa": lambda x: attend(*states(x), x["mask"], scaling),
     }
@@ -152,7 +154,15 @@ def _flash(
     return run
 
 
-def _flex(batch: int, width: int, ring: int, context: int, scaling: float, causal: bool, device: torch.device) -> Way:
+def _flex(
+    batch: int,
+    width: int,
+    ring: int,
+    context: int,
+    scaling: float,
+    causal: bool,
+    device: torch.device,
+) -> Way:
     """FlexAttention, compiled, with its mask made beforehand."""
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -190,7 +200,9 @@ def flash_attention(name: str) -> Callable[..., Any] | str:
         return f"not available: {type(error).__name__}: {str(error)[:200]}"
 
 
-def norm_rope_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+def norm_rope_case(
+    sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     """Norm, RoPE and cache write of one layer's block."""
     ring, (g, e, w) = context + sizes.width, (sizes.groups, sizes.size, sizes.width)
 
@@ -217,14 +229,27 @@ def norm_rope_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, d
     )
 
 
-def context_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+def context_case(
+    sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     """Context K/V of all layers."""
-    ring, (g, e, w, n) = context + sizes.width, (sizes.groups, sizes.size, sizes.width, sizes.layers)
+    ring, (g, e, w, n) = (
+        context + sizes.width,
+        (sizes.groups, sizes.size, sizes.width, sizes.layers),
+    )
 
     def make(seed: int) -> Inputs:
         normal = _normal(seed, dtype, device)
-        shared = [normal(batch, w, n, 2, g, e), normal(n, e), normal(batch, w, e), normal(batch, w, e)]
-        buffers = [[torch.zeros(batch, ring, g, e, dtype=dtype, device=device) for _ in range(n)] for _ in range(2)]
+        shared = [
+            normal(batch, w, n, 2, g, e),
+            normal(n, e),
+            normal(batch, w, e),
+            normal(batch, w, e),
+        ]
+        buffers = [
+            [torch.zeros(batch, ring, g, e, dtype=dtype, device=device) for _ in range(n)]
+            for _ in range(2)
+        ]
         return {"all": [*shared, torch.full((batch,), context, device=device), *buffers, EPS]}
 
     compiled: Any = torch.compile(context_kv.reference)
@@ -243,7 +268,9 @@ def context_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, dev
     )
 
 
-def path_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+def path_case(
+    sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     """Every second node of a tree to where a chain would stand, in as many layers as the draft has."""
     ring, num = context + sizes.width, (sizes.width + 1) // 2
 
@@ -258,7 +285,14 @@ def path_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
         batch=batch,
         context=context,
         make=make,
-        num_bytes=2 * dtype.itemsize * batch * (num - 1) * 2 * sizes.layers * sizes.groups * sizes.size,
+        num_bytes=2
+        * dtype.itemsize
+        * batch
+        * (num - 1)
+        * 2
+        * sizes.layers
+        * sizes.groups
+        * sizes.size,
         ways={
             "kernel": lambda x: dflash_kernels.keep_path(*x["all"]),
             "reference": lambda x: keep_path.reference(*x["all"]),
@@ -267,7 +301,9 @@ def path_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
     )
 
 
-def tree_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+def tree_case(
+    sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     """The tree of a block, of as many nodes as the chain has; the best log-probabilities have been found."""
     num, depth = sizes.width, sizes.width - 1
 
@@ -275,9 +311,23 @@ def tree_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
         normal = _normal(seed, torch.float32, device)
         scores, text = 2 * normal(batch, depth, 1, 1024), (20 * normal(batch, context)).abs().long()
         best, order = scores.log_softmax(dim=-1).topk(depth, dim=-1)
-        nodes, block = (torch.zeros(size, dtype=torch.long, device=device) for size in ((4, batch, num), (batch, num)))
+        nodes, block = (
+            torch.zeros(size, dtype=torch.long, device=device)
+            for size in ((4, batch, num), (batch, num))
+        )
         follows = torch.full((2, 5), -0.5, device=device)
-        return {"all": [best, order, nodes, block, None, text, torch.full((batch,), context, device=device), follows]}
+        return {
+            "all": [
+                best,
+                order,
+                nodes,
+                block,
+                None,
+                text,
+                torch.full((batch,), context, device=device),
+                follows,
+            ]
+        }
 
     return Case(
         kernel="build_tree",
@@ -293,14 +343,21 @@ def tree_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device
     )
 
 
-def follow_case(sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+def follow_case(
+    sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     """A chain as a tree, of which the first half stands."""
     num = sizes.width
 
     def make(seed: int) -> Inputs:
         nodes = torch.arange(num, device=device).expand(batch, -1)
         tokens = nodes + 1 + (nodes >= num // 2)
-        written = [nodes.contiguous(), tokens.contiguous(), torch.zeros_like(tokens), torch.zeros_like(tokens)]
+        written = [
+            nodes.contiguous(),
+            tokens.contiguous(),
+            torch.zeros_like(tokens),
+            torch.zeros_like(tokens),
+        ]
         tree = [(nodes - 1).clamp_min(0), nodes.contiguous(), (2 << nodes) - 1]
         return {"all": [*tree, *written]}
 
@@ -351,11 +408,18 @@ def top_case(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device)
     )
 
 
-def pointwise_cases(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
+def pointwise_cases(
+    sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device
+) -> list[Case]:
     """Norms and activation of one layer over a verify's tokens, and a sample of its logits."""
     tokens, hidden, item = batch * sizes.width, sizes.hidden, dtype.itemsize
 
-    def case(operation: Any, num_bytes: int, make: Callable[[Callable[..., Tensor]], list[Any]], **more: Way) -> Case:
+    def case(
+        operation: Any,
+        num_bytes: int,
+        make: Callable[[Callable[..., Tensor]], list[Any]],
+        **more: Way,
+    ) -> Case:
         name = operation.reference.__name__
         if device.type == "cuda":
             compiled: Any = torch.compile(operation.reference)
@@ -391,8 +455,14 @@ def pointwise_cases(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.
             lambda n: [states(n, hidden), n(hidden), EPS],
             **{"F.rms_norm": library_norm},
         ),
-        case(add_norm, item * 4 * tokens * hidden, lambda n: [*(states(n, hidden) for _ in "xy"), n(hidden), EPS]),
-        case(silu_mul, item * 3 * tokens * sizes.mlp, lambda n: [states(n, sizes.mlp) for _ in "xy"]),
+        case(
+            add_norm,
+            item * 4 * tokens * hidden,
+            lambda n: [*(states(n, hidden) for _ in "xy"), n(hidden), EPS],
+        ),
+        case(
+            silu_mul, item * 3 * tokens * sizes.mlp, lambda n: [states(n, sizes.mlp) for _ in "xy"]
+        ),
         case(gumbel_argmax, item * tokens * sizes.vocab, drawn),
     ]
 
@@ -409,7 +479,14 @@ def accept_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
 
         state = [draw(batch), draw(batch), draw(batch) >= 0, draw(batch, 4096)]
         state += [draw(batch, width), draw(batch, width), draw(NUM_FIGURES + width, batch)]
-        return {"all": [draw(batch, width), draw(batch, width), *state, torch.tensor([9, 10], device=device)]}
+        return {
+            "all": [
+                draw(batch, width),
+                draw(batch, width),
+                *state,
+                torch.tensor([9, 10], device=device),
+            ]
+        }
 
     return Case(
         kernel="accept_and_prepare",
@@ -437,9 +514,15 @@ def all_cases(
     cases: list[Case] = []
     for batch in batches:
         for context in contexts:
-            cases += [attention_case(sizes, batch, context, dtype, device, causal) for causal in (True, False)]
+            cases += [
+                attention_case(sizes, batch, context, dtype, device, causal)
+                for causal in (True, False)
+            ]
         makes = (norm_rope_case, context_case, path_case, tree_case, follow_case)
         cases += [make(sizes, batch, contexts[0], dtype, device) for make in makes]
-        cases += [*pointwise_cases(sizes, batch, dtype, device), argmax_case(sizes, batch, dtype, device)]
+        cases += [
+            *pointwise_cases(sizes, batch, dtype, device),
+            argmax_case(sizes, batch, dtype, device),
+        ]
         cases += [top_case(sizes, batch, dtype, device), accept_case(sizes, batch, device)]
     return cases

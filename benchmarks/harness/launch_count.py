@@ -33,7 +33,11 @@ OWN = {"block_attention": 2, "argmax": 2, "gumbel_argmax": 2, "top_tokens": 2}
 BUFFERS = 32
 # Those that choose keep so many bytes of so many columns of a row: the best as one int64, or the greatest of a block,
 # which is shorter where more than 15 tokens are asked for, and a sum.
-CHOOSING = {"argmax": [(8, 4096)], "gumbel_argmax": [(8, 2048)], "top_tokens": [(4, 512), (4, 4096)]}
+CHOOSING = {
+    "argmax": [(8, 4096)],
+    "gumbel_argmax": [(8, 2048)],
+    "top_tokens": [(4, 512), (4, 4096)],
+}
 FEW, SHORT = 15, {512: 128}
 COPYING = {
     "index_add",
@@ -49,7 +53,15 @@ COPYING = {
     "slice_scatter",
 }
 SORTING = dict.fromkeys(("sort", "topk", "argsort", "kthvalue"), 16)
-NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
+NOTHING = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "_unsafe_view",
+}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"}
 
 

@@ -49,7 +49,11 @@ def parse_cpu_times(text: str) -> CpuTimes:
 
 def read_cpu_times() -> CpuTimes:
     """Returns the machine's processor time so far; zeros where there is no `/proc/stat`."""
-    return parse_cpu_times(PROC_STAT.read_text(encoding="ascii")) if PROC_STAT.is_file() else CpuTimes(0.0, 0.0)
+    return (
+        parse_cpu_times(PROC_STAT.read_text(encoding="ascii"))
+        if PROC_STAT.is_file()
+        else CpuTimes(0.0, 0.0)
+    )
 
 
 def busy_cores(before: CpuTimes, after: CpuTimes, num_cores: int) -> float | None:
@@ -82,7 +86,11 @@ class LoadWatch:
 
     def start(self) -> None:
         """Begins the run."""
-        self._times, self._own, self._clock = read_cpu_times(), time.process_time(), time.perf_counter()
+        self._times, self._own, self._clock = (
+            read_cpu_times(),
+            time.process_time(),
+            time.perf_counter(),
+        )
 
     def stop(self) -> float | None:
         """Ends the run and returns the cores that others kept busy during it."""
@@ -114,7 +122,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "triton", "transformers", "dflash")},
-            "dflash_hf": __version__,  # not the installed one: the sources may run without being installed
+            # Not the installed one: the sources may run without being installed
+            "dflash_hf": __version__,
         },
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

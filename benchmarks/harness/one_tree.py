@@ -53,7 +53,9 @@ def measure(calls: int, rounds: int, max_new_tokens: int) -> dict[str, float]:
     def step_ms() -> float:
         stats = draft.last_stats
         return (
-            (stats.draft_seconds + stats.verify_seconds + stats.accept_seconds) * 1e3 / (stats.num_target_forwards - 1)
+            (stats.draft_seconds + stats.verify_seconds + stats.accept_seconds)
+            * 1e3
+            / (stats.num_target_forwards - 1)
         )
 
     for inputs in prompts:  # what is done once

@@ -122,7 +122,10 @@ class Pair:
             rows = self.held_out[kind]
             return [rows[(first + index) % len(rows)] for index in range(count)]
         kinds = [self.kinds[index % len(self.kinds)] for index in range(first, first + count)]
-        return [self._chosen(kind, (first + index) // len(self.kinds), 1)[0] for index, kind in enumerate(kinds)]
+        return [
+            self._chosen(kind, (first + index) // len(self.kinds), 1)[0]
+            for index, kind in enumerate(kinds)
+        ]
 
     def count(self, kind: str) -> int:
         """Returns how many prompts of a kind there are; made ones do not run out."""
@@ -138,7 +141,9 @@ class Pair:
     @property
     def picture_kinds(self) -> tuple[str, ...]:
         """Kinds whose prompts have pictures."""
-        return tuple(kind for kind, prompts in self.held_out.items() if any(map(image_names, prompts)))
+        return tuple(
+            kind for kind, prompts in self.held_out.items() if any(map(image_names, prompts))
+        )
 
     def _random_inputs(self, kind: str, first: int, count: int) -> Inputs:
         generator = torch.Generator().manual_seed(first)
@@ -203,7 +208,9 @@ def load_pair(
         )
     tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
     kinds = tuple(str(kind) for kind in _toy_tasks().KINDS)
-    return Pair(target=model, draft=drafter, name=f"{target} + {draft}", tokenizer=tokenizer, kinds=kinds)
+    return Pair(
+        target=model, draft=drafter, name=f"{target} + {draft}", tokenizer=tokenizer, kinds=kinds
+    )
 
 
 def random_pair(
@@ -243,7 +250,9 @@ def random_pair(
         "initializer_range": 0.25,
         "rms_norm_eps": 1e-6,
     }
-    config = Qwen3Config(**shared, num_hidden_layers=depth, tie_word_embeddings=False, pad_token_id=0)
+    config = Qwen3Config(
+        **shared, num_hidden_layers=depth, tie_word_embeddings=False, pad_token_id=0
+    )
     draft_config = DFlashConfig(
         **shared,
         num_hidden_layers=draft_layers,

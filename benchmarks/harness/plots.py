@@ -32,15 +32,22 @@ def kernel_figure(record: Record) -> Any:
     axes = figure.subplots()
     rows: list[Row] = record["rows"]
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        chosen = sorted((row for row in rows if row["kernel"] == kernel), key=lambda row: row["bytes"])
+        chosen = sorted(
+            (row for row in rows if row["kernel"] == kernel), key=lambda row: row["bytes"]
+        )
         sizes = [row["bytes"] for row in chosen]
-        (line,) = axes.plot(sizes, [row["gigabytes_per_second"] for row in chosen], "o-", label=kernel)
+        (line,) = axes.plot(
+            sizes, [row["gigabytes_per_second"] for row in chosen], "o-", label=kernel
+        )
         library = [row["bytes"] / row["best_library_us"] / 1e3 for row in chosen]
         axes.plot(sizes, library, "x--", color=line.get_color(), alpha=0.6)
     bandwidth = record["provenance"]["copy_bytes_per_second"] / 1e9
     axes.axhline(bandwidth, color="black", linewidth=1, label=f"copy, {bandwidth:.3g} GB/s")
     axes.set(xscale="log", yscale="log", xlabel="bytes a call has to move", ylabel="GB/s")
-    axes.set_title(f"Kernels (o) and the best library or reference (x)\n{conditions(record)}", fontsize="medium")
+    axes.set_title(
+        f"Kernels (o) and the best library or reference (x)\n{conditions(record)}",
+        fontsize="medium",
+    )
     axes.legend(fontsize="small")
     return figure
 
@@ -61,15 +68,28 @@ def step_figure(record: Record) -> Any:
     bandwidth, rate = facts["copy_bytes_per_second"], facts["product_flops_per_second"]
     points = step_points(record)
     for marker, wanted in (("o", True), ("x", False)):
-        for name in dict.fromkeys(point["name"] for point in points if point["is_drafted"] == wanted):
-            chosen = sorted((p for p in points if p["name"] == name), key=lambda point: point["intensity"])
+        for name in dict.fromkeys(
+            point["name"] for point in points if point["is_drafted"] == wanted
+        ):
+            chosen = sorted(
+                (p for p in points if p["name"] == name), key=lambda point: point["intensity"]
+            )
             left.plot(
-                [p["intensity"] for p in chosen], [p["flops_per_second"] / 1e12 for p in chosen], marker, label=name
+                [p["intensity"] for p in chosen],
+                [p["flops_per_second"] / 1e12 for p in chosen],
+                marker,
+                label=name,
             )
     found = [point["intensity"] for point in points] or [1.0]
     ridge = rate / bandwidth
     ends = sorted({min([*found, ridge]) / 2, ridge, max([*found, ridge]) * 2})
-    left.plot(ends, [min(x * bandwidth, rate) / 1e12 for x in ends], color="black", linewidth=1, label="copy, product")
+    left.plot(
+        ends,
+        [min(x * bandwidth, rate) / 1e12 for x in ends],
+        color="black",
+        linewidth=1,
+        label="copy, product",
+    )
     left.set(xscale="log", yscale="log", xlabel="operations per byte read", ylabel="TFLOP/s")
     left.legend(fontsize="x-small")
     _bars(right, record["stages"])
@@ -81,7 +101,8 @@ def step_points(record: Record) -> list[Row]:
     """Returns where each step stands under the roofs: `intensity` (operations per byte) and `flops_per_second`."""
     points: list[Row] = []
     plain = {
-        (row["model"], row["method"], row["batch"], row["context"]): row["step_ms"]["p50"] for row in record["rows"]
+        (row["model"], row["method"], row["batch"], row["context"]): row["step_ms"]["p50"]
+        for row in record["rows"]
     }
     for row in record["stages"]:
         cell = (row["batch"], row["context"])
@@ -109,7 +130,9 @@ def _point(name: str, work: Row, step_ms: float, is_drafted: bool) -> Row:
 
 def _bars(axes: Any, stages: list[Row]) -> None:
     """Stacks draft, verify and acceptance of every row, with its floor across."""
-    names = [f"{row['model']}\n{row['batch']}x{row['context']} w{row['verify_width']}" for row in stages]
+    names = [
+        f"{row['model']}\n{row['batch']}x{row['context']} w{row['verify_width']}" for row in stages
+    ]
     bottom = [0.0] * len(stages)
     for part in ("draft", "verify", "accept"):
         # A part is a difference of two medians: noise may put it below nothing.
@@ -117,7 +140,12 @@ def _bars(axes: Any, stages: list[Row]) -> None:
         axes.bar(range(len(stages)), heights, bottom=bottom, label=part)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     for index, row in enumerate(stages):
-        axes.plot([index - 0.45, index + 0.45], [row["floor_ms"]] * 2, color="black", label=None if index else "floor")
+        axes.plot(
+            [index - 0.45, index + 0.45],
+            [row["floor_ms"]] * 2,
+            color="black",
+            label=None if index else "floor",
+        )
     axes.set_xticks(range(len(stages)), names, rotation=60, ha="right", fontsize="x-small")
     axes.set(ylabel="milliseconds per step")
     if stages:

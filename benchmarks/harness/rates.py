@@ -13,7 +13,9 @@ from .clock import Marks, synchronize
 SAMPLES = 11
 
 
-def milliseconds(calls: list[Callable[[], Any]], device: torch.device, samples: int = SAMPLES) -> list[float]:
+def milliseconds(
+    calls: list[Callable[[], Any]], device: torch.device, samples: int = SAMPLES
+) -> list[float]:
     """Times a list of calls as a whole, several times; on CUDA as one graph, so that no launch waits for the host.
 
     Returns:
@@ -48,6 +50,8 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
 def product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Returns the operations per second (two per multiply and add) of a square matrix product of random numbers."""
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2)
+    )
     spans = milliseconds([lambda: a @ b] * 3, device)
     return 2 * size**3 / (statistics.median(spans) / 1e3)

@@ -49,11 +49,20 @@ class Work:
     @property
     def bytes(self) -> float:
         """Returns all bytes."""
-        return self.target_weights + self.draft_weights + self.draft_head + self.target_cache + self.draft_cache
+        return (
+            self.target_weights
+            + self.draft_weights
+            + self.draft_head
+            + self.target_cache
+            + self.draft_cache
+        )
 
     def to_dict(self) -> dict[str, float]:
         """Returns the parts, their sum and the operations, for a record."""
-        return {**{name: round(value) for name, value in asdict(self).items()}, "total": round(self.bytes)}
+        return {
+            **{name: round(value) for name, value in asdict(self).items()},
+            "total": round(self.bytes),
+        }
 
 
 def target_weights(pair: Pair, tokens: int) -> tuple[float, float]:
@@ -63,7 +72,9 @@ def target_weights(pair: Pair, tokens: int) -> tuple[float, float]:
     vision tower; of the experts as many as [`expected_experts`] says.
     """
     found = find_target(pair.target)
-    skipped = {id(weight) for weight in found.embedding.parameters()} - {id(p) for p in found.head.parameters()}
+    skipped = {id(weight) for weight in found.embedding.parameters()} - {
+        id(p) for p in found.head.parameters()
+    }
     num_bytes = flops = 0.0
     for name, weight in pair.target.named_parameters():
         if id(weight) in skipped or "visual." in name:
@@ -99,7 +110,11 @@ def step_work(pair: Pair, context: int, batch: int, width: int) -> Work:
         for name, weight in draft.named_parameters()
         if name.endswith(("k_proj.weight", "v_proj.weight"))
     )
-    products = (sum(w.numel() for w in own) - projection) * block + (projection + kv) * width + head * (block - 1)
+    products = (
+        (sum(w.numel() for w in own) - projection) * block
+        + (projection + kv) * width
+        + head * (block - 1)
+    )
     config = draft.config
     scores = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     return Work(
@@ -125,7 +140,8 @@ def forward_work(pair: Pair, context: int, batch: int, width: int) -> Work:
     itemsize = pair.target.dtype.itemsize
     return Work(
         target_weights=weights,
-        target_cache=itemsize * (2 * sum(layer.groups * layer.size for layer in layers) * seen + 2 * batch * state),
+        target_cache=itemsize
+        * (2 * sum(layer.groups * layer.size for layer in layers) * seen + 2 * batch * state),
         flops=flops + 4 * sum(layer.heads * layer.size for layer in layers) * width * seen,
     )
 
@@ -143,12 +159,15 @@ def memory_needed(pair: Pair, batch: int, context: int, new_tokens: int) -> int:
     """
     config: Any = find_target(pair.target).config
     draft, itemsize = pair.draft, pair.target.dtype.itemsize
-    weights = sum(w.numel() * w.element_size() for m in (pair.target, draft) for w in m.parameters())
+    weights = sum(
+        w.numel() * w.element_size() for m in (pair.target, draft) for w in m.parameters()
+    )
     length = context + new_tokens + pair.block_size
     cached = 2 * sum(layer.groups * layer.size for layer in _attending(config))
     cached += 2 * len(draft.layers) * draft.config.num_key_value_heads * draft.config.head_dim
     mlp = max(
-        *layer_values(config, "intermediate_size"), getattr(config, "moe_intermediate_size", 0) * _chosen(config)
+        *layer_values(config, "intermediate_size"),
+        getattr(config, "moe_intermediate_size", 0) * _chosen(config),
     )
     states = draft.fc.in_features + 3 * mlp + 6 * config.hidden_size
     return weights + itemsize * (batch * length * cached * 5 // 4 + batch * context * states)
@@ -166,7 +185,12 @@ def _state_size(config: Any) -> int:
     layers = config.num_hidden_layers - len(_attending(config))
     if not layers:
         return 0
-    return layers * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    return (
+        layers
+        * config.linear_num_value_heads
+        * config.linear_key_head_dim
+        * config.linear_value_head_dim
+    )
 
 
 def _chosen(config: Any) -> int:
@@ -188,7 +212,9 @@ def geometric_probability(length: float, width: int = REFERENCE_WIDTH) -> float:
         ValueError: If no probability gives that.
     """
     if not 1 <= length <= width:
-        raise ValueError(f"expected a mean length between 1 and {width}, got {length}; no acceptance gives that")
+        raise ValueError(
+            f"expected a mean length between 1 and {width}, got {length}; no acceptance gives that"
+        )
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -28,7 +28,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """Returns the 20th, 50th and 80th percentile (nearest rank)."""
     ranked = sorted(values)
     return {
-        f"p{share}": round(ranked[min(len(ranked) - 1, int(share / 100 * len(ranked)))], 4) if ranked else None
+        f"p{share}": round(ranked[min(len(ranked) - 1, int(share / 100 * len(ranked)))], 4)
+        if ranked
+        else None
         for share in (20, 50, 80)
     }
 
@@ -48,14 +50,22 @@ class Group:
 
     def of_kinds(self, kinds: Collection[str] | None) -> Group:
         """Returns the runs over prompts of some kinds; all of them for `None`."""
-        chosen = {prompt: runs for prompt, runs in self.runs.items() if kinds is None or prompt[0] in kinds}
-        return Group(chosen, {prompt: self.same[prompt] for prompt in chosen if prompt in self.same})
+        chosen = {
+            prompt: runs
+            for prompt, runs in self.runs.items()
+            if kinds is None or prompt[0] in kinds
+        }
+        return Group(
+            chosen, {prompt: self.same[prompt] for prompt in chosen if prompt in self.same}
+        )
 
     def outcomes(self) -> list[Outcome]:
         """Returns all runs."""
         return [outcome for runs in self.runs.values() for outcome in runs]
 
-    def tokens_per_second(self, tokens: Callable[[Outcome], int], seconds: Callable[[Outcome], float]) -> float:
+    def tokens_per_second(
+        self, tokens: Callable[[Outcome], int], seconds: Callable[[Outcome], float]
+    ) -> float:
         """Returns tokens over seconds, where a prompt counts with the median time of its repeats."""
         total = sum(statistics.median(seconds(run) for run in runs) for runs in self.runs.values())
         return sum(tokens(runs[0]) for runs in self.runs.values()) / total if total > 0 else 0.0
@@ -93,14 +103,18 @@ def vision_rows(rows: list[Row]) -> list[Row]:
                 continue
             ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
             value = round(ratio, 4) if what.endswith("against_plain") else ours[what]
-            found.append(_requirement(what, kind, batch, value, floor if batch == 1 else None, ours["busy"]))
+            found.append(
+                _requirement(what, kind, batch, value, floor if batch == 1 else None, ours["busy"])
+            )
         if (ours := at.get(("ours", batch, "all"))) is not None and ours["num_texts"]:
             share = ours["num_identical"] / ours["num_texts"]
             found.append(_requirement("share_identical", "all", batch, share, 1.0, ours["busy"]))
     return found
 
 
-def _requirement(what: str, kind: str, batch: int, value: float, floor: float | None, busy: bool) -> Row:
+def _requirement(
+    what: str, kind: str, batch: int, value: float, floor: float | None, busy: bool
+) -> Row:
     reached = None if floor is None else value >= floor
     names = ("what", "kind", "batch", "value", "required", "reached", "busy")
     return dict(zip(names, (what, kind, batch, value, floor, reached, busy), strict=True))
@@ -123,7 +137,9 @@ def decode_row(pair: Pair, method: str, batch: int, kind: str, group: Group, bus
         "runs": len(outcomes),
         "step_ms": percentiles([ms for outcome in outcomes for ms in outcome.step_ms]),
         "prefill_ms": percentiles([outcome.prefill_seconds * 1e3 for outcome in outcomes])["p50"],
-        "tokens_per_second": round(group.tokens_per_second(lambda o: o.new_tokens, lambda o: o.seconds), 3),
+        "tokens_per_second": round(
+            group.tokens_per_second(lambda o: o.new_tokens, lambda o: o.seconds), 3
+        ),
         "decode_tokens_per_second": round(
             group.tokens_per_second(lambda o: o.decode_tokens, lambda o: o.decode_seconds), 3
         ),
@@ -142,7 +158,9 @@ def floor_row(rows: list[Row], bare: BareForwards, busy: bool) -> Row | None:
     `ideal_speedup = acceptance * plain ms per token / (draft ms + verify ms)`, medians of the same run;
     `share_of_ideal` is the measured speed-up over plain (of decoding, the prefill left out) divided by it.
     """
-    by_method = {row["method"]: row for row in rows if row["batch"] == bare.batch and row["kind"] == "all"}
+    by_method = {
+        row["method"]: row for row in rows if row["batch"] == bare.batch and row["kind"] == "all"
+    }
     if not {"plain", "ours"} <= by_method.keys() or not bare.draft_ms:
         return None
     plain, ours = by_method["plain"], by_method["ours"]
@@ -170,7 +188,9 @@ def floor_row(rows: list[Row], bare: BareForwards, busy: bool) -> Row | None:
     }
 
 
-def sampling_row(pair: Pair, method: str, temperature: float, kind: str, runs: list[Outcome], busy: bool) -> Row:
+def sampling_row(
+    pair: Pair, method: str, temperature: float, kind: str, runs: list[Outcome], busy: bool
+) -> Row:
     """Returns the acceptance of a proposal rule, with a bootstrap interval over runs (a prompt under a seed)."""
     low, high = bootstrap([(run.committed, run.verifies) for run in runs])
     verifies = sum(run.verifies for run in runs)
@@ -183,7 +203,9 @@ def sampling_row(pair: Pair, method: str, temperature: float, kind: str, runs: l
         "runs": len(runs),
         "verifies": verifies,
         "new_tokens": sum(run.new_tokens for run in runs),
-        "acceptance_length": round(sum(run.committed for run in runs) / verifies, 4) if verifies else 0.0,
+        "acceptance_length": round(sum(run.committed for run in runs) / verifies, 4)
+        if verifies
+        else 0.0,
         "ci95": [round(low, 4), round(high, 4)],
         "busy": busy,
     }

@@ -71,7 +71,9 @@ class Shape:
     experts: int = 0
     chosen: int = 0
     expert_mlp: int = 0
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1_000_000.0})
+    rope: dict[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 1_000_000.0}
+    )
     eps: float = 1e-6
     taps: tuple[int, ...] = (1, 9, 17, 25, 33)
     draft_layers: int = 5
@@ -198,8 +200,18 @@ def target_config(shape: Shape) -> PreTrainedConfig:
             )
         case "qwen3_vl":
             # The vision tower is never run here; it is small so that it takes no memory from what is measured.
-            vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "in_channels": 3}
-            vision |= {"out_hidden_size": shape.hidden, "num_position_embeddings": 16, "patch_size": 4}
+            vision = {
+                "depth": 1,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 32,
+                "in_channels": 3,
+            }
+            vision |= {
+                "out_hidden_size": shape.hidden,
+                "num_position_embeddings": 16,
+                "patch_size": 4,
+            }
             return Qwen3VLConfig(
                 text_config=shared,
                 vision_config={**vision, "deepstack_visual_indexes": []},
@@ -254,7 +266,13 @@ def build_pair(
         target = model_class.from_config(target_config(shape), dtype=dtype)
         draft = DFlashDraftModel._from_config(draft_config(shape, block_size), dtype=dtype)
     if shape.experts and device.type == "cpu":
-        target.set_experts_implementation("batched_mm")  # the default one counts tokens on the host there
+        # The default one counts tokens on the host there
+        target.set_experts_implementation("batched_mm")
     target.generation_config.eos_token_id = None
     target.generation_config.pad_token_id = 0
-    return Pair(target=target.eval(), draft=draft.eval(), name=f"random {name} (seed {seed})", random_lengths=lengths)
+    return Pair(
+        target=target.eval(),
+        draft=draft.eval(),
+        name=f"random {name} (seed {seed})",
+        random_lengths=lengths,
+    )

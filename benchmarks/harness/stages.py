@@ -33,7 +33,10 @@ from .methods import Settings
 from .pair import Inputs, Pair
 
 # The function that ends each part; the acceptance ends with the step.
-ENDS: dict[str, tuple[Any, str]] = {"draft": (DFlashCandidateGenerator, "propose"), "verify": (step_module, "verify")}
+ENDS: dict[str, tuple[Any, str]] = {
+    "draft": (DFlashCandidateGenerator, "propose"),
+    "verify": (step_module, "verify"),
+}
 NUM_KERNELS = 40
 
 
@@ -118,7 +121,9 @@ class Stages:
     is_tree: bool
 
 
-def measure_stages(pair: Pair, inputs: Inputs, settings: Settings, width: int | None, samples: int) -> Stages:
+def measure_stages(
+    pair: Pair, inputs: Inputs, settings: Settings, width: int | None, samples: int
+) -> Stages:
     """Times the parts of a step behind a batch of prompts.
 
     Args:
@@ -177,7 +182,9 @@ def _time(run: Run, samples: int) -> Stages:
         run.state.done.copy_(done)
 
 
-def _timed(run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float, reason: str | None) -> Stages:
+def _timed(
+    run: Run, step: _GraphPart | _PlainPart, samples: int, prefill: float, reason: str | None
+) -> Stages:
     bound = step.bound(0)
     until: dict[str, list[float]] = {}
     with torch.cuda.device_of(run.state.ids):
@@ -234,7 +241,9 @@ def _samples(launch: Callable[[], Any], device: torch.device, samples: int) -> l
     return marks.intervals()
 
 
-def _profile(launch: Callable[[], Any], device: torch.device) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def _profile(
+    launch: Callable[[], Any], device: torch.device
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Returns the kernels of one launch that take longest, by torch's profiler, and on CUDA the gaps between them."""
     is_cuda = device.type == "cuda"
     kind = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
@@ -250,7 +259,9 @@ def _profile(launch: Callable[[], Any], device: torch.device) -> tuple[list[dict
     found: list[dict[str, Any]] = []
     for event in profiler.key_averages():
         total = event.self_device_time_total if is_cuda else event.self_cpu_time_total
-        found.append({"name": event.key[:120], "calls": event.count, "microseconds": round(total, 1)})
+        found.append(
+            {"name": event.key[:120], "calls": event.count, "microseconds": round(total, 1)}
+        )
     longest = sorted(found, key=lambda row: row["microseconds"], reverse=True)[:NUM_KERNELS]
     gaps = gaps_between(spans_of(profiler)) if is_cuda else None
     return longest, gaps

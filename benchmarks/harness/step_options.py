@@ -86,11 +86,16 @@ def parse_cells(text: str) -> list[Cell]:
     if text == "grid":
         return GRID
     try:
-        cells = [(int(a), int(b)) for a, b in (part.split("x") for part in text.replace(",", " ").split())]
+        cells = [
+            (int(a), int(b))
+            for a, b in (part.split("x") for part in text.replace(",", " ").split())
+        ]
     except ValueError:
         cells = []
     if not cells or min(min(cell) for cell in cells) < 1:
-        raise typer.BadParameter(f"expected cells such as 1x2048,8x2048 (batch x context) or grid, got {text!r}")
+        raise typer.BadParameter(
+            f"expected cells such as 1x2048,8x2048 (batch x context) or grid, got {text!r}"
+        )
     return cells
 
 
@@ -102,5 +107,7 @@ def parse_names(text: str, known: tuple[str, ...]) -> list[str]:
     """
     names = list(known) if text == "all" else text.replace(",", " ").split()
     if not names or (unknown := sorted(set(names) - set(known))):
-        raise typer.BadParameter(f"expected names among {', '.join(known)}, got {unknown or text!r}; choose of those")
+        raise typer.BadParameter(
+            f"expected names among {', '.join(known)}, got {unknown or text!r}; choose of those"
+        )
     return names

@@ -19,7 +19,13 @@ FLOOR_CELLS = ((1, SHORT, 1.35), (1, LONG, 1.5), (8, SHORT, 1.5))
 
 
 def method_row(
-    pair: Pair, model: str, name: str, width: int | None, cell: tuple[int, int], group: Group, engine: str | None
+    pair: Pair,
+    model: str,
+    name: str,
+    width: int | None,
+    cell: tuple[int, int],
+    group: Group,
+    engine: str | None,
 ) -> Row:
     """Returns the row of a method: its step's time and memory, and what follows from them.
 
@@ -38,7 +44,15 @@ def method_row(
     if step:
         plain = {"at_1": round(batch / step * 1e3, 1)}
         derived = plain if width is None else {**plain, **derived_speeds(batch, width, step)}
-    kept = ("dtype", "new_tokens", "runs", "step_ms", "prefill_ms", "acceptance_length", "peak_bytes")
+    kept = (
+        "dtype",
+        "new_tokens",
+        "runs",
+        "step_ms",
+        "prefill_ms",
+        "acceptance_length",
+        "peak_bytes",
+    )
     return {
         "model": model,
         "method": name,
@@ -55,7 +69,12 @@ def method_row(
 
 
 def stage_row(
-    pair: Pair, model: str, cell: tuple[int, int], stages: Stages, bandwidth: float, is_default: bool = False
+    pair: Pair,
+    model: str,
+    cell: tuple[int, int],
+    stages: Stages,
+    bandwidth: float,
+    is_default: bool = False,
 ) -> Row:
     """Returns the row of a step's parts at one width, beside what it cannot be faster than.
 
@@ -103,7 +122,11 @@ def stage_row(
 
 
 def floor_rows(
-    rows: list[Row], stages: list[Row], memory: dict[str, Row], weights: dict[str, int], judged: bool
+    rows: list[Row],
+    stages: list[Row],
+    memory: dict[str, Row],
+    weights: dict[str, int],
+    judged: bool,
 ) -> list[Row]:
     """Compares what was measured with what is asked of `FLOOR_MODEL` on one H200; `judged` only there.
 
@@ -125,7 +148,9 @@ def floor_rows(
     chain_at = {(row["batch"], row["context"]): row for row in chains}
     default_at = {(row["batch"], row["context"]): row for row in defaults}
 
-    def replay(rows_at: dict[tuple[int, int], Row], cell: tuple[int, int], key: str) -> float | None:
+    def replay(
+        rows_at: dict[tuple[int, int], Row], cell: tuple[int, int], key: str
+    ) -> float | None:
         """A figure of the replays of a cell: `step_ms`, `floor_ms` or `step_over_floor`."""
         value = rows_at[cell][key] if cell in rows_at else None
         return value["p50"] if isinstance(value, dict) else value
@@ -149,7 +174,16 @@ def floor_rows(
     for name in ("zlab", "stock"):
         theirs = step.get((name, 1, SHORT))
         what = f"step over {name}'s, batch 1, 2k"
-        found.append(_floor(what, _ratio(alone, theirs), 0.25, True, judged, default_value=_ratio(default, theirs)))
+        found.append(
+            _floor(
+                what,
+                _ratio(alone, theirs),
+                0.25,
+                True,
+                judged,
+                default_value=_ratio(default, theirs),
+            )
+        )
     for batch, limit in ((8, 3.0), (32, 1.6)):
         what = f"derived tokens/s over plain/static's, batch {batch}, 2k"
         found.append(_floor(what, _gain(ours, batch), limit, False, judged))
@@ -161,25 +195,39 @@ def floor_rows(
             True,
             judged,
             call_value=_ratio(step.get(("ours", 1, LONG)), alone),
-            default_value=_ratio(replay(default_at, (1, LONG), "step_ms"), replay(default_at, (1, SHORT), "step_ms")),
+            default_value=_ratio(
+                replay(default_at, (1, LONG), "step_ms"), replay(default_at, (1, SHORT), "step_ms")
+            ),
         )
     )
     reading = [row for row in parts if row["host_reads"] is not None]
-    found.append(_floor("kinds of step that wait for the host", len(reading) if parts else None, 0, True, judged))
+    found.append(
+        _floor(
+            "kinds of step that wait for the host", len(reading) if parts else None, 0, True, judged
+        )
+    )
     used = memory.get(FLOOR_MODEL)
     more = None if used is None else (used["cuda_graph"] - used["eager"]) / weights[FLOOR_MODEL]
-    found.append(_floor("memory of graphs beyond eager, share of the weights", more, 0.05, True, judged))
+    found.append(
+        _floor("memory of graphs beyond eager, share of the weights", more, 0.05, True, judged)
+    )
     return found
 
 
 def _gain(rows: Iterable[Row], batch: int) -> float | None:
     """Ours at its best width against plain with a static cache, at the acceptance that is asked about."""
-    here = [row for row in rows if (row["batch"], row["context"]) == (batch, SHORT) and row["step_ms"]["p50"]]
+    here = [
+        row
+        for row in rows
+        if (row["batch"], row["context"]) == (batch, SHORT) and row["step_ms"]["p50"]
+    ]
     plain = [row["step_ms"]["p50"] for row in here if row["method"] == PLAIN_STATIC.name]
     speeds = [
         length_at(FLOOR_LENGTH, row["verify_width"]) / row["step_ms"]["p50"]
         for row in here
-        if row["method"].startswith("ours") and "sampl" not in row["method"] and row["engine"] != "eager"
+        if row["method"].startswith("ours")
+        and "sampl" not in row["method"]
+        and row["engine"] != "eager"
     ]
     return max(speeds) * plain[0] if plain and speeds else None
 

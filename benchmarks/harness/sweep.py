@@ -17,7 +17,14 @@ from .rates import milliseconds
 from .rows import Row, percentiles
 
 # Slots of a tile, stages, warps; `None` is what `tile_sizes` chooses.
-TILES: list[tuple[int, int, int] | None] = [None, (32, 3, 4), (64, 2, 4), (64, 4, 4), (128, 2, 4), (128, 2, 8)]
+TILES: list[tuple[int, int, int] | None] = [
+    None,
+    (32, 3, 4),
+    (64, 2, 4),
+    (64, 4, 4),
+    (128, 2, 4),
+    (128, 2, 8),
+]
 SHARES = (1.0, 0.5, 2.0)  # of the splits that `choose_num_splits` chooses
 CALLS = 8
 
@@ -42,7 +49,9 @@ def _chosen(tile: tuple[int, int, int] | None, share: float) -> Generator[None]:
         changed.tile_sizes, changed.choose_num_splits = sizes, splits
 
 
-def sweep(sizes: Sizes, cells: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> list[Row]:
+def sweep(
+    sizes: Sizes, cells: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> list[Row]:
     """Times a target's attention in every way; what does not compile or fit is a row that says why.
 
     Args:
@@ -54,7 +63,13 @@ def sweep(sizes: Sizes, cells: list[tuple[int, int]], dtype: torch.dtype, device
     for (batch, context), tile, share in itertools.product(cells, TILES, SHARES):
         case = attention_case(sizes, batch, context, dtype, device, causal=True)
         inputs = [case.make(seed) for seed in range(2)]
-        row: Row = {"batch": batch, "context": context, "tile": tile, "share_of_splits": share, "error": None}
+        row: Row = {
+            "batch": batch,
+            "context": context,
+            "tile": tile,
+            "share_of_splits": share,
+            "error": None,
+        }
         with _chosen(tile, share):
             try:
                 calls = [functools.partial(case.ways["kernel"], x) for x in inputs * (CALLS // 2)]

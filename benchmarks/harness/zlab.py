@@ -16,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 def zlab_method(pair: Pair) -> Method | None:
     """Returns z-lab's `dflash_generate` over the same weights, or `None`, with the reason logged."""
-    models = Models(target=pair.target, processor=pair.processor or pair.tokenizer, draft=pair.draft)
+    models = Models(
+        target=pair.target, processor=pair.processor or pair.tokenizer, draft=pair.draft
+    )
     try:
         way = zlab_way(models)
     except ValueError as error:
@@ -24,7 +26,9 @@ def zlab_method(pair: Pair) -> Method | None:
         return None
 
     def run(pair: Pair, inputs: Inputs, settings: Settings) -> Raw:
-        options = Options(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature or 0.0)
+        options = Options(
+            max_new_tokens=settings.max_new_tokens, temperature=settings.temperature or 0.0
+        )
         raw = way(models, inputs, options)
         [steps] = raw.steps
         return Raw(raw.sequences, (sum(steps["committed"]), len(steps["committed"])))

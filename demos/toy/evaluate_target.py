@@ -9,14 +9,22 @@ import torch
 import typer
 from build_tokenizer import TARGET_DIR
 from tasks import KINDS, SPLITS, Kind, Sample, Split, make_sample
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 MAX_NEW_TOKENS: Final = 320
 
 
 @torch.inference_mode()
 def answer_prompts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: list[Sample],
+    batch_size: int,
 ) -> list[tuple[str, int]]:
     """Return the greedy answer of each sample with its length in tokens, the end token included."""
     answers: list[tuple[str, int]] = [("", 0)] * len(samples)
@@ -50,14 +58,18 @@ def evaluate(
     """Return (accuracy, mean answer length in tokens, failures) of a kind."""
     samples = [make_sample(kind, split, first_index + index) for index in range(count)]
     answers = answer_prompts(model, tokenizer, samples, batch_size)
-    failures = [(s, text) for s, (text, _) in zip(samples, answers, strict=True) if not s.check(text)]
+    failures = [
+        (s, text) for s, (text, _) in zip(samples, answers, strict=True) if not s.check(text)
+    ]
     return 1 - len(failures) / count, sum(length for _, length in answers) / count, failures
 
 
 def main(
     model_dir: Annotated[Path, typer.Option("--model", help="Checkpoint folder.")] = TARGET_DIR,
     count: Annotated[int, typer.Option(help="Prompts of each kind.")] = 100,
-    kinds: Annotated[str, typer.Option(help="Kinds to measure, separated by commas.")] = ",".join(KINDS),
+    kinds: Annotated[str, typer.Option(help="Kinds to measure, separated by commas.")] = ",".join(
+        KINDS
+    ),
     split: Annotated[str, typer.Option(help="heldout or train.")] = "heldout",
     first_index: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Prompts per batch.")] = 25,
@@ -73,9 +85,13 @@ def main(
     summary: dict[str, object] = {"dtype": str(model.dtype), "split": split, "count": count}
     for kind in kinds.split(","):
         began = time.perf_counter()
-        accuracy, length, failures = evaluate(model, tokenizer, kind, count, split, batch_size, first_index)
+        accuracy, length, failures = evaluate(
+            model, tokenizer, kind, count, split, batch_size, first_index
+        )
         seconds = time.perf_counter() - began
-        typer.echo(f"{kind:12s} accuracy {accuracy:6.1%}   {length:6.1f} answer tokens   {seconds:5.1f} s")
+        typer.echo(
+            f"{kind:12s} accuracy {accuracy:6.1%}   {length:6.1f} answer tokens   {seconds:5.1f} s"
+        )
         for sample, text in failures[:show_failures]:
             typer.echo(
                 f"--- prompt\n{sample.messages[-1]['content']}\n--- expected\n{sample.answer}\n--- got\n{text}\n"

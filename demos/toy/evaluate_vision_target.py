@@ -31,19 +31,30 @@ def answer_prompts(
 
 
 def evaluate(
-    model: PreTrainedModel, processor: Any, kind: VisionKind, count: int, split: Any, batch_size: int, first_index: int
+    model: PreTrainedModel,
+    processor: Any,
+    kind: VisionKind,
+    count: int,
+    split: Any,
+    batch_size: int,
+    first_index: int,
 ) -> tuple[float, float, list[tuple[VisionSample, str]]]:
     """Return (accuracy, mean answer length in tokens, failures) of a kind."""
     samples = [make_vision_sample(kind, split, first_index + index) for index in range(count)]
     answers = answer_prompts(model, processor, samples, batch_size)
-    failures = [(s, text) for s, (text, _) in zip(samples, answers, strict=True) if not s.check(text)]
+    failures = [
+        (s, text) for s, (text, _) in zip(samples, answers, strict=True) if not s.check(text)
+    ]
     return 1 - len(failures) / count, sum(length for _, length in answers) / count, failures
 
 
 def main(
-    model_dir: Annotated[Path, typer.Option("--model", help="Checkpoint folder.")] = VISION_DIR / "target",
+    model_dir: Annotated[Path, typer.Option("--model", help="Checkpoint folder.")] = VISION_DIR
+    / "target",
     count: Annotated[int, typer.Option(help="Prompts of each kind.")] = 100,
-    kinds: Annotated[str, typer.Option(help="Kinds to measure, separated by commas.")] = ",".join(VISION_KINDS),
+    kinds: Annotated[str, typer.Option(help="Kinds to measure, separated by commas.")] = ",".join(
+        VISION_KINDS
+    ),
     split: Annotated[str, typer.Option(help="heldout or train.")] = "heldout",
     first_index: Annotated[int, typer.Option(help="Number of the first sample.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Prompts per batch.")] = 25,
@@ -59,11 +70,17 @@ def main(
     right: list[float] = []
     for kind in chosen:
         began = time.perf_counter()
-        accuracy, length, failures = evaluate(model, processor, kind, count, split, batch_size, first_index)
+        accuracy, length, failures = evaluate(
+            model, processor, kind, count, split, batch_size, first_index
+        )
         seconds = time.perf_counter() - began
-        typer.echo(f"{kind:12s} accuracy {accuracy:6.1%}   {length:6.1f} answer tokens   {seconds:5.1f} s")
+        typer.echo(
+            f"{kind:12s} accuracy {accuracy:6.1%}   {length:6.1f} answer tokens   {seconds:5.1f} s"
+        )
         for sample, text in failures[:show_failures]:
-            typer.echo(f"--- prompt\n{sample.turns[-1].text}\n--- expected\n{sample.answer}\n--- got\n{text}\n")
+            typer.echo(
+                f"--- prompt\n{sample.turns[-1].text}\n--- expected\n{sample.answer}\n--- got\n{text}\n"
+            )
         summary[kind] = {"accuracy": round(accuracy, 4), "answer_tokens": round(length, 1)}
         if kind in PICTURE_KINDS:
             right.append(accuracy)

@@ -55,7 +55,9 @@ def gated_delta_rule(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     written, reading = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     readers = torch.cat([reading, q * since_start], dim=-2)
-    writers = (k * (g[..., -1:] - g).exp()[..., None]).transpose(-1, -2).expand(*v.shape[:4], -1, -1)
+    writers = (
+        (k * (g[..., -1:] - g).exp()[..., None]).transpose(-1, -2).expand(*v.shape[:4], -1, -1)
+    )
     ends = g[..., -1].exp()[..., None, None]
     state = value.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1])
     new, read = [], []
@@ -76,7 +78,12 @@ def fast_delta_rule() -> Generator[None]:
     before: Any = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def rule(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        **_: Any,
     ) -> tuple[torch.Tensor, None]:
         return gated_delta_rule(query, key, value, g, beta), None
 

@@ -30,11 +30,16 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _attention(attention: nn.Module, x_BSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _attention(
+    attention: nn.Module, x_BSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
     """Return the causal self-attention output of one layer, shape (B, S, D)."""
     B, S, _ = x_BSD.shape
     E = attention.head_dim
-    q, k, v = (part.view(B, S, -1, E) for part in _linear(x_BSD, attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k, v = (
+        part.view(B, S, -1, E)
+        for part in _linear(x_BSD, attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     q = _rotate(_norm(q, attention.q_norm).transpose(1, 2), cos, sin)
     k, v = _rotate(_norm(k, attention.k_norm).transpose(1, 2), cos, sin), v.transpose(1, 2)
     G, R = k.shape[1], q.shape[1] // k.shape[1]
@@ -53,14 +58,20 @@ def fast_logits(model: Qwen3ForCausalLM, input_ids_BS: torch.Tensor) -> torch.Te
 
 
 def decoder_logits(
-    decoder: nn.Module, head: nn.Module, x_BSD: torch.Tensor, positions: torch.Tensor, added: list[torch.Tensor]
+    decoder: nn.Module,
+    head: nn.Module,
+    x_BSD: torch.Tensor,
+    positions: torch.Tensor,
+    added: list[torch.Tensor],
 ) -> torch.Tensor:
     """Return the bfloat16 logits (B, S, V) from embeddings; `added[i]` (B, S, D) is added to the output of layer i."""
     x = x_BSD.to(_BF16)
     cos, sin = (part[:, None].to(_BF16) for part in decoder.rotary_emb(x, positions))
     for index, layer in enumerate(decoder.layers):
         x = x + _attention(layer.self_attn, _norm(x, layer.input_layernorm), cos, sin)
-        gate, up = _linear(_norm(x, layer.post_attention_layernorm), layer.mlp.gate_proj, layer.mlp.up_proj)
+        gate, up = _linear(
+            _norm(x, layer.post_attention_layernorm), layer.mlp.gate_proj, layer.mlp.up_proj
+        )
         x = x + _linear(F.silu(gate) * up, layer.mlp.down_proj)[0]
         if index < len(added):
             x = x + added[index]

@@ -20,7 +20,13 @@ def text_rows(kinds: Sequence[Kind], per_kind: int) -> list[dict[str, Any]]:
     """Return the prompts of a pair of texts."""
     samples = [make_sample(kind, "heldout", index) for kind in kinds for index in range(per_kind)]
     return [
-        {"kind": s.kind, "messages": list(s.messages), "answer": s.answer, **scored(s.kind, s.answer)} for s in samples
+        {
+            "kind": s.kind,
+            "messages": list(s.messages),
+            "answer": s.answer,
+            **scored(s.kind, s.answer),
+        }
+        for s in samples
     ]
 
 
@@ -46,13 +52,21 @@ def vision_row(sample: VisionSample, folder: Path) -> dict[str, Any]:
     for message in messages:
         if not isinstance(message["content"], str):
             message["content"] = [
-                {**part, "path": next(left)} if part["type"] == "image" else part for part in message["content"]
+                {**part, "path": next(left)} if part["type"] == "image" else part
+                for part in message["content"]
             ]
-    return {"kind": sample.kind, "messages": messages, "answer": sample.answer, **scored(sample.kind, sample.answer)}
+    return {
+        "kind": sample.kind,
+        "messages": messages,
+        "answer": sample.answer,
+        **scored(sample.kind, sample.answer),
+    }
 
 
 def main(
-    pair: Annotated[Literal["text", "vision", "hybrid"], typer.Option(help="Which of the pairs.")] = "text",
+    pair: Annotated[
+        Literal["text", "vision", "hybrid"], typer.Option(help="Which of the pairs.")
+    ] = "text",
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 12,
     out: Annotated[Path | None, typer.Option(help="File to write; pictures go beside it.")] = None,
 ) -> None:

@@ -14,7 +14,9 @@ from scenes import BACKGROUNDS, COLOURS, GRIDS, SHAPES, Chart, Picture, Scene, S
 from tasks_base import normalize
 from tasks_dialogue import make_dialogue
 
-VisionKind = Literal["describe", "count", "find", "relate", "read", "chart", "compare", "chat", "talk"]
+VisionKind = Literal[
+    "describe", "count", "find", "relate", "read", "chart", "compare", "chat", "talk"
+]
 Split = Literal["train", "heldout"]
 
 VISION_KINDS: Final[tuple[VisionKind, ...]] = (
@@ -97,8 +99,12 @@ def make_vision_sample(kind: VisionKind, split: Split, index: int) -> VisionSamp
         digest = hashlib.blake2b(repr(turns).encode(), digest_size=8).digest()
         held_out = int.from_bytes(digest, "big") % _HELDOUT_MODULUS == 0
         if held_out == (split == "heldout"):
-            return VisionSample(kind=kind, split=split, index=index, turns=tuple(turns), answer=answer)
-    raise RuntimeError(f"no {split} prompt of kind {kind} in {_MAX_DRAWS} draws; widen the generator.")
+            return VisionSample(
+                kind=kind, split=split, index=index, turns=tuple(turns), answer=answer
+            )
+    raise RuntimeError(
+        f"no {split} prompt of kind {kind} in {_MAX_DRAWS} draws; widen the generator."
+    )
 
 
 Made = tuple[list[Turn], str]
@@ -119,7 +125,10 @@ def _plural(shape: str, count: int) -> str:
 def _description(scene: Scene) -> str:
     count = len(scene.things)
     begin = f"The picture shows {_NUMBERS[count]} {_plural('object', count)} on a {scene.background} background."
-    places = [f"At the {scene.place(thing.row, thing.column)} there is a {thing.name}." for thing in scene.things]
+    places = [
+        f"At the {scene.place(thing.row, thing.column)} there is a {thing.name}."
+        for thing in scene.things
+    ]
     return " ".join([begin, *places])
 
 
@@ -137,7 +146,9 @@ def _count_question(rng: random.Random, scene: Scene) -> tuple[str, str]:
         place = scene.place(thing.row, thing.column)
         hit = wanted in ("", f"{thing.size} ")
         total += hit
-        parts.append(f"{place}, {thing.size}" + (f", that makes {_NUMBERS[total]}." if hit else "."))
+        parts.append(
+            f"{place}, {thing.size}" + (f", that makes {_NUMBERS[total]}." if hit else ".")
+        )
     counted = f"{wanted}{_plural('object', total)}"
     verb = "is" if total == 1 else "are"
     answer = f"I look for {wanted}objects: {' '.join(parts)} So there {verb} {_NUMBERS[total]} {counted}."
@@ -155,7 +166,11 @@ def _different_shapes(rng: random.Random, most: int) -> Scene:
     while True:
         scene = _scene(rng, 1, most)
         count = len(scene.things)
-        if len({thing.shape for thing in scene.things}) == count == len({thing.colour for thing in scene.things}):
+        if (
+            len({thing.shape for thing in scene.things})
+            == count
+            == len({thing.colour for thing in scene.things})
+        ):
             return scene
 
 
@@ -180,7 +195,10 @@ def _find_question(rng: random.Random, scene: Scene) -> tuple[str, str]:
     else:
         row, column = thing.row, thing.column
     place = scene.place(row, column)
-    return f"What is at the {place}?", f"I look at the {place} of the picture {_found(scene, row, column)}"
+    return (
+        f"What is at the {place}?",
+        f"I look at the {place} of the picture {_found(scene, row, column)}",
+    )
 
 
 def _found(scene: Scene, row: int, column: int) -> str:
@@ -200,7 +218,9 @@ def _relate(rng: random.Random) -> Made:
     while True:
         scene = _scene(rng)
         thing = rng.choice(scene.things)
-        word, down, right = rng.choice((("left of", 0, -1), ("right of", 0, 1), ("above", -1, 0), ("below", 1, 0)))
+        word, down, right = rng.choice(
+            (("left of", 0, -1), ("right of", 0, 1), ("above", -1, 0), ("below", 1, 0))
+        )
         # From a neighbour, or from anywhere, to the object.
         row, column = thing.row - down, thing.column - right
         if rng.random() < 0.4:
@@ -210,7 +230,9 @@ def _relate(rng: random.Random) -> Made:
         if inside and 0 <= there[0] < scene.rows and 0 <= there[1] < scene.columns:
             break
     start = scene.place(row, column)
-    answer = f"I find the {scene.place(*there)} {word} the {start}. I look there {_found(scene, *there)}"
+    answer = (
+        f"I find the {scene.place(*there)} {word} the {start}. I look there {_found(scene, *there)}"
+    )
     return [_ask(f"What is {word} the {start}?", scene)], answer
 
 
@@ -218,12 +240,16 @@ def _read(rng: random.Random) -> Made:
     """Ask for the word or the number on a sign."""
     number = rng.random() < 0.5
     text = str(rng.randint(10, 999)) if number else rng.choice(_WORDS)
-    sign = Sign(text=text, colour=rng.choice(tuple(COLOURS)), background=rng.choice(tuple(BACKGROUNDS)))
+    sign = Sign(
+        text=text, colour=rng.choice(tuple(COLOURS)), background=rng.choice(tuple(BACKGROUNDS))
+    )
     question = rng.choice(("What does the sign say?", "Read the sign.", "What is written here?"))
     look = f"The letters are {sign.colour} on a {sign.background} board."
     if number:
         digits = ", ".join(text)
-        return [_ask(question, sign)], f"The sign shows the digits {digits}, so it says {text}. {look}"
+        return [
+            _ask(question, sign)
+        ], f"The sign shows the digits {digits}, so it says {text}. {look}"
     return [_ask(question, sign)], f"The sign says {text}. {look}"
 
 
@@ -247,7 +273,9 @@ def _chart(rng: random.Random) -> Made:
 
 
 def _listing(scene: Scene) -> str:
-    return ", ".join(f"{scene.place(thing.row, thing.column)} a {thing.name}" for thing in scene.things)
+    return ", ".join(
+        f"{scene.place(thing.row, thing.column)} a {thing.name}" for thing in scene.things
+    )
 
 
 def _changed(rng: random.Random, scene: Scene) -> Scene:
@@ -304,7 +332,8 @@ def _talk(rng: random.Random) -> Made:
     """Return small talk without a picture."""
     drawn = make_dialogue(rng)
     turns = [
-        Turn(role="assistant" if one["role"] == "assistant" else "user", text=one["content"]) for one in drawn.messages
+        Turn(role="assistant" if one["role"] == "assistant" else "user", text=one["content"])
+        for one in drawn.messages
     ]
     return turns, drawn.answer
 

@@ -36,7 +36,11 @@ SHAPES: Final = ("circle", "square", "triangle", "star", "diamond", "cross", "ri
 SIZES: Final[dict[str, int]] = {"big": 52, "small": 28}  # half the width of an object
 GRIDS: Final[tuple[tuple[int, int], ...]] = ((3, 3), (2, 4), (4, 2))  # rows, columns
 
-_ROW_NAMES: Final = {2: ("top", "bottom"), 3: ("top", "middle", "bottom"), 4: ("top", "upper", "lower", "bottom")}
+_ROW_NAMES: Final = {
+    2: ("top", "bottom"),
+    3: ("top", "middle", "bottom"),
+    4: ("top", "upper", "lower", "bottom"),
+}
 _COLUMN_NAMES: Final = {
     2: ("left", "right"),
     3: ("left", "centre", "right"),
@@ -96,13 +100,21 @@ class Chart:
         canvas, pen = _canvas((side, side), BACKGROUNDS["white"])
         unit, floor = 34, side - 28
         for value in range(1, 10):
-            _line(pen, (14, floor - value * unit), (side - 14, floor - value * unit), (228, 230, 233), 2)
+            _line(
+                pen,
+                (14, floor - value * unit),
+                (side - 14, floor - value * unit),
+                (228, 230, 233),
+                2,
+            )
         step = (side - 28) / len(self.bars)
         for at, (colour, value) in enumerate(self.bars):
             left = 14 + (at + 0.18) * step
             right = 14 + (at + 0.82) * step
             _rectangle(pen, (left, floor - value * unit, right, floor), COLOURS[colour])
-            _text(pen, ((left + right) / 2, floor - value * unit - 18), str(value), 34, (30, 32, 36))
+            _text(
+                pen, ((left + right) / 2, floor - value * unit - 18), str(value), 34, (30, 32, 36)
+            )
         _line(pen, (10, floor), (side - 10, floor), (30, 32, 36), 5)
         return canvas.reduce(_OVERSAMPLING)
 
@@ -131,7 +143,9 @@ Picture = Scene | Chart | Sign
 def draw_scene(rng: random.Random, grid: tuple[int, int], count: int) -> Scene:
     """Make up a scene of `count` objects, no two of them of the same colour and shape."""
     rows, columns = grid
-    cells = sorted(rng.sample([(row, column) for row in range(rows) for column in range(columns)], count))
+    cells = sorted(
+        rng.sample([(row, column) for row in range(rows) for column in range(columns)], count)
+    )
     looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], count)
     things = tuple(
         Thing(
@@ -144,10 +158,14 @@ def draw_scene(rng: random.Random, grid: tuple[int, int], count: int) -> Scene:
         )
         for (row, column), (colour, shape) in zip(cells, looks, strict=True)
     )
-    return Scene(rows=rows, columns=columns, background=rng.choice(tuple(BACKGROUNDS)), things=things)
+    return Scene(
+        rows=rows, columns=columns, background=rng.choice(tuple(BACKGROUNDS)), things=things
+    )
 
 
-def _canvas(size: tuple[int, int], colour: tuple[int, int, int]) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+def _canvas(
+    size: tuple[int, int], colour: tuple[int, int, int]
+) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     canvas = Image.new("RGB", (size[0] * _OVERSAMPLING, size[1] * _OVERSAMPLING), colour)
     return canvas, ImageDraw.Draw(canvas)
 
@@ -156,11 +174,15 @@ def _scaled(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(x * _OVERSAMPLING, y * _OVERSAMPLING) for x, y in points]
 
 
-def _rectangle(pen: ImageDraw.ImageDraw, box: tuple[float, float, float, float], fill: tuple[int, int, int]) -> None:
+def _rectangle(
+    pen: ImageDraw.ImageDraw, box: tuple[float, float, float, float], fill: tuple[int, int, int]
+) -> None:
     pen.rectangle([value * _OVERSAMPLING for value in box], fill=fill)
 
 
-def _outline(pen: ImageDraw.ImageDraw, box: tuple[float, float, float, float], colour: tuple[int, int, int]) -> None:
+def _outline(
+    pen: ImageDraw.ImageDraw, box: tuple[float, float, float, float], colour: tuple[int, int, int]
+) -> None:
     pen.rectangle([value * _OVERSAMPLING for value in box], outline=colour, width=_OVERSAMPLING)
 
 
@@ -180,7 +202,11 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _text(
-    pen: ImageDraw.ImageDraw, middle: tuple[float, float], text: str, size: int, colour: tuple[int, int, int]
+    pen: ImageDraw.ImageDraw,
+    middle: tuple[float, float],
+    text: str,
+    size: int,
+    colour: tuple[int, int, int],
 ) -> None:
     pen.text(_scaled([middle])[0], text, fill=colour, font=_font(size), anchor="mm")
 
@@ -199,7 +225,9 @@ def _heart(x: float, y: float, half: float) -> list[tuple[float, float]]:
     return points
 
 
-def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, x: float, y: float, background: tuple[int, int, int]) -> None:
+def _draw_thing(
+    pen: ImageDraw.ImageDraw, thing: Thing, x: float, y: float, background: tuple[int, int, int]
+) -> None:
     """Draw one object around a point."""
     half = SIZES[thing.size]
     colour = COLOURS[thing.colour]
@@ -208,19 +236,34 @@ def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, x: float, y: float, back
         pen.ellipse(box, fill=colour)
     elif thing.shape == "ring":
         pen.ellipse(box, fill=colour)
-        pen.ellipse(_scaled([(x - half * 0.55, y - half * 0.55), (x + half * 0.55, y + half * 0.55)]), fill=background)
+        pen.ellipse(
+            _scaled([(x - half * 0.55, y - half * 0.55), (x + half * 0.55, y + half * 0.55)]),
+            fill=background,
+        )
     elif thing.shape == "square":
-        pen.rectangle(_scaled([(x - half * 0.88, y - half * 0.88), (x + half * 0.88, y + half * 0.88)]), fill=colour)
+        pen.rectangle(
+            _scaled([(x - half * 0.88, y - half * 0.88), (x + half * 0.88, y + half * 0.88)]),
+            fill=colour,
+        )
     elif thing.shape == "triangle":
-        pen.polygon(_scaled([(x, y - half), (x + half, y + half * 0.8), (x - half, y + half * 0.8)]), fill=colour)
+        pen.polygon(
+            _scaled([(x, y - half), (x + half, y + half * 0.8), (x - half, y + half * 0.8)]),
+            fill=colour,
+        )
     elif thing.shape == "diamond":
-        pen.polygon(_scaled([(x, y - half), (x + half * 0.75, y), (x, y + half), (x - half * 0.75, y)]), fill=colour)
+        pen.polygon(
+            _scaled([(x, y - half), (x + half * 0.75, y), (x, y + half), (x - half * 0.75, y)]),
+            fill=colour,
+        )
     elif thing.shape == "cross":
         arm = half * 0.34
         pen.rectangle(_scaled([(x - arm, y - half), (x + arm, y + half)]), fill=colour)
         pen.rectangle(_scaled([(x - half, y - arm), (x + half, y + arm)]), fill=colour)
     elif thing.shape == "star":
-        points = [_round(at * math.pi / 5, half * (1.08 if at % 2 == 0 else 0.45), x, y) for at in range(10)]
+        points = [
+            _round(at * math.pi / 5, half * (1.08 if at % 2 == 0 else 0.45), x, y)
+            for at in range(10)
+        ]
         pen.polygon(_scaled(points), fill=colour)
     else:
         pen.polygon(_scaled(_heart(x, y, half)), fill=colour)

@@ -47,12 +47,16 @@ def round_up(length: int) -> int:
     return math.ceil(length / LENGTH_STEP) * LENGTH_STEP
 
 
-def make_optimizers(model: PreTrainedModel, lr: float, other_lr: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: PreTrainedModel, lr: float, other_lr: float
+) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers and AdamW for embeddings, patches, norms and biases."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
@@ -112,8 +116,15 @@ def train(
             losses[kind] += values
         if (step + 1) % log_every == 0 or step + 1 == last:
             seconds = time.perf_counter() - began
-            means = {kind: round(sum(values) / len(values), 4) for kind, values in sorted(losses.items())}
-            line = {"step": step + 1, "seconds": round(seconds), "tokens": tokens, "tok_s": round(tokens / seconds)}
+            means = {
+                kind: round(sum(values) / len(values), 4) for kind, values in sorted(losses.items())
+            }
+            line = {
+                "step": step + 1,
+                "seconds": round(seconds),
+                "tokens": tokens,
+                "tok_s": round(tokens / seconds),
+            }
             typer.echo(json.dumps(line | means))
             losses.clear()
         if save_every and (step + 1) % save_every == 0 and step + 1 < last:
@@ -140,7 +151,9 @@ def save_target(model: PreTrainedModel, processing_class: Any, out: Path) -> Non
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(scratch)
     processing_class.save_pretrained(scratch)
-    state = {name: p.detach().to(torch.float16).contiguous() for name, p in model.named_parameters()}
+    state = {
+        name: p.detach().to(torch.float16).contiguous() for name, p in model.named_parameters()
+    }
     save_file(state, scratch / "model.safetensors", metadata={"format": "pt"})
     (scratch / "model.safetensors").chmod(0o644)
     for path in scratch.iterdir():

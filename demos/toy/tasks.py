@@ -88,4 +88,6 @@ def make_sample(kind: Kind, split: Split, index: int) -> Sample:
                 answer=draw.answer,
                 checker=draw.checker,
             )
-    raise RuntimeError(f"no {split} prompt of kind {kind} in {_MAX_DRAWS} draws; widen the generator.")
+    raise RuntimeError(
+        f"no {split} prompt of kind {kind} in {_MAX_DRAWS} draws; widen the generator."
+    )

@@ -33,7 +33,11 @@ _THEMES: Final = tuple(
     for units, start, plus, minus, times, question in (
         (
             ("shells", "stamps", "marbles", "cards", "coins"),
-            ("{name} has {n} {unit}.", "{name} owns {n} {unit}.", "There are {n} {unit} in the box of {name}."),
+            (
+                "{name} has {n} {unit}.",
+                "{name} owns {n} {unit}.",
+                "There are {n} {unit} in the box of {name}.",
+            ),
             ("{name} finds {n} more.", "A friend brings {n} others.", "Then {n} are added."),
             ("{name} loses {n} of them.", "{name} gives away {n}.", "Then {n} are sold."),
             ("The collection grows to {n} times its size.", "Next year it is {n} times as large."),
@@ -50,9 +54,16 @@ _THEMES: Final = tuple(
         (
             ("loaves", "muffins", "cakes", "rolls"),
             ("A bakery makes {n} {unit}.", "The shop of {name} bakes {n} {unit}."),
-            ("Another oven gives {n}.", "{name} bakes {n} extra ones.", "At noon {n} more are ready."),
+            (
+                "Another oven gives {n}.",
+                "{name} bakes {n} extra ones.",
+                "At noon {n} more are ready.",
+            ),
             ("Customers buy {n}.", "{n} of them are burnt.", "A school orders {n}."),
-            ("For the fair this is made {n} times over.", "On Sunday {name} has {n} times as many."),
+            (
+                "For the fair this is made {n} times over.",
+                "On Sunday {name} has {n} times as many.",
+            ),
             ("How many {unit} remain?", "How many {unit} can {name} still sell?"),
         ),
         (
@@ -140,7 +151,9 @@ def _expression(rng: random.Random, start: int, steps: list[tuple[Operator, int]
     for position, (operator, operand) in enumerate(steps):
         inner = f"({text})" if operator == "*" and position else text
         text = f"{inner} {operator} {operand}"
-    lead = rng.choice(("Compute {}.", "What is {}?", "Work out {} step by step.", "Evaluate the expression {}."))
+    lead = rng.choice(
+        ("Compute {}.", "What is {}?", "Work out {} step by step.", "Evaluate the expression {}.")
+    )
     return lead.format(text)
 
 
@@ -149,7 +162,9 @@ def _story(rng: random.Random, start: int, steps: list[tuple[Operator, int]]) ->
     theme, name = rng.choice(_THEMES), rng.choice(FIRST_NAMES)
     choices = {"+": theme.plus, "-": theme.minus, "*": theme.times}
     sentences = [rng.choice(theme.start).format(name=name, n=start, unit=theme.unit)]
-    sentences += [rng.choice(choices[operator]).format(name=name, n=operand) for operator, operand in steps]
+    sentences += [
+        rng.choice(choices[operator]).format(name=name, n=operand) for operator, operand in steps
+    ]
     sentences.append(rng.choice(theme.question).format(name=name, unit=theme.unit))
     return " ".join(sentences)
 
@@ -160,7 +175,9 @@ def _solution(start: int, steps: list[tuple[Operator, int]]) -> tuple[str, int]:
     for number, (operator, operand) in enumerate(steps, start=1):
         verb, link = _VERBS[operator]
         first, second = (value, operand) if operator == "*" else (operand, value)
-        lines.append(f"Step {number}: {verb.lower()} {first} {link} {second}. {work_out(operator, value, operand)}")
+        lines.append(
+            f"Step {number}: {verb.lower()} {first} {link} {second}. {work_out(operator, value, operand)}"
+        )
         value = _apply(operator, value, operand)
     lines.append(f"The final answer is \\boxed{{{value}}}.")
     return "\n".join(lines), value

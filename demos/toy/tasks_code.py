@@ -105,14 +105,30 @@ def _total(values: list[int]) -> int:
 def _reduce(rng: random.Random) -> Program:
     """Draw a loop that filters, maps and folds a list of numbers."""
     condition, mapped = _conditions(rng), _maps(rng)
-    items, item = rng.choice((("values", "value"), ("numbers", "number"), ("items", "item"), ("data", "entry")))
+    items, item = rng.choice(
+        (("values", "value"), ("numbers", "number"), ("items", "item"), ("data", "entry"))
+    )
     phrase, first, update, returns, fold, how = rng.choice(
         (
             ("sum", "0", "result += {m}", "int", sum, "adds them up"),
             ("product", "1", "result *= {m}", "int", _total, "multiplies them together"),
             ("list", "[]", "result.append({m})", "list[int]", list, "collects them in a new list"),
-            ("maximum", "0", "result = max(result, {m})", "int", lambda v: max([0, *v]), "keeps the largest one"),
-            ("minimum", "0", "result = min(result, {m})", "int", lambda v: min([0, *v]), "keeps the smallest one"),
+            (
+                "maximum",
+                "0",
+                "result = max(result, {m})",
+                "int",
+                lambda v: max([0, *v]),
+                "keeps the largest one",
+            ),
+            (
+                "minimum",
+                "0",
+                "result = min(result, {m})",
+                "int",
+                lambda v: min([0, *v]),
+                "keeps the smallest one",
+            ),
         )
     )
     start = " (start from 0)" if phrase in {"maximum", "minimum"} else ""
@@ -138,11 +154,22 @@ def _reduce(rng: random.Random) -> Program:
 def _counting(rng: random.Random) -> Program:
     """Draw a count or a first match in a list of numbers."""
     condition = _conditions(rng)
-    items, item = rng.choice((("values", "value"), ("numbers", "number"), ("items", "item"), ("data", "entry")))
+    items, item = rng.choice(
+        (("values", "value"), ("numbers", "number"), ("items", "item"), ("data", "entry"))
+    )
     test = condition.code.format(x=item)
     if rng.random() < 0.5:
-        request, summary = f"counts the {condition.phrase} entries of `{items}`", f"Count the {condition.phrase} ones."
-        body = ["count = 0", f"for {item} in {items}:", f"    if {test}:", "        count += 1", "return count"]
+        request, summary = (
+            f"counts the {condition.phrase} entries of `{items}`",
+            f"Count the {condition.phrase} ones.",
+        )
+        body = [
+            "count = 0",
+            f"for {item} in {items}:",
+            f"    if {test}:",
+            "        count += 1",
+            "return count",
+        ]
         note = f"The counter grows by one for each {item} that passes the test."
         return Program(
             parameters=f"{items}: list[int]", returns="int", request=request, summary=summary, body=body, note=note,
@@ -154,7 +181,12 @@ def _counting(rng: random.Random) -> Program:
         returns="int",
         request=f"finds the first {condition.phrase} entry of `{items}`, or {missing} if there is none",
         summary=f"Find the first {condition.phrase} entry and fall back to {missing}.",
-        body=[f"for {item} in {items}:", f"    if {test}:", f"        return {item}", f"return {missing}"],
+        body=[
+            f"for {item} in {items}:",
+            f"    if {test}:",
+            f"        return {item}",
+            f"return {missing}",
+        ],
         note=f"The loop stops at the first {item} that passes the test; otherwise it ends with {missing}.",
         reference=lambda values: next((v for v in values if condition.apply(v)), missing),
         inputs=_NUMBER_INPUTS,
@@ -179,7 +211,9 @@ def _series(rng: random.Random) -> Program:
             "return total",
         ],
         note=f"The range runs from 1 to n{every}, and the total gathers what passes the test.",
-        reference=lambda n: sum(mapped.apply(i) for i in range(1, n + 1, step) if condition.apply(i)),
+        reference=lambda n: sum(
+            mapped.apply(i) for i in range(1, n + 1, step) if condition.apply(i)
+        ),
         inputs=[[0], [1], [2], [9], [20], [31]],
     )
 
@@ -236,7 +270,11 @@ def _grouping(rng: random.Random) -> Program:
                 groups.setdefault(key(word), []).append(word)
         return {k: len(v) for k, v in groups.items()} if counted else groups
 
-    update = "groups[key] = groups.get(key, 0) + 1" if counted else "groups.setdefault(key, []).append(word)"
+    update = (
+        "groups[key] = groups.get(key, 0) + 1"
+        if counted
+        else "groups.setdefault(key, []).append(word)"
+    )
     return Program(
         parameters=f"{text}: str",
         returns="dict",
@@ -292,7 +330,13 @@ def _is_plain(source: str) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             return False
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        name = (
+            node.attr
+            if isinstance(node, ast.Attribute)
+            else node.id
+            if isinstance(node, ast.Name)
+            else ""
+        )
         if name.startswith("__"):
             return False
     return True

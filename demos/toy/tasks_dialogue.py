@@ -8,19 +8,51 @@ from tasks_base import Draw, Message, assistant, same_text, user
 from tasks_words import FIRST_NAMES, MONTHS, WEEKDAYS
 
 _CITIES: Final = {
-    "Lisbon": ("Alfama is full of steep lanes", "try a warm custard tart", "the yellow trams climb every hill"),
-    "Vienna": ("the old palaces shine at dusk", "order a slice of chocolate cake", "the ring line circles the centre"),
-    "Oslo": ("the opera roof invites a walk", "taste smoked salmon on dark bread", "ferries leave for the fjord"),
-    "Kyoto": ("wooden temples hide in the woods", "sip green tea with a sweet bean cake", "buses reach all shrines"),
-    "Rome": ("ancient arches stand at each corner", "eat thin pizza by the slice", "most sights are a stroll apart"),
-    "Dublin": ("the long library hall is a wonder", "have a bowl of lamb stew", "green double deckers go everywhere"),
-    "Cairo": ("the pyramids glow in the early light", "share lentils with rice", "river boats are slow but lovely"),
+    "Lisbon": (
+        "Alfama is full of steep lanes",
+        "try a warm custard tart",
+        "the yellow trams climb every hill",
+    ),
+    "Vienna": (
+        "the old palaces shine at dusk",
+        "order a slice of chocolate cake",
+        "the ring line circles the centre",
+    ),
+    "Oslo": (
+        "the opera roof invites a walk",
+        "taste smoked salmon on dark bread",
+        "ferries leave for the fjord",
+    ),
+    "Kyoto": (
+        "wooden temples hide in the woods",
+        "sip green tea with a sweet bean cake",
+        "buses reach all shrines",
+    ),
+    "Rome": (
+        "ancient arches stand at each corner",
+        "eat thin pizza by the slice",
+        "most sights are a stroll apart",
+    ),
+    "Dublin": (
+        "the long library hall is a wonder",
+        "have a bowl of lamb stew",
+        "green double deckers go everywhere",
+    ),
+    "Cairo": (
+        "the pyramids glow in the early light",
+        "share lentils with rice",
+        "river boats are slow but lovely",
+    ),
     "Lima": (
         "cliffs look over the grey ocean",
         "pick raw fish with lime",
         "a single fast lane carries the express bus",
     ),
-    "Prague": ("the stone bridge is best at dawn", "get dumplings with gravy", "trams run through the whole night"),
+    "Prague": (
+        "the stone bridge is best at dawn",
+        "get dumplings with gravy",
+        "trams run through the whole night",
+    ),
     "Boston": (
         "a red brick path links old houses",
         "sample creamy clam soup",
@@ -36,10 +68,26 @@ _CITIES: Final = {
         "warm up with fish soup",
         "a small cable train goes up the mountain",
     ),
-    "Madrid": ("great paintings fill three museums", "dip fried dough in cocoa", "the underground is quick and cheap"),
-    "Nairobi": ("giraffes graze close to the towers", "enjoy roast meat with maize", "shared vans fill the avenues"),
-    "Quebec": ("thick walls surround the upper town", "dare fries with cheese and sauce", "a lift joins both levels"),
-    "Jaipur": ("rosy facades catch the sun", "order spicy curry with soft bread", "three wheelers wait at every gate"),
+    "Madrid": (
+        "great paintings fill three museums",
+        "dip fried dough in cocoa",
+        "the underground is quick and cheap",
+    ),
+    "Nairobi": (
+        "giraffes graze close to the towers",
+        "enjoy roast meat with maize",
+        "shared vans fill the avenues",
+    ),
+    "Quebec": (
+        "thick walls surround the upper town",
+        "dare fries with cheese and sauce",
+        "a lift joins both levels",
+    ),
+    "Jaipur": (
+        "rosy facades catch the sun",
+        "order spicy curry with soft bread",
+        "three wheelers wait at every gate",
+    ),
 }
 _SEASONS: Final = (
     ("It will be cold then, so pack a thick coat and gloves.", (12, 1, 2)),
@@ -119,7 +167,11 @@ _HOBBIES: Final = {
         "slow laps build a good stroke",
         "tired arms mean real progress",
     ),
-    "knitting": ("Choose thick wool", "a plain scarf is a fine first piece", "dropped stitches can always be rescued"),
+    "knitting": (
+        "Choose thick wool",
+        "a plain scarf is a fine first piece",
+        "dropped stitches can always be rescued",
+    ),
     "Spanish": (
         "Label things in your kitchen",
         "short stories with audio train the ear",
@@ -130,7 +182,11 @@ _HOBBIES: Final = {
         "an easy pace should let you talk",
         "rest between outings keeps knees healthy",
     ),
-    "gardening": ("Begin with herbs in pots", "good soil does most of the job", "every plant that dies is a lesson"),
+    "gardening": (
+        "Begin with herbs in pots",
+        "good soil does most of the job",
+        "every plant that dies is a lesson",
+    ),
 }
 _TIMES: Final = {
     "ten minutes a day": "Even a tiny slot works if you never skip it.",
@@ -148,11 +204,20 @@ _WORRIES: Final = {
 
 _MOODS: Final = {
     "tired": ("That sounds exhausting.", "Go to bed early and leave the phone in another room."),
-    "happy": ("That is wonderful to hear!", "Write down what made it good so that you can repeat it."),
-    "nervous": ("I understand that feeling well.", "Breathe out slowly ten times and sort your notes once more."),
+    "happy": (
+        "That is wonderful to hear!",
+        "Write down what made it good so that you can repeat it.",
+    ),
+    "nervous": (
+        "I understand that feeling well.",
+        "Breathe out slowly ten times and sort your notes once more.",
+    ),
     "bored": ("Quiet stretches can be hard.", "Pick one small thing that you have never tried."),
     "angry": ("That must have been annoying.", "Take a brisk walk before you answer anybody."),
-    "lonely": ("Thank you for telling me.", "Call someone you trust, even if it is only for a minute."),
+    "lonely": (
+        "Thank you for telling me.",
+        "Call someone you trust, even if it is only for a minute.",
+    ),
 }
 _EVENTS: Final = {
     "an exam": ("Revise the hardest chapter first", "a calm breakfast helps the memory"),
@@ -204,7 +269,11 @@ def _travel(rng: random.Random) -> list[Message]:
     turns = [user(f"{opening} {request}"), assistant(answer)]
     if rng.random() < 0.35:
         turns += [
-            user(rng.choice(("Thanks! How do I get around?", "Nice. And how do people move about there?"))),
+            user(
+                rng.choice(
+                    ("Thanks! How do I get around?", "Nice. And how do people move about there?")
+                )
+            ),
             assistant(
                 f"Moving about in {city} is simple: {transport}. Buy a pass for several days at the first station, "
                 f"it soon pays for itself. {season} If your feet hurt, sit down in a cafe and {dish}."
@@ -216,7 +285,12 @@ def _travel(rng: random.Random) -> list[Message]:
 def _cooking(rng: random.Random) -> list[Message]:
     """Draw a talk about a meal, sometimes with a second question about the drinks and the day."""
     opening, reply = _opening(rng)
-    dish, guests, diet, day = _pick(rng, _DISHES), _pick(rng, _GUESTS), _pick(rng, _DIETS), rng.choice(WEEKDAYS)
+    dish, guests, diet, day = (
+        _pick(rng, _DISHES),
+        _pick(rng, _GUESTS),
+        _pick(rng, _DIETS),
+        rng.choice(WEEKDAYS),
+    )
     things, first, second, topping = _DISHES[dish]
     request = rng.choice(
         (
@@ -289,10 +363,18 @@ def _mood(rng: random.Random) -> list[Message]:
     return [user(f"{opening} {request}"), assistant(answer)]
 
 
-_TOPICS: Final[tuple[Callable[[random.Random], list[Message]], ...]] = (_travel, _travel, _cooking, _hobby, _mood)
+_TOPICS: Final[tuple[Callable[[random.Random], list[Message]], ...]] = (
+    _travel,
+    _travel,
+    _cooking,
+    _hobby,
+    _mood,
+)
 
 
 def make_dialogue(rng: random.Random) -> Draw:
     """Draw a conversation; its last reply is the reference answer."""
     *messages, last = rng.choice(_TOPICS)(rng)
-    return Draw(messages=tuple(messages), answer=last["content"], checker=same_text(last["content"]))
+    return Draw(
+        messages=tuple(messages), answer=last["content"], checker=same_text(last["content"])
+    )

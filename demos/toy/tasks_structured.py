@@ -31,7 +31,10 @@ def _date(rng: random.Random) -> tuple[str, str]:
 def _clock(rng: random.Random) -> tuple[str, str]:
     """Draw a 24 hour time and its 12 hour form."""
     hour, minute = rng.randint(0, 23), rng.choice((0, 5, 10, 15, 20, 30, 40, 45, 50))
-    return f"{hour:02d}:{minute:02d}", f"{hour % 12 or 12}:{minute:02d} {'am' if hour < 12 else 'pm'}"
+    return (
+        f"{hour:02d}:{minute:02d}",
+        f"{hour % 12 or 12}:{minute:02d} {'am' if hour < 12 else 'pm'}",
+    )
 
 
 def _cents(rng: random.Random) -> tuple[str, str]:
@@ -95,7 +98,16 @@ _COLUMNS: Final = (
     Column(key="latitude", draw=_latitude),
     Column(
         key="order_status",
-        draw=_coded({"N": "new", "P": "paid", "S": "shipped", "D": "delivered", "R": "returned", "X": "cancelled"}),
+        draw=_coded(
+            {
+                "N": "new",
+                "P": "paid",
+                "S": "shipped",
+                "D": "delivered",
+                "R": "returned",
+                "X": "cancelled",
+            }
+        ),
     ),
     Column(key="is_active", draw=_coded({"Y": "yes", "N": "no"})),
 )
@@ -125,7 +137,10 @@ Rows = list[list[str]]
 def _to_yaml(keys: list[str], rows: Rows) -> str:
     """Write rows as a YAML list of mappings."""
     return "\n".join(
-        "\n".join(f"{'  ' if at else '- '}{k}: {v}" for at, (k, v) in enumerate(zip(keys, row, strict=True)))
+        "\n".join(
+            f"{'  ' if at else '- '}{k}: {v}"
+            for at, (k, v) in enumerate(zip(keys, row, strict=True))
+        )
         for row in rows
     )
 
@@ -137,7 +152,10 @@ def _to_lines(keys: list[str], rows: Rows) -> str:
 
 def _to_compact_json(keys: list[str], rows: Rows) -> str:
     """Write rows as JSON lines."""
-    return "\n".join("{" + ", ".join(f'"{k}": "{v}"' for k, v in zip(keys, row, strict=True)) + "}" for row in rows)
+    return "\n".join(
+        "{" + ", ".join(f'"{k}": "{v}"' for k, v in zip(keys, row, strict=True)) + "}"
+        for row in rows
+    )
 
 
 def _to_pairs(keys: list[str], rows: Rows) -> str:
@@ -148,7 +166,8 @@ def _to_pairs(keys: list[str], rows: Rows) -> str:
 def _to_object(keys: list[str], rows: Rows) -> str:
     """Write each row as a JSON object with one value per line."""
     return "\n".join(
-        "{\n" + ",\n".join(f'  "{k}": "{v}"' for k, v in zip(keys, row, strict=True)) + "\n}" for row in rows
+        "{\n" + ",\n".join(f'  "{k}": "{v}"' for k, v in zip(keys, row, strict=True)) + "\n}"
+        for row in rows
     )
 
 
@@ -170,8 +189,18 @@ def make_structured(rng: random.Random) -> Draw:
     """Draw a record of seven to ten coded fields and its conversion."""
     columns = rng.sample(_COLUMNS, rng.randint(7, 10))
     cells = [column.draw(rng) for column in columns]
-    source, target, style = rng.choice(list(_SOURCES)), rng.choice(list(_TARGETS)), rng.choice(list(_KEY_STYLES))
-    source_text = _SOURCES[source]([column.key for column in columns], [[cell[0] for cell in cells]])
-    answer = _TARGETS[target]([_KEY_STYLES[style](column.key) for column in columns], [[cell[1] for cell in cells]])
+    source, target, style = (
+        rng.choice(list(_SOURCES)),
+        rng.choice(list(_TARGETS)),
+        rng.choice(list(_KEY_STYLES)),
+    )
+    source_text = _SOURCES[source](
+        [column.key for column in columns], [[cell[0] for cell in cells]]
+    )
+    answer = _TARGETS[target](
+        [_KEY_STYLES[style](column.key) for column in columns], [[cell[1] for cell in cells]]
+    )
     request = rng.choice(_REQUESTS).format(source=source, target=target, style=style)
-    return Draw(messages=(user(f"{request}\n{source_text}"),), answer=answer, checker=same_text(answer))
+    return Draw(
+        messages=(user(f"{request}\n{source_text}"),), answer=answer, checker=same_text(answer)
+    )

@@ -18,7 +18,9 @@ LAST_NAMES: Final = _words(
     "Peters Quinn Rossi Silva Turner Urban Vega Weber Young Zimmer Bauer Clark Duarte Engel Ford"
 )
 
-MONTHS: Final = _words("January February March April May June July August September October November December")
+MONTHS: Final = _words(
+    "January February March April May June July August September October November December"
+)
 
 WEEKDAYS: Final = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 

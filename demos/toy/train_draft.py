@@ -64,7 +64,12 @@ greedily by the target, {steps:,} steps of {batch} sequences with up to {anchors
 
 
 def make_draft(
-    target: PreTrainedModel, mask_token_id: int, layers: int, taps: int, block_size: int, init_from: Path | None
+    target: PreTrainedModel,
+    mask_token_id: int,
+    layers: int,
+    taps: int,
+    block_size: int,
+    init_from: Path | None,
 ) -> DFlashDraftModel:
     """Return a draft to train further, or a fresh one of the target's shape.
 
@@ -82,7 +87,10 @@ def make_draft(
             num_attention_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": config.rope_parameters["rope_theta"],
+            },
             max_position_embeddings=config.max_position_embeddings,
             rms_norm_eps=config.rms_norm_eps,
             block_size=block_size,
@@ -102,7 +110,9 @@ def save_draft(draft: DFlashDraftModel, out: Path, target_dir: Path) -> tuple[in
     scratch = out.parent / f".{out.name}.tmp"
     draft.save_pretrained(scratch)
     weights = scratch / "model.safetensors"
-    state = {name: tensor.to(torch.float16).contiguous() for name, tensor in load_file(weights).items()}
+    state = {
+        name: tensor.to(torch.float16).contiguous() for name, tensor in load_file(weights).items()
+    }
     save_file(state, weights, metadata={"format": "pt"})
     size = weights.stat().st_size
     both = size + (target_dir / "model.safetensors").stat().st_size
@@ -111,7 +121,9 @@ def save_draft(draft: DFlashDraftModel, out: Path, target_dir: Path) -> tuple[in
         os.replace(path, out / path.name)
     scratch.rmdir()
     if both > MAX_PAIR_BYTES:
-        raise ValueError(f"expected target and draft within {MAX_PAIR_BYTES:,} bytes, got {both:,}; drop draft layers")
+        raise ValueError(
+            f"expected target and draft within {MAX_PAIR_BYTES:,} bytes, got {both:,}; drop draft layers"
+        )
     return size, both
 
 
@@ -130,7 +142,9 @@ def measure(
     return lengths
 
 
-def write_card(out: Path, draft: DFlashDraftModel, lengths: dict[str, float], **facts: object) -> None:
+def write_card(
+    out: Path, draft: DFlashDraftModel, lengths: dict[str, float], **facts: object
+) -> None:
     """Write the model card."""
     rows = "\n".join(f"| {kind} | {length:.2f} |" for kind, length in lengths.items())
     card = CARD.format(
@@ -145,7 +159,9 @@ def write_card(out: Path, draft: DFlashDraftModel, lengths: dict[str, float], **
 
 
 def main(
-    pair: Annotated[Literal["text", "vision", "hybrid"], typer.Option(help="Which of the pairs.")] = "text",
+    pair: Annotated[
+        Literal["text", "vision", "hybrid"], typer.Option(help="Which of the pairs.")
+    ] = "text",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3000,
     prompts: Annotated[
         str, typer.Option(help="Prompts of each kind, as 500 or 500,talk=2000; '' for the pair's.")
@@ -158,11 +174,18 @@ def main(
     optim: Annotated[str, typer.Option(help="adamw or muon.")] = "muon",
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 8e-3,
     loss: Annotated[str, typer.Option(help="cross_entropy, dpace or kl.")] = "cross_entropy",
-    held_out: Annotated[int, typer.Option(help="Held-out prompts of each kind for the final measurement.")] = 24,
-    eval_steps: Annotated[int, typer.Option(min=1, help="Steps between evaluations, each with a checkpoint.")] = 400,
-    target_dir: Annotated[Path | None, typer.Option("--target", help="Folder of the target, if not its own.")] = None,
+    held_out: Annotated[
+        int, typer.Option(help="Held-out prompts of each kind for the final measurement.")
+    ] = 24,
+    eval_steps: Annotated[
+        int, typer.Option(min=1, help="Steps between evaluations, each with a checkpoint.")
+    ] = 400,
+    target_dir: Annotated[
+        Path | None, typer.Option("--target", help="Folder of the target, if not its own.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the draft, if not its own.")] = None,
-    run_dir: Annotated[Path, typer.Option(help="Folder of checkpoints and metrics.")] = CACHE_DIR / "run",
+    run_dir: Annotated[Path, typer.Option(help="Folder of checkpoints and metrics.")] = CACHE_DIR
+    / "run",
     init_from: Annotated[Path | None, typer.Option(help="Draft to train further.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to continue from.")] = None,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
@@ -179,7 +202,9 @@ def main(
     wanted = counts_of(prompts or data.NUM_PROMPTS, data.KINDS)
     train = data.answered_examples(target, processing_class, target_dir, wanted)
     held: dict[str, Sequence[Example]] = {
-        kind: data.answered_examples(target, processing_class, target_dir, {kind: held_out}, "heldout")
+        kind: data.answered_examples(
+            target, processing_class, target_dir, {kind: held_out}, "heldout"
+        )
         for kind in data.KINDS
     }
     rich_print(f"{len(train):,} answers after {time.perf_counter() - began:.0f} s")
@@ -205,8 +230,12 @@ def main(
         resume_from_checkpoint=str(resume) if resume else None,
     )
     # A third of the held-out prompts is enough to watch a run.
-    watched = [example for examples in held.values() for example in examples[: max(1, held_out // 3)]]
-    DFlashTrainer(model=draft, target=target, args=args, train_dataset=train, eval_dataset=watched).train()
+    watched = [
+        example for examples in held.values() for example in examples[: max(1, held_out // 3)]
+    ]
+    DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=train, eval_dataset=watched
+    ).train()
     size, pair_size = save_draft(draft, out, target_dir)
     # What is measured is what was stored.
     stored = DFlashDraftModel.from_pretrained(out, dtype=torch.float32).eval()
@@ -219,11 +248,19 @@ def main(
         pair=pair,
         subject=data.SUBJECT,
         example=data.EXAMPLE,
-        **{"held_out": held_out, "examples": len(train), "steps": steps, "batch": batch, "anchors": anchors},
+        **{
+            "held_out": held_out,
+            "examples": len(train),
+            "steps": steps,
+            "batch": batch,
+            "anchors": anchors,
+        },
         **{"seed": seed, "minutes": minutes},
     )
     summary = {kind: round(length, 3) for kind, length in lengths.items()}
-    typer.echo(json.dumps(summary | {"bytes": size, "pair_bytes": pair_size, "minutes": round(minutes, 1)}))
+    typer.echo(
+        json.dumps(summary | {"bytes": size, "pair_bytes": pair_size, "minutes": round(minutes, 1)})
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 import typer
 from build_tokenizer import MAX_LENGTH, TARGET_DIR, build_tokenizer
 from fast_forward import fast_logits
-from hybrid_target import HYBRID_DIR, HYBRID_KINDS, hybrid_logits, make_hybrid_config, make_hybrid_model
+from hybrid_target import (
+    HYBRID_DIR,
+    HYBRID_KINDS,
+    hybrid_logits,
+    make_hybrid_config,
+    make_hybrid_model,
+)
 from rich import print as rich_print
 from target_training import IGNORE, round_up, save_target, train
 from tasks import KINDS, Kind, make_sample
@@ -77,7 +83,9 @@ def make_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
 def encode(tokenizer: PreTrainedTokenizerBase, kind: Kind, index: int) -> Encoded:
     """Encode the training conversation of a kind at an index."""
     encoded = tokenizer.apply_chat_template(
-        make_sample(kind, "train", index).conversation(), return_assistant_tokens_mask=True, return_dict=True
+        make_sample(kind, "train", index).conversation(),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
     )
     return Encoded(kind=kind, input_ids=encoded["input_ids"], is_answer=encoded["assistant_masks"])
 
@@ -95,7 +103,10 @@ def pad_batch(rows: list[Encoded], pad_id: int, prompt_weight: float) -> MicroBa
         answer = torch.tensor(row.is_answer[1:], dtype=torch.float32)
         weights_BS[at, : size - 1] = answer + (1 - answer) * prompt_weight
     return MicroBatch(
-        kinds=[row.kind for row in rows], input_ids_BS=input_ids_BS, labels_BS=labels_BS, weights_BS=weights_BS
+        kinds=[row.kind for row in rows],
+        input_ids_BS=input_ids_BS,
+        labels_BS=labels_BS,
+        weights_BS=weights_BS,
     )
 
 
@@ -108,20 +119,32 @@ def sample_numbers(kinds: list[Kind], index: int) -> list[tuple[Kind, int]]:
 
 
 def step_batches(
-    tokenizer: PreTrainedTokenizerBase, kinds: list[Kind], first_index: int, pool: int, micro: int, weight: float
+    tokenizer: PreTrainedTokenizerBase,
+    kinds: list[Kind],
+    first_index: int,
+    pool: int,
+    micro: int,
+    weight: float,
 ) -> Iterator[list[MicroBatch]]:
     """Yield, without end, the micro-batches of each step from the numbered stream of samples."""
     index = first_index
     while True:
         rows = []
         while len(rows) < pool:
-            rows += [encode(tokenizer, kind, number) for kind, number in sample_numbers(kinds, index)]
+            rows += [
+                encode(tokenizer, kind, number) for kind, number in sample_numbers(kinds, index)
+            ]
             index += 1
         rows.sort(key=lambda row: len(row.input_ids))
-        yield [pad_batch(rows[at : at + micro], tokenizer.pad_token_id, weight) for at in range(0, len(rows), micro)]
+        yield [
+            pad_batch(rows[at : at + micro], tokenizer.pad_token_id, weight)
+            for at in range(0, len(rows), micro)
+        ]
 
 
-def fresh_target(pair: Literal["text", "hybrid"]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def fresh_target(
+    pair: Literal["text", "hybrid"],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return an untrained target with its tokenizer; the hybrid one shares the stored tokenizer of the text target."""
     if pair == "text":
         tokenizer = build_tokenizer()
@@ -139,28 +162,50 @@ def token_losses(model: PreTrainedModel, batch: MicroBatch, fast: bool) -> torch
         logits_BSV = hybrid_logits(model, ids)
     else:
         logits_BSV = fast_logits(model, ids)
-    loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten(), reduction="none")
+    loss = F.cross_entropy(
+        logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten(), reduction="none"
+    )
     return loss.view_as(batch.labels_BS)
 
 
 def main(
-    pair: Annotated[Literal["text", "hybrid"], typer.Option(help="Which of the two pairs of texts.")] = "text",
-    steps: Annotated[int, typer.Option(help="Number of optimizer steps that the rate schedule spans.")] = 1200,
-    stop_after: Annotated[int, typer.Option(help="Stop after this step of the schedule, 0 for its end.")] = 0,
+    pair: Annotated[
+        Literal["text", "hybrid"], typer.Option(help="Which of the two pairs of texts.")
+    ] = "text",
+    steps: Annotated[
+        int, typer.Option(help="Number of optimizer steps that the rate schedule spans.")
+    ] = 1200,
+    stop_after: Annotated[
+        int, typer.Option(help="Stop after this step of the schedule, 0 for its end.")
+    ] = 0,
     pool: Annotated[int, typer.Option(help="Conversations per step.")] = 32,
     micro: Annotated[int, typer.Option(help="Conversations per forward pass.")] = 8,
     lr: Annotated[float, typer.Option(help="Peak rate of Muon, for the matrices.")] = 4e-3,
-    embedding_lr: Annotated[float, typer.Option(help="Peak rate of AdamW, for embedding and norms.")] = 4e-3,
+    embedding_lr: Annotated[
+        float, typer.Option(help="Peak rate of AdamW, for embedding and norms.")
+    ] = 4e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 40,
-    prompt_weight: Annotated[float, typer.Option(help="Loss weight of the tokens that the user writes.")] = 0.1,
-    kinds: Annotated[str, typer.Option(help="Kinds in the mix, separated by commas; repeat one to weigh it.")] = "",
-    first_index: Annotated[int, typer.Option(help="Number of the first sample; raise it to continue a run.")] = 0,
+    prompt_weight: Annotated[
+        float, typer.Option(help="Loss weight of the tokens that the user writes.")
+    ] = 0.1,
+    kinds: Annotated[
+        str, typer.Option(help="Kinds in the mix, separated by commas; repeat one to weigh it.")
+    ] = "",
+    first_index: Annotated[
+        int, typer.Option(help="Number of the first sample; raise it to continue a run.")
+    ] = 0,
     init_from: Annotated[Path | None, typer.Option(help="Checkpoint to continue from.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the checkpoint, if not the pair's own.")] = None,
-    save_every: Annotated[int, typer.Option(help="Steps between intermediate checkpoints, 0 for none.")] = 250,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoint, if not the pair's own.")
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option(help="Steps between intermediate checkpoints, 0 for none.")
+    ] = 250,
     log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 20,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
-    fast: Annotated[bool, typer.Option(help="Use the faster forward pass written for the pair.")] = True,
+    fast: Annotated[
+        bool, typer.Option(help="Use the faster forward pass written for the pair.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
 ) -> None:
     """Train the target and save it with its tokenizer."""
@@ -168,12 +213,19 @@ def main(
     torch.manual_seed(seed)
     out = out or (HYBRID_DIR / "target" if pair == "hybrid" else TARGET_DIR)
     if init_from:
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(init_from), AutoTokenizer.from_pretrained(init_from)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(init_from),
+            AutoTokenizer.from_pretrained(init_from),
+        )
     else:
         model, tokenizer = fresh_target(pair)
     model.train()
-    mix: list[Kind] = [kind for kind in kinds.split(",") if kind] or list(HYBRID_KINDS if pair == "hybrid" else KINDS)
-    rich_print(f"{model.num_parameters():,} parameters, {steps} steps of {pool} conversations, mix {mix}")
+    mix: list[Kind] = [kind for kind in kinds.split(",") if kind] or list(
+        HYBRID_KINDS if pair == "hybrid" else KINDS
+    )
+    rich_print(
+        f"{model.num_parameters():,} parameters, {steps} steps of {pool} conversations, mix {mix}"
+    )
     train(
         model,
         step_batches(tokenizer, mix, first_index, pool, micro, prompt_weight),

@@ -134,7 +134,12 @@ def pad_batch(rows: list[Encoded], pad_id: int, image_id: int, prompt_weight: fl
 
 
 def step_batches(
-    tokenizer: PreTrainedTokenizerBase, kinds: list[VisionKind], first_index: int, pool: int, micro: int, weight: float
+    tokenizer: PreTrainedTokenizerBase,
+    kinds: list[VisionKind],
+    first_index: int,
+    pool: int,
+    micro: int,
+    weight: float,
 ) -> Iterator[list[MicroBatch]]:
     """Yield, without end, the micro-batches of each step; a kind that occurs n times takes n samples a round."""
     image_id: Any = tokenizer.convert_tokens_to_ids(IMAGE)
@@ -156,13 +161,19 @@ def step_batches(
 def fast_logits(model: Qwen3VLForConditionalGeneration, batch: MicroBatch) -> torch.Tensor:
     """Return the bfloat16 logits (B, S, V); equal to the model's up to rounding."""
     inner = model.model
-    x_BSD = F.embedding(batch.input_ids_BS, inner.language_model.embed_tokens.weight).to(torch.bfloat16)
+    x_BSD = F.embedding(batch.input_ids_BS, inner.language_model.embed_tokens.weight).to(
+        torch.bfloat16
+    )
     is_image_BS = batch.input_ids_BS == model.config.image_token_id
     added: list[torch.Tensor] = []
     if len(batch.image_grid_thw):
         with torch.autocast("cpu", torch.bfloat16):
-            vision = inner.visual(batch.pixel_values.to(torch.bfloat16), grid_thw=batch.image_grid_thw)
-        x_BSD = x_BSD.masked_scatter(is_image_BS[..., None], vision.pooler_output.to(torch.bfloat16))
+            vision = inner.visual(
+                batch.pixel_values.to(torch.bfloat16), grid_thw=batch.image_grid_thw
+            )
+        x_BSD = x_BSD.masked_scatter(
+            is_image_BS[..., None], vision.pooler_output.to(torch.bfloat16)
+        )
         empty = torch.zeros_like(x_BSD)
         added = [
             empty.masked_scatter(is_image_BS[..., None], feature.to(torch.bfloat16))
@@ -177,7 +188,9 @@ def fast_logits(model: Qwen3VLForConditionalGeneration, batch: MicroBatch) -> to
     return decoder_logits(inner.language_model, model.lm_head, x_BSD, positions, added)
 
 
-def token_losses(model: Qwen3VLForConditionalGeneration, batch: MicroBatch, fast: bool) -> torch.Tensor:
+def token_losses(
+    model: Qwen3VLForConditionalGeneration, batch: MicroBatch, fast: bool
+) -> torch.Tensor:
     """Return the loss of every position, shape (B, S), zero where there is no label."""
     if fast:
         logits_BSV = fast_logits(model, batch)
@@ -190,27 +203,45 @@ def token_losses(model: Qwen3VLForConditionalGeneration, batch: MicroBatch, fast
             use_cache=False,
             **(pictures if len(batch.image_grid_thw) else {}),
         ).logits
-    loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten(), reduction="none")
+    loss = F.cross_entropy(
+        logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten(), reduction="none"
+    )
     return loss.view_as(batch.labels_BS)
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Number of optimizer steps that the rate schedule spans.")] = 2200,
-    stop_after: Annotated[int, typer.Option(help="Stop after this step of the schedule, 0 for its end.")] = 0,
+    steps: Annotated[
+        int, typer.Option(help="Number of optimizer steps that the rate schedule spans.")
+    ] = 2200,
+    stop_after: Annotated[
+        int, typer.Option(help="Stop after this step of the schedule, 0 for its end.")
+    ] = 0,
     pool: Annotated[int, typer.Option(help="Conversations per step.")] = 36,
     micro: Annotated[int, typer.Option(help="Conversations per forward pass.")] = 9,
     lr: Annotated[float, typer.Option(help="Peak rate of Muon, for the matrices.")] = 4e-3,
-    other_lr: Annotated[float, typer.Option(help="Peak rate of AdamW, for everything else.")] = 4e-3,
+    other_lr: Annotated[
+        float, typer.Option(help="Peak rate of AdamW, for everything else.")
+    ] = 4e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 40,
-    prompt_weight: Annotated[float, typer.Option(help="Loss weight of the text that the user writes.")] = 0.1,
-    kinds: Annotated[str, typer.Option(help="Kinds in the mix, separated by commas; repeat one to weigh it.")] = "",
-    first_index: Annotated[int, typer.Option(help="Number of the first sample; raise it to continue a run.")] = 0,
+    prompt_weight: Annotated[
+        float, typer.Option(help="Loss weight of the text that the user writes.")
+    ] = 0.1,
+    kinds: Annotated[
+        str, typer.Option(help="Kinds in the mix, separated by commas; repeat one to weigh it.")
+    ] = "",
+    first_index: Annotated[
+        int, typer.Option(help="Number of the first sample; raise it to continue a run.")
+    ] = 0,
     init_from: Annotated[Path | None, typer.Option(help="Checkpoint to continue from.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = TARGET_DIR,
-    save_every: Annotated[int, typer.Option(help="Steps between intermediate checkpoints, 0 for none.")] = 200,
+    save_every: Annotated[
+        int, typer.Option(help="Steps between intermediate checkpoints, 0 for none.")
+    ] = 200,
     log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 20,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
-    fast: Annotated[bool, typer.Option(help="Use the bfloat16 forward pass of fast_forward.py.")] = True,
+    fast: Annotated[
+        bool, typer.Option(help="Use the bfloat16 forward pass of fast_forward.py.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
 ) -> None:
     """Train the target and save it with its tokenizer and image processor."""
@@ -225,7 +256,9 @@ def main(
     # Two matrix products beat the fused CPU attention in the backward pass of pictures this small.
     model.model.visual.set_attn_implementation("eager")
     mix: Any = [kind for kind in kinds.split(",") if kind] or list(VISION_KINDS)
-    rich_print(f"{model.num_parameters():,} parameters, {steps} steps of {pool} conversations, mix {mix}")
+    rich_print(
+        f"{model.num_parameters():,} parameters, {steps} steps of {pool} conversations, mix {mix}"
+    )
     train(
         model,
         step_batches(tokenizer, mix, first_index, pool, micro, prompt_weight),

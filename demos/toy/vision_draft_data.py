@@ -67,7 +67,9 @@ def answered_examples(
     first: int = 0,
 ) -> Sequence[Example]:
     """Return prompts with the target's greedy answers; pictures are drawn again whenever an example is used."""
-    rows = Rows([(kind, split, first + index) for kind, count in counts.items() for index in range(count)])
+    rows = Rows(
+        [(kind, split, first + index) for kind, count in counts.items() for index in range(count)]
+    )
     tokenizer = processor.tokenizer
     references = [
         [*tokenizer(make_vision_sample(*number).answer)["input_ids"], tokenizer.eos_token_id]

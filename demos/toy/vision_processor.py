@@ -97,7 +97,9 @@ def patches(pictures: list[Picture]) -> tuple[torch.Tensor, torch.Tensor]:
     return encoded["pixel_values"], encoded["image_grid_thw"]
 
 
-def expand(ids: list[int], mask: list[int], image_id: int, counts: list[int]) -> tuple[list[int], list[int]]:
+def expand(
+    ids: list[int], mask: list[int], image_id: int, counts: list[int]
+) -> tuple[list[int], list[int]]:
     """Repeat each image token as often as its picture has tokens."""
     left = iter(counts)
     new_ids: list[int] = []
@@ -118,7 +120,13 @@ def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: VisionSample) -> E
     counts = (grids.prod(dim=1) // MERGE**2).tolist()
     image_id: Any = tokenizer.convert_tokens_to_ids(IMAGE)
     ids, mask = expand(encoded["input_ids"], encoded["assistant_masks"], image_id, counts)
-    return Encoded(kind=sample.kind, input_ids=ids, is_answer=mask, pixel_values=pixel_values, image_grid_thw=grids)
+    return Encoded(
+        kind=sample.kind,
+        input_ids=ids,
+        is_answer=mask,
+        pixel_values=pixel_values,
+        image_grid_thw=grids,
+    )
 
 
 def processor_inputs(processor: Any, samples: list[VisionSample]) -> dict[str, torch.Tensor]:
@@ -140,6 +148,7 @@ def with_images(sample: VisionSample) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message["content"], str):
             message["content"] = [
-                {**part, "image": next(images)} if part["type"] == "image" else part for part in message["content"]
+                {**part, "image": next(images)} if part["type"] == "image" else part
+                for part in message["content"]
             ]
     return messages

@@ -14,7 +14,11 @@ LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds `index.md`."""
-    files.append(File.generated(config, "index.md", content=seen_from_docs((ROOT / "README.md").read_text("utf-8"))))
+    files.append(
+        File.generated(
+            config, "index.md", content=seen_from_docs((ROOT / "README.md").read_text("utf-8"))
+        )
+    )
     return files
 
 

@@ -36,14 +36,17 @@ class RaggedBlock:
     # Whether the host knows that every row ends exactly at `bound`. A layer in which every query sees all keys needs
     # no mask then; without one SDPA takes half the time on a CPU.
     is_exact: bool = False
-    tree: DraftTree | None = None  # the tree of the new tokens; without one each follows the token before it
+    # The tree of the new tokens; without one each follows the token before it
+    tree: DraftTree | None = None
     # Derived tensors are made once per step and not once per layer.
     _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
     _copies: dict[torch.device, RaggedBlock] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def at(cls, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False) -> RaggedBlock:
+    def at(
+        cls, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False
+    ) -> RaggedBlock:
         """Returns a block of `width` tokens behind rows of these `lengths` `[B]` int64, which are copied."""
         return cls(lengths[:, None] + torch.arange(width, device=lengths.device), bound, is_exact)
 
@@ -72,7 +75,9 @@ class RaggedBlock:
             tree = self.tree
             if tree is not None:
                 tree = tree.on(device)
-            self._copies[device] = RaggedBlock(self.positions.to(device), self.bound, self.is_exact, tree)
+            self._copies[device] = RaggedBlock(
+                self.positions.to(device), self.bound, self.is_exact, tree
+            )
         return self._copies[device]
 
     def extent(self, ring: int) -> int:
@@ -89,7 +94,9 @@ class RaggedBlock:
             self._slots[ring] = slots.reshape(-1)
         return self._slots[ring]
 
-    def mask(self, num_slots: int, kind: AttentionKind, repeats: int, dtype: torch.dtype) -> Tensor | None:
+    def mask(
+        self, num_slots: int, kind: AttentionKind, repeats: int, dtype: torch.dtype
+    ) -> Tensor | None:
         """Returns the additive mask `[B, 1, repeats * width, num_slots]` of a layer of this kind: 0 or -inf.
 
         The result is `None` where nothing has to be hidden.
@@ -103,7 +110,9 @@ class RaggedBlock:
         """
         window, causal, _ = kind
         # The host knows what every slot holds, and no token is out of the window.
-        is_plain = self.is_exact and num_slots == self.bound and (window is None or window >= num_slots)
+        is_plain = (
+            self.is_exact and num_slots == self.bound and (window is None or window >= num_slots)
+        )
         # A single token, and every token of a layer that is not causal, sees all of it.
         if is_plain and (self.width == 1 or not causal):
             return None
@@ -157,7 +166,9 @@ class RaggedBlock:
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns -inf where scores are hidden and 0 elsewhere, to be added to them."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, -math.inf
+    )
 
 
 def _repeated(mask: Tensor, repeats: int) -> Tensor:
@@ -205,9 +216,13 @@ class CombinedMasks:
         """Returns the additive form of a boolean mask, and a `BlockMask` as it is."""
         if not isinstance(mask, Tensor):
             return mask
-        return _repeated(additive_mask(~mask, self._dtype), mask_repeats(heads_per_key, mask.device))
+        return _repeated(
+            additive_mask(~mask, self._dtype), mask_repeats(heads_per_key, mask.device)
+        )
 
-    def _built(self, padding: Tensor | None, kind: AttentionKind, num_keys: int, heads_per_key: int) -> Tensor:
+    def _built(
+        self, padding: Tensor | None, kind: AttentionKind, num_keys: int, heads_per_key: int
+    ) -> Tensor:
         """Returns the mask of one block behind its context, without what is padding."""
         # Padding counts as a token here, so that all rows are alike and the last key is the block's last.
         keys = torch.arange(num_keys, device=self._device)
@@ -276,16 +291,22 @@ def attend(
     if isinstance(mask, RaggedMask):
         block, kind = mask
         if dropout == 0 and ops.use_kernel(ops.block_attention, query_BHKE, key_BGRE, value_BGRE):
-            return _attend_by_kernel(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks)
+            return _attend_by_kernel(
+                query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks
+            )
         repeats = mask_repeats(query_BHKE.shape[1] // key_BGRE.shape[1], key_BGRE.device)
         mask = block.mask(key_BGRE.shape[2], kind, repeats, query_BHKE.dtype)
     if isinstance(mask, BlockMask):
         if not is_plain or dropout > 0:
-            raise ValueError("expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them")
+            raise ValueError(
+                "expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them"
+            )
         return _attend_by_flex(query_BHKE, key_BGRE, value_BGRE, mask, scaling)
     if is_plain:
         return _attend_by_sdpa(query_BHKE, key_BGRE, value_BGRE, mask, scaling, dropout)
-    return _attend_explicitly(query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks, dropout)
+    return _attend_explicitly(
+        query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks, dropout
+    )
 
 
 def _attend_by_kernel(
@@ -328,13 +349,20 @@ def _attend_by_flex(
     if query_BHKE.is_cuda:
         flex = _compiled_flex_attention()
     is_grouped = query_BHKE.shape[1] > key_BGRE.shape[1]
-    out = flex(query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=is_grouped)
+    out = flex(
+        query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=is_grouped
+    )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)
 
 
 def _attend_by_sdpa(
-    query_BHKE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, mask: Tensor | None, scaling: float, dropout: float
+    query_BHKE: Tensor,
+    key_BGRE: Tensor,
+    value_BGRE: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
 ) -> Tensor:
     """Returns `attend` by SDPA, which knows neither a soft cap nor sinks."""
     batch, num_heads, width, _ = query_BHKE.shape

@@ -17,7 +17,9 @@ from dflash_hf.errors import require
 _HAS_NEW_NAME = "cache" in BaseModelOutputWithPast.__dataclass_fields__
 CACHE_NAME = "cache" if _HAS_NEW_NAME else "past_key_values"
 # Releases with the new name take the old ones too, and warn.
-ACCEPTED_NAMES = ("cache", "past_key_values", "cache_params") if _HAS_NEW_NAME else ("past_key_values",)
+ACCEPTED_NAMES = (
+    ("cache", "past_key_values", "cache_params") if _HAS_NEW_NAME else ("past_key_values",)
+)
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:

@@ -186,7 +186,9 @@ class DFlashConfig(PreTrainedConfig):
                 raise ValueError(
                     "expected target_layer_ids or num_target_layers, got neither; say which target layers are tapped"
                 )
-            self.target_layer_ids = build_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
+            self.target_layer_ids = build_target_layer_ids(
+                self.num_target_layers, self.num_hidden_layers
+            )
         self._check_rope()
         super().__post_init__(**kwargs)
         self._check_agreement()
@@ -207,7 +209,9 @@ class DFlashConfig(PreTrainedConfig):
         )
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
-            **dict.fromkeys(("vocab_size", "draft_vocab_size", "max_position_embeddings"), MAX_VOCABULARY),
+            **dict.fromkeys(
+                ("vocab_size", "draft_vocab_size", "max_position_embeddings"), MAX_VOCABULARY
+            ),
             "block_size": MAX_BLOCK_SIZE,
             "selector_top_k": MAX_CANDIDATES,
             "num_hidden_layers": MAX_LAYERS,
@@ -216,13 +220,27 @@ class DFlashConfig(PreTrainedConfig):
         }
         for name, limit in limits.items():
             value: int | None = getattr(self, name)
-            require(value is None or 1 <= value <= limit, f"{name} from 1 to {limit}", value, "fix it")
-        for name in ("rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale"):
+            require(
+                value is None or 1 <= value <= limit, f"{name} from 1 to {limit}", value, "fix it"
+            )
+        for name in (
+            "rms_norm_eps",
+            "initializer_range",
+            "attention_dropout",
+            "input_embedding_scale",
+        ):
             number: float = getattr(self, name)
             require(0 <= number < math.inf, f"a finite {name} >= 0", number, "fix it")
         for name in ("output_multiplier", "final_logit_softcapping"):
-            require(math.isfinite(getattr(self, name) or 0.0), f"a finite {name}", getattr(self, name), "fix it")
-        require(self.hidden_act in ACT2FN, f"hidden_act in {sorted(ACT2FN)}", self.hidden_act, "fix it")
+            require(
+                math.isfinite(getattr(self, name) or 0.0),
+                f"a finite {name}",
+                getattr(self, name),
+                "fix it",
+            )
+        require(
+            self.hidden_act in ACT2FN, f"hidden_act in {sorted(ACT2FN)}", self.hidden_act, "fix it"
+        )
 
     def _check_rope(self) -> None:
         """Raises `ValueError` unless the RoPE is of a known kind and has the numbers that this kind needs."""
@@ -231,7 +249,11 @@ class DFlashConfig(PreTrainedConfig):
         known = isinstance(kind, str) and kind in ROPE_TYPES
         length = "a draft's RoPE may not depend on the length of the call"
         require(known, f"rope_type in {tuple(ROPE_TYPES)}", kind, length)
-        stated = {name for name, value in rope.items() if value is not None and name not in ("rope_type", "truncate")}
+        stated = {
+            name
+            for name, value in rope.items()
+            if value is not None and name not in ("rope_type", "truncate")
+        }
         checked = {*ROPE_TYPES[kind], *stated}
         # A rope_theta that is left out gets Transformers' default, but one that is null would be computed with.
         if "rope_theta" in rope:
@@ -256,16 +278,31 @@ class DFlashConfig(PreTrainedConfig):
         """Raises `ValueError` unless block, heads and kinds of layers agree."""
         block = "a block holds the anchor and one proposal"
         heads = (self.num_attention_heads, self.num_key_value_heads)
-        require(self.block_size >= 2 - self.sample_from_anchor, "block_size >= 2", self.block_size, block)
+        require(
+            self.block_size >= 2 - self.sample_from_anchor,
+            "block_size >= 2",
+            self.block_size,
+            block,
+        )
         what = "num_attention_heads a multiple of num_key_value_heads"
         require(heads[0] % heads[1] == 0, what, heads, "fix one of them")
-        require(self.head_dim % 2 == 0, "an even head_dim", self.head_dim, "RoPE turns pairs of channels")
+        require(
+            self.head_dim % 2 == 0,
+            "an even head_dim",
+            self.head_dim,
+            "RoPE turns pairs of channels",
+        )
         kinds = self.layer_types
         count = self.num_hidden_layers
         per_layer = "one entry per draft layer"
         known = len(kinds) == count and set(kinds) <= set(LAYER_TYPES)
         require(known, f"layer_types with {count} entries out of {LAYER_TYPES}", kinds, per_layer)
-        require(len(self.is_causal) == count, f"is_causal with {count} entries", self.is_causal, per_layer)
+        require(
+            len(self.is_causal) == count,
+            f"is_causal with {count} entries",
+            self.is_causal,
+            per_layer,
+        )
         has_window = self.sliding_window is not None or "sliding_attention" not in kinds
         what = "a positive sliding_window where layer_types has sliding_attention"
         require(has_window, what, self.sliding_window, "set sliding_window")
@@ -275,7 +312,9 @@ class DFlashConfig(PreTrainedConfig):
         taps = self.target_layer_ids
         depth = self.num_target_layers
         are_layers = "ids are 0-based layers whose output is tapped, and -1 the embeddings"
-        require(min(taps, default=-2) >= -1, "at least one target_layer_id, all >= -1", taps, are_layers)
+        require(
+            min(taps, default=-2) >= -1, "at least one target_layer_id, all >= -1", taps, are_layers
+        )
         what = f"target_layer_ids below num_target_layers = {depth}"
         require(depth is None or max(taps) < depth, what, taps, "fix one of them")
 
@@ -303,11 +342,17 @@ class DFlashConfig(PreTrainedConfig):
             pair = tuple(getattr(self, name) for name in names)
             require((pair[0] is None) == (pair[1] is None), " and ".join(names), pair, together)
         what = f"conv_group_size that divides hidden_size = {self.hidden_size}"
-        require(self.hidden_size % (group or 1) == 0, what, group, "every group has as many channels")
+        require(
+            self.hidden_size % (group or 1) == 0, what, group, "every group has as many channels"
+        )
         is_stated = top_k is None or size is not None
-        require(is_stated, "vocab_size beside selector_top_k", size, "the selector has a row per token")
+        require(
+            is_stated, "vocab_size beside selector_top_k", size, "the selector has a row per token"
+        )
         fits = top_k is None or top_k <= (size or 0)
-        require(fits, f"selector_top_k up to {size}", top_k, "candidates are tokens of the vocabulary")
+        require(
+            fits, f"selector_top_k up to {size}", top_k, "candidates are tokens of the vocabulary"
+        )
 
     @property
     def is_dflash2(self) -> bool:
@@ -323,7 +368,9 @@ class DFlashConfig(PreTrainedConfig):
         """
         model_type = config_dict.get("model_type", cls.model_type)
         elsewhere = "read the config of a draft in another format as DFlashDraftModel.from_pretrained(path).config"
-        require(model_type == cls.model_type, f"model_type {cls.model_type!r}", model_type, elsewhere)
+        require(
+            model_type == cls.model_type, f"model_type {cls.model_type!r}", model_type, elsewhere
+        )
         return super().from_dict(config_dict, **kwargs)
 
     def attention_kind(self, layer_idx: int) -> AttentionKind:

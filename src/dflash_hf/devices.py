@@ -29,7 +29,12 @@ def execution_device(module: nn.Module) -> torch.device:
         if weight.device.type != "meta":
             return weight.device
         device = next(
-            (h.execution_device for h in _hooks(part) if getattr(h, "execution_device", None) is not None), None
+            (
+                h.execution_device
+                for h in _hooks(part)
+                if getattr(h, "execution_device", None) is not None
+            ),
+            None,
         )
         if device is not None:
             return torch.device(device)
@@ -66,7 +71,12 @@ class Inventory(NamedTuple):
                 found.weights.extend(weights.values())
             if buffers := own["_buffers"]:
                 found.buffers.extend(buffers.values())
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_compiled_call_impl" in own:
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or "forward" in own
+                or "_compiled_call_impl" in own
+            ):
                 found.altered.append(module)
         return found
 
@@ -76,9 +86,15 @@ def execution_devices(parts: Inventory) -> set[torch.device]:
     found = {weight.device for weight in parts.weights if weight is not None}
     if not any(device.type == "meta" for device in found):
         return found
-    weights = {part: weight for part in parts.modules for weight in part._parameters.values() if weight is not None}
+    weights = {
+        part: weight
+        for part in parts.modules
+        for weight in part._parameters.values()
+        if weight is not None
+    }
     return {
-        execution_device(part) if weight.device.type == "meta" else weight.device for part, weight in weights.items()
+        execution_device(part) if weight.device.type == "meta" else weight.device
+        for part, weight in weights.items()
     }
 
 
@@ -141,7 +157,9 @@ def raw_embeddings(embedding: nn.Module, token_ids: Tensor) -> Tensor:
         # Shared among processes, each of which has some of its rows.
         from torch.distributed.tensor import DTensor, Replicate
 
-        replicated = DTensor.from_local(token_ids, weight.device_mesh, [Replicate()], run_check=False)
+        replicated = DTensor.from_local(
+            token_ids, weight.device_mesh, [Replicate()], run_check=False
+        )
         found: Any = nn.functional.embedding(replicated, weight)
         return found.full_tensor()
 
@@ -154,7 +172,9 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def is_offloaded(module: nn.Module) -> bool:
     """Returns True if weights of a module or its parts are brought in for each call."""
-    return any(getattr(hook, "offload", False) for part in module.modules() for hook in _hooks(part))
+    return any(
+        getattr(hook, "offload", False) for part in module.modules() for hook in _hooks(part)
+    )
 
 
 def is_compiled(parts: Inventory) -> bool:

@@ -44,7 +44,9 @@ class GroupedDynamicConvolution(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
         nn.init.zeros_(self.kernel_projection.weight)
 
-    def forward(self, states: Tensor, sublayer: Callable[[Tensor], Tensor], block_size: int) -> Tensor:
+    def forward(
+        self, states: Tensor, sublayer: Callable[[Tensor], Tensor], block_size: int
+    ) -> Tensor:
         """Returns the convolution of `sublayer(convolution of states)`.
 
         Args:
@@ -87,7 +89,9 @@ class CandidateSelector(nn.Module):
         initializer_range (`float`): Standard deviation of a new `A`.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, rank: int, top_k: int, initializer_range: float) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, rank: int, top_k: int, initializer_range: float
+    ) -> None:
         super().__init__()
         self.top_k = top_k
         self.initializer_range = initializer_range
@@ -101,7 +105,9 @@ class CandidateSelector(nn.Module):
         nn.init.normal_(self.predecessor_codebook, std=self.initializer_range)
         nn.init.zeros_(self.successor_codebook)
 
-    def score(self, hidden_states: Tensor, predecessors: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def score(
+        self, hidden_states: Tensor, predecessors: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Scores every candidate of a slot behind each of the given tokens.
 
         Args:
@@ -116,7 +122,9 @@ class CandidateSelector(nn.Module):
         unary, candidates = logits.topk(self.top_k, dim=-1)
         return candidates, self._with_pairs(hidden_states, predecessors, unary, candidates)
 
-    def forward(self, hidden_states: Tensor, logits: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, logits: Tensor, anchors: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Scores all transitions of a block at once; [`follow_path`] then walks through them.
 
         Args:
@@ -135,7 +143,9 @@ class CandidateSelector(nn.Module):
         predecessors = torch.cat([first, candidates[:, :-1]], dim=1)
         return candidates, self._with_pairs(hidden_states, predecessors, unary, candidates)
 
-    def _with_pairs(self, hidden_states: Tensor, predecessors: Tensor, unary: Tensor, candidates: Tensor) -> Tensor:
+    def _with_pairs(
+        self, hidden_states: Tensor, predecessors: Tensor, unary: Tensor, candidates: Tensor
+    ) -> Tensor:
         """Returns the candidates' logits `[..., C]` plus the scores of the pairs: `[..., P, C]`."""
         device = hidden_states.device
         before = nn.functional.embedding(predecessors.to(device), self.predecessor_codebook)

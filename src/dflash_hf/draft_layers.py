@@ -80,7 +80,9 @@ class DFlashAttention(nn.Module):
         value = self._by_head(self.v_proj(hidden_states))
         return key, value
 
-    def extend(self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache) -> tuple[Tensor, Tensor, Tensor]:
+    def extend(
+        self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to.
 
         The queries are `[B, K, H, E]`, keys and values `[B, G, R, E]`. This is `project_q`, `project_kv` and
@@ -92,7 +94,9 @@ class DFlashAttention(nn.Module):
         norms = (self.q_norm.weight, self.k_norm.weight)
         key_buffer, value_buffer = cache.attention[self.layer_idx].buffers()
         buffers = (key_buffer, value_buffer)
-        if not ops.use_kernel(ops.norm_rope_write, query, key, value, *norms, *cos_sin, buffers=buffers):
+        if not ops.use_kernel(
+            ops.norm_rope_write, query, key, value, *norms, *cos_sin, buffers=buffers
+        ):
             query = rotate(self.q_norm(query), cos_sin)
             key = rotate(self.k_norm(key), cos_sin)
             keys, values = cache.extend(self.layer_idx, key, value)
@@ -102,7 +106,9 @@ class DFlashAttention(nn.Module):
         sin = cos_sin[1].squeeze(2)
         lengths = cache.block.lengths
         eps = self.k_norm.eps
-        query = ops.norm_rope_write(query, key, value, *norms, cos, sin, lengths, key_buffer, value_buffer, eps)
+        query = ops.norm_rope_write(
+            query, key, value, *norms, cos, sin, lengths, key_buffer, value_buffer, eps
+        )
         keys, values = cache.read(self.layer_idx)
         return query, keys, values
 
@@ -151,7 +157,9 @@ class ContextProjector(Projector):
         cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Of context and block, `[B, C + K, 1, E]` each.
     """
 
-    def __init__(self, cache: RaggedCache, context: RaggedBlock, features: Tensor, cos_sin: CosSin) -> None:
+    def __init__(
+        self, cache: RaggedCache, context: RaggedBlock, features: Tensor, cos_sin: CosSin
+    ) -> None:
         self.cache = cache
         self.context = context
         self.features = features
@@ -184,7 +192,9 @@ class CombinedProjector(Projector):
         cache (`Cache`, *optional*): Cache to be advanced by context and blocks.
     """
 
-    def __init__(self, context: Tensor, cos_sin: CosSin, masks: CombinedMasks, cache: Cache | None) -> None:
+    def __init__(
+        self, context: Tensor, cos_sin: CosSin, masks: CombinedMasks, cache: Cache | None
+    ) -> None:
         self.context = context
         self.cos_sin = cos_sin
         self.masks = masks

@@ -56,14 +56,22 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
     config = found.config
     tensors = found.stored.values()
     names = (
-        *("num_target_layers", "target_hidden_size", "target_layer_ids", "block_size", "mask_token_id"),
+        *(
+            "num_target_layers",
+            "target_hidden_size",
+            "target_layer_ids",
+            "block_size",
+            "mask_token_id",
+        ),
         *("num_hidden_layers", "hidden_size", "sliding_window", "vocab_size", "draft_vocab_size"),
         *("own_embed_tokens", "own_lm_head", "sample_from_anchor"),
     )
     return {
         "format": found.form.name,
         "is_dflash2": config.is_dflash2,
-        "num_parameters": sum(prod(tensor.shape) for tensor in tensors if tensor.dtype in FLOAT_DTYPES),
+        "num_parameters": sum(
+            prod(tensor.shape) for tensor in tensors if tensor.dtype in FLOAT_DTYPES
+        ),
         "num_bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
         "dtypes": sorted({tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}),
         "num_proposals": config.num_proposals(config.block_size),
@@ -135,7 +143,10 @@ def save_draft(
 
 
 def _complete(
-    config: DFlashConfig, state: dict[str, Tensor], chosen: CheckpointFormat, target: PreTrainedModel
+    config: DFlashConfig,
+    state: dict[str, Tensor],
+    chosen: CheckpointFormat,
+    target: PreTrainedModel,
 ) -> None:
     """Adds what the target knows to a config and weights, in place, and takes out copies of its embedding and head."""
     found = find_target(target)
@@ -158,6 +169,10 @@ def _complete(
             # A copy: a tied pair would share its memory, and be saved once.
             state[name] = theirs.detach().to(state["norm.weight"].dtype, copy=True)
             setattr(config, flag, True)
-        elif not chosen.has_vocabulary and has_own and torch.equal(state[name], theirs.to(state[name])):
+        elif (
+            not chosen.has_vocabulary
+            and has_own
+            and torch.equal(state[name], theirs.to(state[name]))
+        ):
             del state[name]
             setattr(config, flag, False)

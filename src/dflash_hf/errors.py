@@ -32,7 +32,9 @@ def shown(value: object) -> str:
 def one_line(text: object) -> str:
     """Returns a text as one line of printable characters, its middle left out where it is long."""
     line = " ".join(_cut(str(text), 4 * MAX_TEXT).split())
-    return _cut("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line), MAX_TEXT)
+    return _cut(
+        "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line), MAX_TEXT
+    )
 
 
 def listed(names: Iterable[object], separator: str = ", ") -> str:

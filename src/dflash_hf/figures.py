@@ -55,7 +55,9 @@ def module_of_research(name: str) -> Any:
 
 def new_figure(width: float, height: float) -> Any:
     """Returns an empty `matplotlib.figure.Figure` of this many inches, not registered with pyplot."""
-    return module_of_research("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+    return module_of_research("matplotlib.figure").Figure(
+        figsize=(width, height), layout="constrained"
+    )
 
 
 @contextlib.contextmanager

@@ -27,7 +27,14 @@ Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 OF_THE_TARGET = ("vocab_size", "hidden_size", "target_hidden_size", "num_target_layers")
 MAX_HEAD_DIM = 128  # published drafts for targets with heads of 256 have twice as many of 128,
 MAX_KEY_VALUE_HEADS = 8  # and none has more of these
-ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id")
+ROLES = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "unk_token_id",
+    "sep_token_id",
+    "cls_token_id",
+)
 
 
 def fresh_config(
@@ -41,7 +48,12 @@ def fresh_config(
     embedding, head = vocabulary_of(target)
     text: Any = target.config.get_text_config(decoder=True)
     theirs = sorted({*OF_THE_TARGET} & fields.keys())
-    require(not theirs, "fields of the draft alone", theirs, "the target says what these are; leave them out")
+    require(
+        not theirs,
+        "fields of the draft alone",
+        theirs,
+        "the target says what these are; leave them out",
+    )
     unknown = sorted(fields.keys() - set(FIELDS))
     require(not unknown, "fields of DFlashConfig", listed(unknown), "fix the name")
     width = int(getattr(embedding, "embedding_dim", text.hidden_size))
@@ -49,7 +61,9 @@ def fresh_config(
     require(width == text.hidden_size, what, width, "DFlash cannot draft for this target")
     require(num_taps >= 1, "num_taps >= 1", num_taps, "fix it")
     # A shallow target has fewer layers to choose from than are asked for.
-    taps = fields.get("target_layer_ids") or dict.fromkeys(build_target_layer_ids(text.num_hidden_layers, num_taps))
+    taps = fields.get("target_layer_ids") or dict.fromkeys(
+        build_target_layer_ids(text.num_hidden_layers, num_taps)
+    )
     values: dict[str, Any] = {
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
@@ -69,10 +83,20 @@ def fresh_config(
         values |= {"own_lm_head": True, "draft_vocab_size": len(ids)}
     if fields.get("own_lm_head") or draft_token_ids is not None:
         dtype = head.weight.dtype
-        require(dtype.is_floating_point, "a head of floats to copy", dtype, "load the target without quantisation")
+        require(
+            dtype.is_floating_point,
+            "a head of floats to copy",
+            dtype,
+            "load the target without quantisation",
+        )
     stated = fields.get("draft_vocab_size")
     matches = stated is None or stated == values.get("draft_vocab_size")
-    require(matches, "draft_token_ids beside draft_vocab_size", stated, "say which tokens (`frequent_tokens`)")
+    require(
+        matches,
+        "draft_token_ids beside draft_vocab_size",
+        stated,
+        "say which tokens (`frequent_tokens`)",
+    )
     mask = fields.get("mask_token_id")
     if mask is None:
         rows = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else text.vocab_size
@@ -121,14 +145,19 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size
         spare = {
             index: token.content
             for index, token in tokens.added_tokens_decoder.items()
-            if token.special and index < size and index not in named and token.content not in template
+            if token.special
+            and index < size
+            and index not in named
+            and token.content not in template
         }
         if not spare:
             raise ValueError(
                 f"expected a token that no text holds, got a tokenizer that uses all {size} rows of the embedding; "
                 "pass a rare token as mask_token_id"
             )
-        reserved = [index for index, text in spare.items() if "reserved" in text or "unused" in text]
+        reserved = [
+            index for index, text in spare.items() if "reserved" in text or "unused" in text
+        ]
         chosen = min(reserved) if reserved else max(spare)
         why = f"the special token {shown(spare[chosen])}: no id is unused, and this one has to stay out of all texts"
     logger.warning(f"The draft's mask token is {chosen}, {why}.")
@@ -136,7 +165,9 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size
 
 
 @torch.no_grad()
-def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Sequence[int] | None) -> None:
+def set_first_values(
+    draft: Any, target: PreTrainedModel, draft_token_ids: Sequence[int] | None
+) -> None:
     """Copies what a draft has of its own from the target, and sets its last norm so that its first loss is `log V`.
 
     With a last norm of 1 it is several times that. A fresh draft's states keep the direction of the mask token's
@@ -162,9 +193,13 @@ def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Seque
         with brought_in(head):
             draft.lm_head.weight.copy_(head.weight[kept.to(head.weight.device)])
     # Over the vocabulary, of random states whose mean square is 1.
-    states = torch.randn(16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
+    states = torch.randn(
+        16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     is_own = draft.lm_head is not None
-    states = states.to(draft.norm.weight) if is_own else states.to(execution_device(head), target.dtype)
+    states = (
+        states.to(draft.norm.weight) if is_own else states.to(execution_device(head), target.dtype)
+    )
     logits = draft.compute_logits(states, head).float()
     spread = float(logits[logits > -torch.inf].std())
     signs = torch.randint_like(draft.norm.weight, 2) * 2 - 1
@@ -174,7 +209,11 @@ def set_first_values(draft: Any, target: PreTrainedModel, draft_token_ids: Seque
 def _named_ids(target: PreTrainedModel) -> set[Any]:
     """Ids of tokens that a target's configs name: ends, padding, places of images."""
     found: set[Any] = set()
-    configs: list[Any] = [target.config, target.config.get_text_config(decoder=True), target.generation_config]
+    configs: list[Any] = [
+        target.config,
+        target.config.get_text_config(decoder=True),
+        target.generation_config,
+    ]
     for config in configs:
         for name, value in vars(config).items() if config is not None else ():
             if name.endswith(("_token_id", "_token_ids", "_token_index")):
@@ -212,5 +251,14 @@ def rope_of(text: PreTrainedConfig) -> dict[str, Any] | None:
     needed = ROPE_TYPES.get(rope.get("rope_type", "default"))
     if needed is None or any(rope.get(name) is None for name in needed):
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    names = {*needed, "rope_theta", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
-    return {"rope_type": "default"} | {n: v for n, v in rope.items() if v is not None and n in (*names, "rope_type")}
+    names = {
+        *needed,
+        "rope_theta",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+    }
+    return {"rope_type": "default"} | {
+        n: v for n, v in rope.items() if v is not None and n in (*names, "rope_type")
+    }

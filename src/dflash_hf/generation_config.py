@@ -18,19 +18,70 @@ Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
 # it. A file of a checkpoint's may say anything, so their types are here. Other fields may be what it accepts.
 _NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
     (int,): (
-        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "max_cache_len", "top_k"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "num_beam_groups"),
-        *("num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit"),
-        *("assistant_lookbehind", "target_lookbehind", "prefill_chunk_size", "pad_token_id", "bos_token_id"),
+        *(
+            "max_length",
+            "max_new_tokens",
+            "min_length",
+            "min_new_tokens",
+            "num_beams",
+            "max_cache_len",
+            "top_k",
+        ),
+        *(
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "num_return_sequences",
+            "num_beam_groups",
+        ),
+        *(
+            "num_assistant_tokens",
+            "prompt_lookup_num_tokens",
+            "max_matching_ngram_size",
+            "assistant_early_exit",
+        ),
+        *(
+            "assistant_lookbehind",
+            "target_lookbehind",
+            "prefill_chunk_size",
+            "pad_token_id",
+            "bos_token_id",
+        ),
     ),
     (int, float): (
-        *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *(
+            "max_time",
+            "temperature",
+            "top_p",
+            "min_p",
+            "top_h",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+        ),
         *("repetition_penalty", "encoder_repetition_penalty", "length_penalty", "guidance_scale"),
-        *("assistant_confidence_threshold", "assistant_ensemble_weight", "penalty_alpha", "diversity_penalty"),
+        *(
+            "assistant_confidence_threshold",
+            "assistant_ensemble_weight",
+            "penalty_alpha",
+            "diversity_penalty",
+        ),
     ),
     (bool,): (
-        *("do_sample", "use_mtp", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"),
-        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant"),
+        *(
+            "do_sample",
+            "use_mtp",
+            "use_cache",
+            "renormalize_logits",
+            "remove_invalid_values",
+            "token_healing",
+        ),
+        *(
+            "output_attentions",
+            "output_hidden_states",
+            "output_scores",
+            "output_logits",
+            "is_assistant",
+        ),
         *("return_dict_in_generate", "disable_compile", "low_memory", "_from_model_config"),
     ),
     (str,): (
@@ -39,9 +90,20 @@ _NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
     ),
     (bool, str): ("early_stopping",),
     (str, list, tuple): ("stop_strings", "dola_layers"),
-    (int, list, tuple): ("eos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    (int, list, tuple): (
+        "eos_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+    ),
     (list, tuple): (
-        *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "constraints"),
+        *(
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "bad_words_ids",
+            "force_words_ids",
+            "constraints",
+        ),
         "exponential_decay_length_penalty",
     ),
     (dict, list, tuple): ("sequence_bias",),
@@ -113,7 +175,9 @@ class DFlashGenerationConfig(GenerationConfig):
 
     def __init__(self, /, **kwargs: Any) -> None:
         self.block_size: int | None = kwargs.pop("block_size", None)
-        self.verify_width: int | Literal["auto"] | dict[int, int] | None = kwargs.pop("verify_width", None)
+        self.verify_width: int | Literal["auto"] | dict[int, int] | None = kwargs.pop(
+            "verify_width", None
+        )
         if isinstance(self.verify_width, dict):
             # JSON knows no other keys than text.
             self.verify_width = {_number(rows): width for rows, width in self.verify_width.items()}
@@ -133,14 +197,17 @@ class DFlashGenerationConfig(GenerationConfig):
                 require(is_a(value, *kinds), f"{name} of type {expected}", value, "leave it out")
         try:
             super().__init__(**kwargs)
-        except (TypeError, AttributeError, KeyError, ValueError) as error:  # whatever comparing such values leads to
+        # Whatever comparing such values leads to
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"expected fields that GenerationConfig takes, got some that it does not ({one_line(error)}); leave "
                 "them out"
             ) from error
         self.validate_options()
 
-    def validate_options(self, max_block_size: int | None = None, sample_from_anchor: bool = False) -> None:
+    def validate_options(
+        self, max_block_size: int | None = None, sample_from_anchor: bool = False
+    ) -> None:
         """Checks the options, also against a checkpoint's block size.
 
         Args:
@@ -151,8 +218,18 @@ class DFlashGenerationConfig(GenerationConfig):
             ValueError: On the first option that cannot be honoured.
         """
         for name, allowed in (("engine", get_args(Engine)), ("proposal", get_args(Proposal))):
-            require(getattr(self, name) in allowed, f"{name} in {allowed}", getattr(self, name), "leave it at 'auto'")
-        require(is_a(self.synchronize, bool), "True or False as synchronize", self.synchronize, "leave it out")
+            require(
+                getattr(self, name) in allowed,
+                f"{name} in {allowed}",
+                getattr(self, name),
+                "leave it at 'auto'",
+            )
+        require(
+            is_a(self.synchronize, bool),
+            "True or False as synchronize",
+            self.synchronize,
+            "leave it out",
+        )
         dtype = self.draft_dtype
         is_known = dtype in (None, "float8_e4m3fn")
         require(is_known, "draft_dtype left out or 'float8_e4m3fn'", dtype, "leave it out")
@@ -161,15 +238,30 @@ class DFlashGenerationConfig(GenerationConfig):
         require(is_known, f"{_COUNT} as block_size", size, "leave it out")
         if size and max_block_size:
             further = "leave it out: a draft cannot propose further than it was trained to"
-            require(size <= max_block_size, f"block_size at most {max_block_size} (the draft's)", size, further)
+            require(
+                size <= max_block_size,
+                f"block_size at most {max_block_size} (the draft's)",
+                size,
+                further,
+            )
         nodes = self.num_tree_nodes
         is_chain = _is_number(nodes, 0, 0)
         # One node is the anchor: nothing would be proposed.
         is_known = nodes in (None, "auto") or is_chain or _is_number(nodes, 2, MAX_NODES)
-        require(is_known, f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'", nodes, "leave it out")
+        require(
+            is_known,
+            f"num_tree_nodes between 2 and {MAX_NODES}, 0 for a chain, or 'auto'",
+            nodes,
+            "leave it out",
+        )
         longest = self.max_matching_ngram_size
         is_known = longest is None or _is_number(longest, 0, MAX_MATCHING)
-        require(is_known, f"max_matching_ngram_size between 0 and {MAX_MATCHING}", longest, "leave it out")
+        require(
+            is_known,
+            f"max_matching_ngram_size between 0 and {MAX_MATCHING}",
+            longest,
+            "leave it out",
+        )
         width = self.verify_width
         if width in (None, "auto"):
             return
@@ -192,4 +284,9 @@ class DFlashGenerationConfig(GenerationConfig):
             if block_size:
                 widest = block_size + has_one_more
                 what = f"verify_width between 1 and {widest} (block size {shown(block_size)})"
-                require(one <= widest, what, one, "leave it out: the target can only check tokens that were proposed")
+                require(
+                    one <= widest,
+                    what,
+                    one,
+                    "leave it out: the target can only check tokens that were proposed",
+                )

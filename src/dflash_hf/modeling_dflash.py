@@ -52,9 +52,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(
+            len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False
+        )
         self.hidden_norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
         self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_own_vocabulary(config)
@@ -64,7 +68,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def _add_own_vocabulary(self, config: DFlashConfig) -> None:
         """Adds the modules with a row per token that this draft has of its own: selector, embedding, head, offsets."""
-        size = config.vocab_size or 0  # the config is checked: without a size there are no such modules
+        # The config is checked: without a size there are no such modules
+        size = config.vocab_size or 0
         num_ids = config.draft_vocab_size or size
         rank = config.selector_rank
         top_k = config.selector_top_k
@@ -116,7 +121,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """Returns context features `[B, C, D]` of tapped states `[B, C, L * D]`."""
         return self.hidden_norm(self.fc(context_hidden_states))
 
-    def stack_weights(self, cache: RaggedCache, into: ContextWeights | None = None) -> ContextWeights | None:
+    def stack_weights(
+        self, cache: RaggedCache, into: ContextWeights | None = None
+    ) -> ContextWeights | None:
         """Returns copies of the weights with which a kernel writes context into all layers at once, or `None`.
 
         They are written over earlier copies `into` where these fit; see `cache.context`.
@@ -148,7 +155,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             key, value = attention.project_kv(features, cos_sin)
             cache.attention[attention.layer_idx].write(key, value, context.block)
 
-    def write_prompt(self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache) -> None:
+    def write_prompt(
+        self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache
+    ) -> None:
         """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
 
         Args:
@@ -164,7 +173,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             key, value = attention.project_kv(features, cos_sin)
             cache.attention[attention.layer_idx].write_rows(key, value, prompts)
 
-    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: NewContext | None = None) -> Tensor:
+    def forward_block(
+        self, noise_embeds: Tensor, cache: RaggedCache, context: NewContext | None = None
+    ) -> Tensor:
         """Runs a block over the context in the ragged cache, writing the newest context first; no host sync.
 
         The block's own keys and values are written past each row's length, where the next context overwrites them. A
@@ -190,7 +201,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             projector = self._with_context(context, cache, noise_embeds.dtype)
         return self._run_layers(noise_embeds, projector, block.width)
 
-    def _with_context(self, context: NewContext, cache: RaggedCache, dtype: torch.dtype) -> Projector:
+    def _with_context(
+        self, context: NewContext, cache: RaggedCache, dtype: torch.dtype
+    ) -> Projector:
         """Writes the newest context by one kernel, or leaves that to the layers; returns their projector."""
         features = self.project_context(context.states)
         num_context = features.shape[1]

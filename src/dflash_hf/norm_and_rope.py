@@ -32,7 +32,9 @@ class DFlashRMSNorm(nn.Module):
     @overload
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalises the last dimension.
 
         Returns:
@@ -54,7 +56,9 @@ class DFlashRMSNorm(nn.Module):
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
-        states = nn.functional.rms_norm(hidden_states.to(torch.float32), self.weight.shape, None, self.eps)
+        states = nn.functional.rms_norm(
+            hidden_states.to(torch.float32), self.weight.shape, None, self.eps
+        )
         return self.weight * states.to(hidden_states.dtype)
 
 

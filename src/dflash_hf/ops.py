@@ -49,7 +49,9 @@ logger = logging.getLogger(__name__)
 # The dtypes of kernels that sum or round: in float32 torch's own results are kept.
 HALF = (torch.float16, torch.bfloat16)
 # Operations on integers alone.
-COUNTING: frozenset[Operation[..., Any]] = frozenset((accept_and_prepare, build_tree, follow_tree, keep_path))
+COUNTING: frozenset[Operation[..., Any]] = frozenset(
+    (accept_and_prepare, build_tree, follow_tree, keep_path)
+)
 # Operations that choose among logits, exactly.
 CHOOSING: frozenset[Operation[..., Any]] = frozenset((argmax, gumbel_argmax, top_tokens))
 
@@ -80,7 +82,9 @@ def forced() -> bool | None:
     return _Setting.enabled
 
 
-def use_kernel(operation: Operation[..., Any], *tensors: Tensor, buffers: Sequence[Tensor] = ()) -> bool:
+def use_kernel(
+    operation: Operation[..., Any], *tensors: Tensor, buffers: Sequence[Tensor] = ()
+) -> bool:
     """Returns True if the kernel of an operation is to compute it, and not torch; reads nothing on the host.
 
     Args:
@@ -124,7 +128,9 @@ def first_argmax(logits: Tensor) -> Tensor:
 def use_tree_kernels(tensor: Tensor) -> bool:
     """Returns True if kernels are to build and follow trees where `tensor` is, and none is known to fail there."""
     operations = (top_tokens, build_tree, follow_tree, keep_path)
-    return _uses_kernels(tensor.device) and all(tensor.device not in operation.failures for operation in operations)
+    return _uses_kernels(tensor.device) and all(
+        tensor.device not in operation.failures for operation in operations
+    )
 
 
 def use_short_forwards(weight: Tensor) -> bool:
@@ -186,13 +192,19 @@ def _can_launch(device: torch.device) -> bool:
     capture, in which nothing could be tried.
     """
     if not has_triton():
-        logger.warning("decoding steps run in torch alone: Triton is not installed; pip install triton")
+        logger.warning(
+            "decoding steps run in torch alone: Triton is not installed; pip install triton"
+        )
         return False
     try:
         argmax(torch.zeros(1, device=device))
     except Exception as error:  # a release of Triton that has not been tried may raise anything
         reason = f"{type(error).__name__}: {one_line(error)}"
-        logger.warning("decoding steps run in torch alone: no kernel can be launched on %s (%s)", device, reason)
+        logger.warning(
+            "decoding steps run in torch alone: no kernel can be launched on %s (%s)",
+            device,
+            reason,
+        )
         return False
     # An error that the operation has caught itself is in its list, and in the log.
     return device not in argmax.failures

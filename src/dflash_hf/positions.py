@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 def visible(
-    query_position: Tensor, key_position: Tensor, window: int | None, causal: bool, anchor: Tensor | None = None
+    query_position: Tensor,
+    key_position: Tensor,
+    window: int | None,
+    causal: bool,
+    anchor: Tensor | None = None,
 ) -> Tensor:
     """Returns which keys a query may attend to, from indices alone.
 

@@ -48,11 +48,18 @@ class WithoutVideos(ProcessorMixin):
         self.video_settings: dict[str, Any] = video_settings or defaults
 
     def __call__(
-        self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
+        self,
+        images: Any = None,
+        text: Any = None,
+        videos: Any = None,
+        audio: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """Makes a model's inputs as the original does; raises `ValueError` on a video, or an image without pixels."""
         if videos is not None:
-            raise ValueError("expected images and text, got a video; install torchvision for videos")
+            raise ValueError(
+                "expected images and text, got a video; install torchvision for videos"
+            )
         check_pixels(images)
         return super().__call__(images=images, text=text, audio=audio, **kwargs)
 
@@ -70,7 +77,9 @@ class WithoutVideos(ProcessorMixin):
         config, unused = super().get_processor_dict(pretrained_model_name_or_path, **kwargs)
         videos = config.pop("video_processor", None)
         if videos is None:
-            videos, _ = BaseVideoProcessor.get_video_processor_dict(pretrained_model_name_or_path, **kwargs)
+            videos, _ = BaseVideoProcessor.get_video_processor_dict(
+                pretrained_model_name_or_path, **kwargs
+            )
         if "video_processor_type" in videos:  # without it, it is the images' file
             config["video_settings"] = videos
         return config, unused
@@ -100,7 +109,9 @@ def check_pixels(images: Any) -> None:
     size: Any = getattr(images, "shape", None) or getattr(images, "size", None)
     if isinstance(size, tuple) and 0 in size:
         sides = " × ".join(map(str, size))  # type: ignore[reportUnknownArgumentType]
-        raise ValueError(f"expected an image of at least one pixel, got one of {sides}; leave it out")
+        raise ValueError(
+            f"expected an image of at least one pixel, got one of {sides}; leave it out"
+        )
 
 
 def register_processors(auto: Any) -> None:

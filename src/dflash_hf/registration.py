@@ -41,7 +41,9 @@ def disable() -> None:
     if original is None:
         return
     if inspect.unwrap(mixin.generate, stop=lambda f: f is original) is not original:
-        raise RuntimeError("expected dflash_hf's generate, got one wrapped around it; undo that wrapping first")
+        raise RuntimeError(
+            "expected dflash_hf's generate, got one wrapped around it; undo that wrapping first"
+        )
     mixin.generate = original
 
 

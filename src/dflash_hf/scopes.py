@@ -106,7 +106,8 @@ class Current(threading.local):
             yield
 
 
-_sharing = threading.RLock()  # what makes a change may collect garbage, and with it what is still open
+# What makes a change may collect garbage, and with it what is still open
+_sharing = threading.RLock()
 _users: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
 
 
@@ -176,7 +177,9 @@ def hooked(*hooks: Hook) -> Generator[None]:
 
     with undoing(remove):
         for (module, _, before, options), function in zip(hooks, functions, strict=True):
-            register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
+            register: Any = (
+                module.register_forward_pre_hook if before else module.register_forward_hook
+            )
             register(function, **options)
         yield
 

@@ -45,7 +45,9 @@ class DraftTree:
         """Returns the tree on another device."""
         return DraftTree(self.parents.to(device), self.depths.to(device), self.ancestors.to(device))
 
-    def follow(self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor) -> None:
+    def follow(
+        self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor
+    ) -> None:
         """Writes the path that the target takes; `dflash_kernels.follow_tree` defines it and the arguments."""
         follow = ops.implementation(ops.follow_tree, self.parents)
         follow(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
@@ -114,7 +116,9 @@ class TreeBuilder:
         # A token of a lower rank than this is on no path of the tree.
         self.num_ranks = min(vocab_size, num_nodes - 1)
         # The logarithm is taken on the CPU, so that trees are the same on every device.
-        self.follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
+        self.follows = (
+            torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
+        )
 
     def build(
         self,

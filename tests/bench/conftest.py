@@ -27,7 +27,10 @@ def models() -> Models:
 @pytest.fixture(scope="session")
 def held_out() -> list[str]:
     """What the bundled pair is asked: of each kind the question with the shortest answer."""
-    rows = [json.loads(line) for line in (TOY / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (TOY / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     rows.sort(key=lambda row: -len(row["answer"]))
     kinds = {row["kind"]: row["messages"] for row in rows if len(row["messages"]) == 1}
     return [messages[0]["content"] for messages in kinds.values()]
@@ -37,11 +40,17 @@ def held_out() -> list[str]:
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
     """Runs settings with made-up methods in place of models, and returns who was asked what."""
 
-    def start(settings: RunSettings, before: Callable[[str, list[str]], None] | None = None) -> Asked:
+    def start(
+        settings: RunSettings, before: Callable[[str, list[str]], None] | None = None
+    ) -> Asked:
         asked: Asked = []
 
         def make(settings: RunSettings, cells: Sequence[Cell], models: Any) -> dict[str, Method]:
-            return {cell.model_id: Pretended(cell.model_id, asked, before) for cell in cells if cell.failed is None}
+            return {
+                cell.model_id: Pretended(cell.model_id, asked, before)
+                for cell in cells
+                if cell.failed is None
+            }
 
         monkeypatch.setattr(run_module, "_load_models", lambda *args: {})
         monkeypatch.setattr(run_module, "_make_methods", make)

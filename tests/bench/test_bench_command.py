@@ -24,13 +24,36 @@ def said(result: Result) -> str:
 
 
 @pytest.fixture(scope="module")
-def done(held_out: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
+def done(
+    held_out: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[object]]:
     """A run's folder, and its command line."""
     folder = tmp_path_factory.mktemp("bench")
-    data = write_set(folder / "few.jsonl", [(held_out[0],), (held_out[1],), (held_out[2], "Thank you. Once more?")])
-    words: list[object] = ["--out", folder / "out", "--data", data, "--max-new-tokens", 24, "--batch", "1,2"]
+    data = write_set(
+        folder / "few.jsonl",
+        [(held_out[0],), (held_out[1],), (held_out[2], "Thank you. Once more?")],
+    )
+    words: list[object] = [
+        "--out",
+        folder / "out",
+        "--data",
+        data,
+        "--max-new-tokens",
+        24,
+        "--batch",
+        "1,2",
+    ]
     words += ["--methods", "plain,dflash,stock,lookup", "--verify-width", 8]
-    words += ["--target", TOY / "target", "--draft", TOY / "draft", "--dtype", "float32", "--threads", 1]
+    words += [
+        "--target",
+        TOY / "target",
+        "--draft",
+        TOY / "draft",
+        "--dtype",
+        "float32",
+        "--threads",
+        1,
+    ]
     result = bench(*words)
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == str(folder / "out" / "report.html")
@@ -47,7 +70,10 @@ def test_a_cell_that_transformers_refuses_says_so_in_one_line(
     words += ["--methods", "plain,stock-static", "--dtype", "float32", "--threads", 1]
     result = bench(*words, "--target", TOY / "target", "--draft", TOY / "draft")
     assert result.exit_code == 0, result.output
-    assert "stock-static: expected a Transformers whose own assisted decoding takes static caches" in said(result)
+    assert (
+        "stock-static: expected a Transformers whose own assisted decoding takes static caches"
+        in said(result)
+    )
     assert len(answers_in(tmp_path / "out")["answers-plain.jsonl"]) == 1
     assert not answers_in(tmp_path / "out").get("answers-stock-static.jsonl")
 
@@ -55,12 +81,27 @@ def test_a_cell_that_transformers_refuses_says_so_in_one_line(
 def test_what_a_run_leaves(done: tuple[Path, list[object]]) -> None:
     out, _ = done
     names = {path.name for path in out.iterdir()}
-    cells = [f"{method}-batch{size}" for method in ("plain", "dflash", "stock", "lookup") for size in (1, 2)]
-    files = {"run.json", "questions.jsonl", "margins.jsonl", "summary.json", "report.html", "acceptance.csv"}
+    cells = [
+        f"{method}-batch{size}"
+        for method in ("plain", "dflash", "stock", "lookup")
+        for size in (1, 2)
+    ]
+    files = {
+        "run.json",
+        "questions.jsonl",
+        "margins.jsonl",
+        "summary.json",
+        "report.html",
+        "acceptance.csv",
+    }
     assert files <= names
     assert {f"answers-{cell}.jsonl" for cell in cells} <= names
     answers = answers_in(out)
-    texts = {name: [[turn.text for turn in a.turns] for a in rows] for name, rows in answers.items() if rows}
+    texts = {
+        name: [[turn.text for turn in a.turns] for a in rows]
+        for name, rows in answers.items()
+        if rows
+    }
     assert len(texts) == 6, "two of the cells take one question at a time"
     assert all(found == texts["answers-plain-batch1.jsonl"] for found in texts.values())
     assert (out / "margins.jsonl").read_text() == ""
@@ -99,7 +140,12 @@ def test_a_text_that_differs_is_measured(done: tuple[Path, list[object]]) -> Non
     path.write_text("".join(f"{line}\n" for line in (lines[0], json.dumps(row), *lines[2:])))
     assert bench(*words, "--resume").exit_code == 0
     (found,) = [json.loads(line) for line in (out / "margins.jsonl").read_text().splitlines()]
-    assert (found["model_id"], found["question_id"], found["turn"], found["token"]) == ("dflash-batch1", 1, 0, 7)
+    assert (found["model_id"], found["question_id"], found["turn"], found["token"]) == (
+        "dflash-batch1",
+        1,
+        0,
+        7,
+    )
     assert found["is_tie"] is False
     assert found["margin"] > 0
 
@@ -114,17 +160,38 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "nothing": (["--batch", ","], "expected at least one value of --batch"),
     "temperature": (["--temperature", "-1"], "expected 0 or more as --temperature, got -1.0"),
     "top-p": (["--top-p", "0"], "at most 1 as --top-p, got 0.0"),
-    "width": (["--verify-width", "wide"], "expected whole numbers or auto with commas as --verify-width"),
-    "proposal": (["--proposal", "best"], "expected --proposal in ('auto', 'argmax', 'shared_noise', 'sample')"),
+    "width": (
+        ["--verify-width", "wide"],
+        "expected whole numbers or auto with commas as --verify-width",
+    ),
+    "proposal": (
+        ["--proposal", "best"],
+        "expected --proposal in ('auto', 'argmax', 'shared_noise', 'sample')",
+    ),
     "dtype": (["--dtype", "int8"], "floating-point dtype of torch's as --dtype, got 'int8'"),
-    "template options": (["--chat-template-kwargs", "[1]"], "expected a JSON object as --chat-template-kwargs"),
-    "target": (["--target", "/nowhere", "--data", "x.jsonl"], "as --target, got '/nowhere', which is not there"),
+    "template options": (
+        ["--chat-template-kwargs", "[1]"],
+        "expected a JSON object as --chat-template-kwargs",
+    ),
+    "target": (
+        ["--target", "/nowhere", "--data", "x.jsonl"],
+        "as --target, got '/nowhere', which is not there",
+    ),
     "no data": (["--target", TOY / "target"], "expected sets of questions as --data, got none"),
-    "no draft": (["--target", TOY / "target", "--data", "x.jsonl"], "as --draft for dflash, got None"),
+    "no draft": (
+        ["--target", TOY / "target", "--data", "x.jsonl"],
+        "as --draft for dflash, got None",
+    ),
     "no target": (["--draft", TOY / "draft", "--data", "x.jsonl"], "as --target for plain, dflash"),
-    "assistant": (["--methods", "assistant"], "expected --assistant-model and the method 'assistant' together"),
+    "assistant": (
+        ["--methods", "assistant"],
+        "expected --assistant-model and the method 'assistant' together",
+    ),
     "server": (["--server", "http://x"], "expected --server and the method 'server' together"),
-    "server's url": (["--methods", "server", "--server", "x:1", "--data", "x.jsonl"], "expected a URL as --server"),
+    "server's url": (
+        ["--methods", "server", "--server", "x:1", "--data", "x.jsonl"],
+        "expected a URL as --server",
+    ),
 }
 
 
@@ -152,8 +219,21 @@ def test_a_width_that_does_not_fit_is_a_failed_cell(tmp_path: Path, held_out: li
 def test_images_need_a_target_that_sees_them(tmp_path: Path) -> None:
     image = next((TOY / "vision" / "pictures").rglob("*.png"))
     data = tmp_path / "seen.jsonl"
-    data.write_text(json.dumps({"question_id": 1, "category": "any", "turns": ["What?"], "images": [str(image)]}))
-    words = ["--data", data, "--target", TOY / "target", "--draft", TOY / "draft", "--out", tmp_path / "out"]
+    data.write_text(
+        json.dumps(
+            {"question_id": 1, "category": "any", "turns": ["What?"], "images": [str(image)]}
+        )
+    )
+    words = [
+        "--data",
+        data,
+        "--target",
+        TOY / "target",
+        "--draft",
+        TOY / "draft",
+        "--out",
+        tmp_path / "out",
+    ]
     result = bench(*words)
     assert result.exit_code == 2
     assert "expected a target that sees images for seen" in said(result)

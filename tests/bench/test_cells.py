@@ -22,7 +22,12 @@ SWEEPS: list[tuple[dict[str, Any], dict[str, str | None]]] = [
     ({"batch": (8,)}, {"plain": None, "dflash": "plain"}),
     (
         {"batch": (1, 8)},
-        {"plain-batch1": None, "plain-batch8": None, "dflash-batch1": "plain-batch1", "dflash-batch8": "plain-batch8"},
+        {
+            "plain-batch1": None,
+            "plain-batch8": None,
+            "dflash-batch1": "plain-batch1",
+            "dflash-batch8": "plain-batch8",
+        },
     ),
     (
         {"block_size": (4, 8), "verify_width": (None, 2)},
@@ -42,7 +47,12 @@ SWEEPS: list[tuple[dict[str, Any], dict[str, str | None]]] = [
     (
         # A chain looks for nothing in the text.
         {"num_tree_nodes": (0, 8), "max_matching_ngram_size": (0, 4)},
-        {"plain": None, "dflash-tree0": "plain", "dflash-tree8-ngram0": "plain", "dflash-tree8-ngram4": "plain"},
+        {
+            "plain": None,
+            "dflash-tree0": "plain",
+            "dflash-tree8-ngram0": "plain",
+            "dflash-tree8-ngram4": "plain",
+        },
     ),
     (
         # Greedy decoding has one cell: no rule of proposing, no top-p.
@@ -77,8 +87,15 @@ def test_cells(given: dict[str, Any], expected: dict[str, str | None]) -> None:
 def test_methods_that_take_one_row_say_so() -> None:
     found = make_cells(
         RunSettings(
-            out=TOY, data=("x",), target=str(TOY), draft=str(TOY), batch=(1, 2), methods=("plain", "dflash", "stock")
+            out=TOY,
+            data=("x",),
+            target=str(TOY),
+            draft=str(TOY),
+            batch=(1, 2),
+            methods=("plain", "dflash", "stock"),
         )
     )
     reasons = {cell.model_id: cell.failed for cell in found if cell.failed}
-    assert reasons == {"stock-batch2": "expected batch 1 for stock, which takes one question at a time, got 2"}
+    assert reasons == {
+        "stock-batch2": "expected batch 1 for stock, which takes one question at a time, got 2"
+    }

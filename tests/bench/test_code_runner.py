@@ -33,7 +33,10 @@ def doubles(numbers: List[int]) -> List[int]:
     "test": "def check(candidate):\n    assert candidate([1, 4]) == [2, 8]\n    assert candidate([]) == []\n",
     "entry_point": "doubles",
 }
-MBPP = {"imports": ["import math"], "tests": ["assert half_up(2.5) == 3", "assert half_up(math.pi) == 3"]}
+MBPP = {
+    "imports": ["import math"],
+    "tests": ["assert half_up(2.5) == 3", "assert half_up(math.pi) == 3"],
+}
 BODY = "    return [double(n) for n in numbers]\n"
 WHOLE = "def doubles(numbers: List[int]) -> List[int]:\n" + BODY
 WRONG = WHOLE.replace("double(n)", "n")
@@ -50,9 +53,15 @@ ANSWERS = {
         True,
     ),
     "a block that is cut off": (f"```python\n{WHOLE}", True),
-    "an example behind it": (f"```python\n{WHOLE}```\nUse it:\n```python\nprint(doubles([1]))\n```", True),
+    "an example behind it": (
+        f"```python\n{WHOLE}```\nUse it:\n```python\nprint(doubles([1]))\n```",
+        True,
+    ),
     "corrected": (f"```python\n{WRONG}```\nNo:\n```python\n{WHOLE}```", True),
-    "a demonstration": (f"```python\n{WHOLE}\nif __name__ == '__main__':\n    doubles(input())\n```", True),
+    "a demonstration": (
+        f"```python\n{WHOLE}\nif __name__ == '__main__':\n    doubles(input())\n```",
+        True,
+    ),
     "made worse": (f"```python\n{WHOLE}```\nOr:\n```python\n{WRONG}```", False),
     "wrong": (f"```python\n{WRONG}```", False),
     "prose": ("I would use a loop.", False),
@@ -67,7 +76,12 @@ def test_what_is_run_of_an_answer(text: str, right: bool) -> None:
 
 def test_mbpp() -> None:
     code = "def half_up(x):\n    return math.floor(x + 0.5)\n"
-    assert failure(assemble(MBPP, f"```python\n{code}```\nTry `half_up(1.5)`.\n```\nhalf_up(1.5)\n```")) is None
+    assert (
+        failure(
+            assemble(MBPP, f"```python\n{code}```\nTry `half_up(1.5)`.\n```\nhalf_up(1.5)\n```")
+        )
+        is None
+    )
     assert failure(assemble(MBPP, code)) is None
     assert failure(assemble(MBPP, code.replace("0.5", "0.4"))) == "AssertionError"
 
@@ -90,12 +104,21 @@ ENDINGS = {
     "prints without end": ("while True: print('x' * 10000)", "time limit"),
     "sleeps": ("import time; time.sleep(60)", "time limit"),
     "computes": ("9 ** 9 ** 9 ** 9", "time limit"),
-    "catches everything": ("while True:\n  try:\n    while True: pass\n  except BaseException: pass", "time limit"),
+    "catches everything": (
+        "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
+        "time limit",
+    ),
     "leaves a file open": ("left = open(__import__('os').__file__)", None),
     "forks": ("import os; os.fork()", "refused: os.fork"),
-    "forks and catches": ("import os\ntry: os.fork()\nexcept BaseException: pass", "refused: os.fork"),
+    "forks and catches": (
+        "import os\ntry: os.fork()\nexcept BaseException: pass",
+        "refused: os.fork",
+    ),
     "runs a command": ("import os; os.system('true')", "refused: os.system"),
-    "starts a process": ("import subprocess; subprocess.run(['true'])", "refused: subprocess.Popen"),
+    "starts a process": (
+        "import subprocess; subprocess.run(['true'])",
+        "refused: subprocess.Popen",
+    ),
     "spawns": ("import os; os.posix_spawn('/bin/true', ['true'], {})", "refused: os.posix_spawn"),
     "becomes another": ("import os; os.execv('/bin/true', ['true'])", "refused: os.exec"),
     "kills": ("import os; os.kill(os.getppid(), 9)", "refused: os.kill"),
@@ -106,13 +129,25 @@ ENDINGS = {
     "makes a temporary file": ("import tempfile; tempfile.TemporaryFile()", "refused: open"),
     "removes": ("import os; os.remove(__import__('sys').executable)", "refused: os.remove"),
     "removes all": ("import shutil; shutil.rmtree('/nowhere')", "refused: shutil.rmtree"),
-    "connects": ("import socket; socket.create_connection(('127.0.0.1', 9))", "refused: socket.getaddrinfo"),
+    "connects": (
+        "import socket; socket.create_connection(('127.0.0.1', 9))",
+        "refused: socket.getaddrinfo",
+    ),
     "opens a socket": ("import socket; socket.socket()", "refused: socket.__new__"),
-    "asks the web": ("import urllib.request as r; r.urlopen('http://127.0.0.1:9')", "refused: socket.getaddrinfo"),
+    "asks the web": (
+        "import urllib.request as r; r.urlopen('http://127.0.0.1:9')",
+        "refused: socket.getaddrinfo",
+    ),
     "calls C": ("import ctypes", "ImportError"),
     "reads": ("open(__import__('os').__file__).read()", None),
-    "has no variables": ("import os; assert not set(os.environ) & {'SECRET', 'PYTHONPATH', 'USER'}", None),
-    "is alone in a folder": ("import os; assert os.listdir() == [] and os.getcwd() == os.environ['HOME']", None),
+    "has no variables": (
+        "import os; assert not set(os.environ) & {'SECRET', 'PYTHONPATH', 'USER'}",
+        None,
+    ),
+    "is alone in a folder": (
+        "import os; assert os.listdir() == [] and os.getcwd() == os.environ['HOME']",
+        None,
+    ),
     "has dataclasses": (
         "from dataclasses import dataclass\n@dataclass\nclass A:\n  x: int\nassert A(1) == A(1)",
         None,
@@ -144,7 +179,9 @@ def test_whatever_it_does_ends_and_leaves_nothing(
 
 def running(mark: str) -> list[str]:
     """Command lines of processes of this machine that contain a mark."""
-    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
     return [line for line in listing.splitlines() if mark in line and not line.startswith("ps ")]
 
 
@@ -162,7 +199,9 @@ time.sleep(WAIT)
 
 @pytest.mark.parametrize("wait", [0, 60])
 # A session of its own is what only a process namespace ends.
-@pytest.mark.parametrize(("has_namespaces", "session"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("has_namespaces", "session"), [(False, False), (True, False), (True, True)]
+)
 def test_processes_that_nothing_sees_are_gone_too(
     has_namespaces: bool, session: bool, wait: int, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,10 +209,13 @@ def test_processes_that_nothing_sees_are_gone_too(
         pytest.skip("user namespaces are not permitted here")
     monkeypatch.setattr(code_runner, "_has_namespaces", lambda: has_namespaces)
     mark = f"{3000 + os.getpid()}.{int(time.monotonic() * 1000) % 10**6}"
-    program = UNSEEN.replace("MARK", mark).replace("SESSION", str(session)).replace("WAIT", str(wait))
+    program = (
+        UNSEEN.replace("MARK", mark).replace("SESSION", str(session)).replace("WAIT", str(wait))
+    )
     started = time.monotonic()
     assert failure("x = 1") is None
-    seconds = 1.0 + 8 * (time.monotonic() - started)  # on a busy machine it has to begin within them too
+    # On a busy machine it has to begin within them too
+    seconds = 1.0 + 8 * (time.monotonic() - started)
     seen: list[str] = []
     has_ended = threading.Event()
 
@@ -196,7 +238,9 @@ def test_processes_that_nothing_sees_are_gone_too(
     assert list(left.iterdir()) == []
 
 
-def test_the_limits_hold_without_namespaces(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limits_hold_without_namespaces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(code_runner.shutil, "which", lambda name: None)
     code_runner._has_namespaces.cache_clear()
     try:

@@ -19,7 +19,9 @@ ASKED = questions(20)
 Answers = dict[str, list[Answer]]
 
 
-def run(folder: Path, answers: Answers, change: Callable[[dict[str, Any]], None] | None = None) -> Path:
+def run(
+    folder: Path, answers: Answers, change: Callable[[dict[str, Any]], None] | None = None
+) -> Path:
     write_run(folder, ASKED, answers, change)
     summarize(folder, simple_score)
     return folder
@@ -32,7 +34,9 @@ def turns(answers: Answers, name: str, change: Callable[[Turn], Turn]) -> Answer
 
 
 def find(changes: list[Change], name: str, quantity: str, dataset: str = "all sets") -> Change:
-    [found] = [c for c in changes if (c.dataset, c.model_id, c.quantity) == (dataset, name, quantity)]
+    [found] = [
+        c for c in changes if (c.dataset, c.model_id, c.quantity) == (dataset, name, quantity)
+    ]
     return found
 
 
@@ -77,7 +81,9 @@ def test_a_change_is_found_and_noise_is_not(before: Path, tmp_path: Path) -> Non
     assert change.after / change.before == pytest.approx(1.1, abs=0.01)
 
 
-def test_a_slower_machine_moves_tokens_per_second_and_no_speed_up(before: Path, tmp_path: Path) -> None:
+def test_a_slower_machine_moves_tokens_per_second_and_no_speed_up(
+    before: Path, tmp_path: Path
+) -> None:
     answers = answers_of(ASKED, repeats=1)
     for name in answers:
         answers = turns(answers, name, lambda turn: replace(turn, wall_time=turn.wall_time * 1.5))
@@ -91,13 +97,26 @@ def test_a_slower_machine_moves_tokens_per_second_and_no_speed_up(before: Path, 
 def test_acceptance_accuracy_and_texts(before: Path, tmp_path: Path) -> None:
     def worse(turn: Turn) -> Turn:
         assert turn.committed is not None
-        halved = [part for count in turn.committed for part in ((count + 1) // 2, count // 2) if part]
-        return replace(turn, committed=halved, accepted=None, proposed=None, text="no", token_ids=[*turn.token_ids, 5])
+        halved = [
+            part for count in turn.committed for part in ((count + 1) // 2, count // 2) if part
+        ]
+        return replace(
+            turn,
+            committed=halved,
+            accepted=None,
+            proposed=None,
+            text="no",
+            token_ids=[*turn.token_ids, 5],
+        )
 
     answers = turns(answers_of(ASKED, repeats=1), "dflash", worse)
     found = compare(before, run(tmp_path / "after", answers))
     changed = {(c.model_id, c.quantity) for c in found.beyond_noise}
-    assert changed == {("dflash", "acceptance length"), ("dflash", "accuracy"), ("dflash", "same text")}
+    assert changed == {
+        ("dflash", "acceptance length"),
+        ("dflash", "accuracy"),
+        ("dflash", "same text"),
+    }
     accuracy = find(found.changes, "dflash", "accuracy", "gsm8k")
     assert accuracy.after == 0
     assert accuracy.count == 20
@@ -109,7 +128,9 @@ def test_acceptance_accuracy_and_texts(before: Path, tmp_path: Path) -> None:
     few = [
         a if i > 4 else replace(a, turns=tuple(replace(t, text="?") for t in a.turns))
         for i, a in enumerate(
-            a for a in answers_of(ASKED, repeats=1)["plain"] if a.dataset == "gsm8k" and "boxed" in a.turns[0].text
+            a
+            for a in answers_of(ASKED, repeats=1)["plain"]
+            if a.dataset == "gsm8k" and "boxed" in a.turns[0].text
         )
     ]
     rest = [a for a in answers_of(ASKED, repeats=1)["plain"] if a.key not in {b.key for b in few}]
@@ -122,7 +143,8 @@ def test_acceptance_accuracy_and_texts(before: Path, tmp_path: Path) -> None:
 def test_answers_that_fail_are_not_right(before: Path, tmp_path: Path) -> None:
     answers = answers_of(ASKED, repeats=1)
     answers["dflash"] = [
-        a if i % 2 else replace(a, turns=(), error="no room") for i, a in enumerate(answers["dflash"])
+        a if i % 2 else replace(a, turns=(), error="no room")
+        for i, a in enumerate(answers["dflash"])
     ]
     found = compare(before, run(tmp_path / "after", answers))
     assert find(found.changes, "dflash", "accuracy").is_beyond_noise
@@ -132,7 +154,12 @@ def test_answers_that_fail_are_not_right(before: Path, tmp_path: Path) -> None:
 def test_the_tables_say_it_and_what_else_differs(before: Path, tmp_path: Path) -> None:
     def other(record: dict[str, Any]) -> None:
         record["settings"] = {**record["settings"], "seed": 7}
-        record["provenance"] = {**record["provenance"], "date": "later", "command": "other", "threads": 4}
+        record["provenance"] = {
+            **record["provenance"],
+            "date": "later",
+            "command": "other",
+            "threads": 4,
+        }
 
     answers = answers_of(ASKED, repeats=1)
     del answers["lookup"]
@@ -157,7 +184,9 @@ def test_sampled_texts_may_differ(before: Path, tmp_path: Path) -> None:
         for method in record["methods"]:
             method["options"] = {"temperature": 0.7}
 
-    answers = turns(answers_of(ASKED, repeats=1), "plain", lambda turn: replace(turn, token_ids=[1]))
+    answers = turns(
+        answers_of(ASKED, repeats=1), "plain", lambda turn: replace(turn, token_ids=[1])
+    )
     found = compare(before, run(tmp_path / "after", answers, heat))
     assert "same text" not in {change.quantity for change in found.changes}
 
@@ -167,7 +196,9 @@ def test_runs_with_nothing_in_common_are_refused(before: Path, tmp_path: Path) -
     with pytest.raises(ValueError, match="expected two runs with a question in common, got gsm8k"):
         compare(before, write_run(tmp_path / "questions", other, {}))
     answers = {"mine": [replace(a, model_id="mine") for a in answers_of(ASKED, repeats=1)["plain"]]}
-    with pytest.raises(ValueError, match=r"expected two runs with a method in common, got .*plain.* and mine"):
+    with pytest.raises(
+        ValueError, match=r"expected two runs with a method in common, got .*plain.* and mine"
+    ):
         compare(before, write_run(tmp_path / "methods", ASKED, answers))
     with pytest.raises(ValueError, match=r"expected the folder of a run, with run\.json"):
         compare(before, tmp_path)

@@ -46,27 +46,42 @@ def tasks(tmp_path: Path) -> TaskManager:
     rows = rows[:: len(rows) // ROWS]
     data = tmp_path / "rows.jsonl"
     questions = [
-        {"question": row["messages"][0]["content"], "answer": row["answer"].split("\n")[0]} for row in rows[:ROWS]
+        {"question": row["messages"][0]["content"], "answer": row["answer"].split("\n")[0]}
+        for row in rows[:ROWS]
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in questions))
     for name, until in (("toy", []), ("toy_until", ["\n", "; "])):
         task = TASK | {
             "task": name,
-            "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")},
+            "dataset_kwargs": {
+                "data_files": {"test": str(data)},
+                "cache_dir": str(tmp_path / "cache"),
+            },
             "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": 24},
         }
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return TaskManager(include_path=str(tmp_path), include_defaults=False)
 
 
-def evaluated(model: Any, tasks: TaskManager, task: str, **settings: Any) -> tuple[list[str], dict[str, Any]]:
+def evaluated(
+    model: Any, tasks: TaskManager, task: str, **settings: Any
+) -> tuple[list[str], dict[str, Any]]:
     """The answers of a run in the order of the rows, and its scores."""
     results = lm_eval.simple_evaluate(
-        model=model, tasks=[task], task_manager=tasks, apply_chat_template=True, bootstrap_iters=0, **settings
+        model=model,
+        tasks=[task],
+        task_manager=tasks,
+        apply_chat_template=True,
+        bootstrap_iters=0,
+        **settings,
     )
     assert results is not None
     samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
-    scores = {key: value for key, value in results["results"][task].items() if key.startswith("exact_match")}
+    scores = {
+        key: value
+        for key, value in results["results"][task].items()
+        if key.startswith("exact_match")
+    }
     return [sample["resps"][0][0] for sample in samples], scores
 
 
@@ -84,14 +99,18 @@ def test_answers_and_scores_are_those_without_a_draft(
     shared: dict[str, Any] = {"batch_size": batch, "device": "cpu"}
     target = f"pretrained={TOY / 'target'},dtype=float32"
     expected, expected_scores = evaluated("hf", tasks, task, model_args=target, **shared)
-    answers, scores = evaluated("dflash-hf", tasks, task, model_args=f"{target},draft={TOY / 'draft'}", **shared)
+    answers, scores = evaluated(
+        "dflash-hf", tasks, task, model_args=f"{target},draft={TOY / 'draft'}", **shared
+    )
     assert answers == expected
     assert scores == expected_scores
     assert len(set(answers)) == ROWS
     (draft,) = drafts
     assert draft.dtype == torch.float32
     assert draft.last_stats.acceptance_length > 1.5, "the draft was not used"
-    assert (scores["exact_match,none"] > 0) == (task == "toy_until"), "a score that no text changes shows nothing"
+    assert (scores["exact_match,none"] > 0) == (task == "toy_until"), (
+        "a score that no text changes shows nothing"
+    )
 
 
 def advanced_together(stats: SpeculativeStats) -> bool:
@@ -101,7 +120,13 @@ def advanced_together(stats: SpeculativeStats) -> bool:
 
 
 def test_rows_of_a_batch_do_not_wait_for_each_other(tasks: TaskManager) -> None:
-    lm = DFlashLM(str(TOY / "target"), draft=str(TOY / "draft"), dtype="float32", device="cpu", batch_size=ROWS)
+    lm = DFlashLM(
+        str(TOY / "target"),
+        draft=str(TOY / "draft"),
+        dtype="float32",
+        device="cpu",
+        batch_size=ROWS,
+    )
     answers, _ = evaluated(lm, tasks, "toy", gen_kwargs="max_gen_toks=64")
     assert not advanced_together(lm.draft.last_stats)
     lm.think_end_token = "<nothing says this>"
@@ -111,9 +136,15 @@ def test_rows_of_a_batch_do_not_wait_for_each_other(tasks: TaskManager) -> None:
 
 def test_stop_texts() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TOY / "target")
-    prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in ("Stop here.", "So it is 12; then"))
+    prompt, answer = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in ("Stop here.", "So it is 12; then")
+    )
     ids = torch.tensor([[*prompt, *answer]])
-    ends = {text: StopTexts(tokenizer, [text, ""], len(prompt)) for text in ("; ", "Stop", "is 12", "13")}
+    ends = {
+        text: StopTexts(tokenizer, [text, ""], len(prompt))
+        for text in ("; ", "Stop", "is 12", "13")
+    }
     stops = {
         text: [bool(criterion(ids[:, : len(prompt) + n], None)) for n in range(1, len(answer) + 1)]
         for text, criterion in ends.items()
@@ -127,7 +158,9 @@ def test_stop_texts() -> None:
 
 
 def test_models_that_are_loaded_already_and_none(tasks: TaskManager) -> None:
-    lm = DFlashLM(str(TOY / "target"), draft=load_draft(TOY / "draft"), dtype="float32", device="cpu")
+    lm = DFlashLM(
+        str(TOY / "target"), draft=load_draft(TOY / "draft"), dtype="float32", device="cpu"
+    )
     answers, _ = evaluated(lm, tasks, "toy")
     assert lm.draft.last_stats.num_verifies > 0
     lm.draft, verifies = None, lm.draft.last_stats.num_verifies
@@ -146,14 +179,20 @@ def test_a_draft_that_is_not_the_target_s_is_refused(tasks: TaskManager) -> None
 
 def test_the_registry_has_it() -> None:
     assert get_model("dflash-hf") is DFlashLM
-    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lm_eval.models"]
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "lm_eval.models"
+    ]
     assert EntryPoint("dflash-hf", group["dflash-hf"], "lm_eval.models").load() is DFlashLM
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_the_command_line_is_lm_eval_s(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
-    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: found.append((sys.argv[1:], get_model("dflash-hf"))))
+    monkeypatch.setattr(
+        lm_eval.__main__,
+        "cli_evaluate",
+        lambda: found.append((sys.argv[1:], get_model("dflash-hf"))),
+    )
     monkeypatch.setattr(sys, "argv", ["dflash_hf.bench.lm_eval", "--model", "dflash-hf"])
     runpy.run_module("dflash_hf.bench.lm_eval", run_name="__main__", alter_sys=False)
     assert found == [(["--model", "dflash-hf"], DFlashLM)]

@@ -20,7 +20,9 @@ from dflash_hf.bench.questions import Question
 from dflash_hf.bench.summary import summarize
 from tiny import VOCAB, tiny_target
 
-QUESTIONS = [Question(dataset="s", question_id=n, category="c", turns=("one", "two")) for n in range(4)]
+QUESTIONS = [
+    Question(dataset="s", question_id=n, category="c", turns=("one", "two")) for n in range(4)
+]
 NEW = 6
 
 
@@ -51,12 +53,21 @@ def answer(models: Models, question: Question, system: str | None = None) -> Ans
         model: Any = models.target
         ids = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, columns:].tolist()
         turns.append(
-            Turn(text=text_of(ids), token_ids=ids, new_tokens=NEW, prompt_tokens=columns, wall_time=1.0, latency=1.0)
+            Turn(
+                text=text_of(ids),
+                token_ids=ids,
+                new_tokens=NEW,
+                prompt_tokens=columns,
+                wall_time=1.0,
+                latency=1.0,
+            )
         )
     return named(question, "plain", turns)
 
 
-def named(question: Question, model_id: str, turns: Sequence[Turn], error: str | None = None) -> Answer:
+def named(
+    question: Question, model_id: str, turns: Sequence[Turn], error: str | None = None
+) -> Answer:
     return Answer(
         dataset=question.dataset,
         question_id=question.question_id,
@@ -70,7 +81,14 @@ def named(question: Question, model_id: str, turns: Sequence[Turn], error: str |
 
 def other_than(turn: Turn, index: int, token: int) -> Turn:
     ids = [*turn.token_ids[:index], token, *turn.token_ids[index + 1 :]]
-    return Turn(text=text_of(ids), token_ids=ids, new_tokens=NEW, prompt_tokens=1, wall_time=1.0, latency=1.0)
+    return Turn(
+        text=text_of(ids),
+        token_ids=ids,
+        new_tokens=NEW,
+        prompt_tokens=1,
+        wall_time=1.0,
+        latency=1.0,
+    )
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
@@ -87,7 +105,10 @@ def test_first_turn_that_differs_counts_with_the_float32_margin(system: str | No
     ]
     pairs = list(zip(drafted, plain, strict=True))
     rows = margins(pairs, {question.key: question for question in QUESTIONS}, models, system)
-    assert [(row["question_id"], row["turn"], row["token"]) for row in rows] == [(0, 1, 2), (2, 0, 0)]
+    assert [(row["question_id"], row["turn"], row["token"]) for row in rows] == [
+        (0, 1, 2),
+        (2, 0, 0),
+    ]
     inputs = models.encode([QUESTIONS[0].messages([first.text], system)])
     ids = torch.cat([inputs["input_ids"], torch.tensor([second.token_ids[:2]])], dim=1)
     with torch.no_grad():
@@ -99,29 +120,50 @@ def test_first_turn_that_differs_counts_with_the_float32_margin(system: str | No
     written = json.loads(json.dumps(rows[0]))
     fixed = ["model_id", "dataset", "question_id", "repeat", "turn"]
     assert [written[name] for name in fixed] == ["dflash", "s", 0, 0, 1]
-    assert set(written) == {*fixed, "token", "margin", "tolerance", "measured_in", "is_tie", "sentence"}
+    assert set(written) == {
+        *fixed,
+        "token",
+        "margin",
+        "tolerance",
+        "measured_in",
+        "is_tie",
+        "sentence",
+    }
 
 
-def test_nothing_is_copied_where_nothing_differs_or_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_where_nothing_differs_or_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     models = Models(target=tiny_target("qwen3").to(torch.bfloat16))
     plain = answer(models, QUESTIONS[0])
     untold = Turn(text="x", token_ids=[], new_tokens=3, prompt_tokens=1, wall_time=1.0, latency=1.0)
     server = named(QUESTIONS[0], "server", [untold, untold])
     monkeypatch.setattr(module, "reference_for", None)
-    assert margins([(plain, plain), (server, plain)], {QUESTIONS[0].key: QUESTIONS[0]}, models) == []
+    assert (
+        margins([(plain, plain), (server, plain)], {QUESTIONS[0].key: QUESTIONS[0]}, models) == []
+    )
 
 
 def test_margins_of_a_run_are_what_its_summary_says(tmp_path: Path) -> None:
     """Each dtype is measured by its own target; sampled cells and failed answers are not, and a stale file goes."""
-    models = {name: Models(target=tiny_target("qwen3").to(getattr(torch, name))) for name in ("bfloat16", "float32")}
+    models = {
+        name: Models(target=tiny_target("qwen3").to(getattr(torch, name)))
+        for name in ("bfloat16", "float32")
+    }
     cells: list[dict[str, Any]] = []
     for dtype in models:
-        plain = [replace(answer(models[dtype], question), model_id=f"plain-{dtype}") for question in QUESTIONS]
+        plain = [
+            replace(answer(models[dtype], question), model_id=f"plain-{dtype}")
+            for question in QUESTIONS
+        ]
         drafted = [replace(one, model_id=f"dflash-{dtype}") for one in plain]
         turns = [plain[0].turns[0], other_than(plain[0].turns[1], 3, 0)]
         drafted[0] = named(QUESTIONS[0], f"dflash-{dtype}", turns)
         drafted[1] = named(QUESTIONS[1], f"dflash-{dtype}", [], error="no room")
-        sampled = [named(q, f"warm-{dtype}", [other_than(turn, 0, 5) for turn in plain[2].turns]) for q in QUESTIONS]
+        sampled = [
+            named(q, f"warm-{dtype}", [other_than(turn, 0, 5) for turn in plain[2].turns])
+            for q in QUESTIONS
+        ]
         for answers, temperature in ((plain, 0.0), (drafted, 0.0), (sampled, 1.0)):
             name = answers[0].model_id
             lines = "".join(json.dumps(one.to_dict()) + "\n" for one in answers)
@@ -129,7 +171,15 @@ def test_margins_of_a_run_are_what_its_summary_says(tmp_path: Path) -> None:
             options = {"dtype": dtype, "temperature": temperature}
             baseline = None if answers is plain else f"plain-{dtype}"
             method = name.partition("-")[0]
-            cells.append({"model_id": name, "method": method, "options": options, "values": {}, "baseline": baseline})
+            cells.append(
+                {
+                    "model_id": name,
+                    "method": method,
+                    "options": options,
+                    "values": {},
+                    "baseline": baseline,
+                }
+            )
     record = {"methods": cells, "settings": {"system": None}, "provenance": {}, "sessions": []}
     (tmp_path / "run.json").write_text(json.dumps(record), encoding="utf-8")
     asked = "".join(json.dumps(question.to_dict()) + "\n" for question in QUESTIONS)

@@ -50,7 +50,9 @@ def truth(models: Models, held_out: list[str]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["plain", "plain-static", "dflash"])
-def test_batches_are_plain_texts(name: str, models: Models, held_out: list[str], truth: list[list[int]]) -> None:
+def test_batches_are_plain_texts(
+    name: str, models: Models, held_out: list[str], truth: list[list[int]]
+) -> None:
     turns = ask(models, name, held_out, verify_width=6 if name == "dflash" else None)
     assert [turn.token_ids for turn in turns] == truth
     tokenizer: Any = models.processor
@@ -68,10 +70,18 @@ def test_batches_are_plain_texts(name: str, models: Models, held_out: list[str],
         assert (turn.committed is None) == (name != "dflash")
 
 
-def test_rows_of_a_batch_have_their_own_steps(models: Models, held_out: list[str], truth: list[list[int]]) -> None:
-    for turn, ids, text in zip(ask(models, "dflash", held_out, verify_width=6), truth, held_out, strict=True):
+def test_rows_of_a_batch_have_their_own_steps(
+    models: Models, held_out: list[str], truth: list[list[int]]
+) -> None:
+    for turn, ids, text in zip(
+        ask(models, "dflash", held_out, verify_width=6), truth, held_out, strict=True
+    ):
         (alone,) = ask(models, "dflash", [text], verify_width=6)
-        assert (turn.committed, turn.accepted, turn.proposed) == (alone.committed, alone.accepted, alone.proposed)
+        assert (turn.committed, turn.accepted, turn.proposed) == (
+            alone.committed,
+            alone.accepted,
+            alone.proposed,
+        )
         assert turn.committed is not None
         assert turn.accepted is not None
         assert turn.proposed == [5] * len(turn.committed)
@@ -82,7 +92,9 @@ def test_rows_of_a_batch_have_their_own_steps(models: Models, held_out: list[str
         assert turn.draft_time + turn.verify_time < turn.latency
 
 
-def test_widths_that_follow_the_run_say_what_was_proposed(models: Models, held_out: list[str]) -> None:
+def test_widths_that_follow_the_run_say_what_was_proposed(
+    models: Models, held_out: list[str]
+) -> None:
     (turn,) = ask(models, "dflash", held_out[:1], verify_width="auto")
     assert models.draft is not None
     stats: Any = models.draft.last_stats
@@ -90,7 +102,9 @@ def test_widths_that_follow_the_run_say_what_was_proposed(models: Models, held_o
 
 
 @pytest.mark.parametrize("name", ["stock", "stock-static", "zlab", "assistant", "lookup"])
-def test_one_row_at_a_time(name: str, models: Models, held_out: list[str], truth: list[list[int]]) -> None:
+def test_one_row_at_a_time(
+    name: str, models: Models, held_out: list[str], truth: list[list[int]]
+) -> None:
     skip_without(name)
     for text, ids in zip(held_out, truth, strict=True):
         (turn,) = ask(models, name, [text])
@@ -103,10 +117,13 @@ def test_one_row_at_a_time(name: str, models: Models, held_out: list[str], truth
         assert len(turn.committed) == len(turn.accepted) == len(turn.proposed)
         first = len(ids) - sum(turn.committed)
         assert first == 1 if name in ("stock", "stock-static", "zlab") else first >= 1
-        for committed, accepted, proposed in zip(turn.committed, turn.accepted, turn.proposed, strict=True):
+        for committed, accepted, proposed in zip(
+            turn.committed, turn.accepted, turn.proposed, strict=True
+        ):
             assert committed - 1 <= accepted <= proposed
         assert [count + 1 for count in turn.accepted[:-1]] == turn.committed[:-1]
-        if name == "assistant" and turn.accepted:  # the target itself: it is right about all that it proposes
+        # The target itself: it is right about all that it proposes
+        if name == "assistant" and turn.accepted:
             assert turn.accepted == turn.proposed
 
 
@@ -115,15 +132,21 @@ def test_peers_run_our_draft(name: str, models: Models, held_out: list[str]) -> 
     skip_without(name)
     for block_size in (None, 6):
         (theirs,) = ask(models, name, held_out[:1], block_size=block_size)
-        (ours,) = ask(models, "dflash", held_out[:1], block_size=block_size, verify_width=block_size or 16)
+        (ours,) = ask(
+            models, "dflash", held_out[:1], block_size=block_size, verify_width=block_size or 16
+        )
         assert theirs.committed == ours.committed
 
 
-def test_static_caches_are_refused_where_transformers_cannot_crop_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_caches_are_refused_where_transformers_cannot_crop_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(StaticLayer, "is_croppable", True, raising=False)
     check_static_stock()
     monkeypatch.setattr(StaticLayer, "is_croppable", False)
-    with pytest.raises(ValueError, match="expected a Transformers whose own assisted decoding takes static caches"):
+    with pytest.raises(
+        ValueError, match="expected a Transformers whose own assisted decoding takes static caches"
+    ):
         check_static_stock()
 
 
@@ -131,7 +154,15 @@ def test_options_of_the_draft_are_put_back(models: Models, held_out: list[str]) 
     assert models.draft is not None
     before = models.draft.generation_config.to_dict(), models.draft.config.to_dict()
     for name in ("dflash", "stock"):
-        ask(models, name, held_out[:1], block_size=4, verify_width=3, proposal="sample", temperature=0.7)
+        ask(
+            models,
+            name,
+            held_out[:1],
+            block_size=4,
+            verify_width=3,
+            proposal="sample",
+            temperature=0.7,
+        )
     assert (models.draft.generation_config.to_dict(), models.draft.config.to_dict()) == before
     assert "_get_candidate_generator" not in vars(models.target)
 
@@ -141,9 +172,16 @@ def test_sampling_follows_the_seed_alone(name: str, models: Models, held_out: li
     def sampled(seed: int) -> list[int]:
         torch.rand(seed + 1)  # whatever was drawn before
         options = {"verify_width": 4} if name == "dflash" else {}
-        return ask(models, name, held_out[:1], seed, temperature=5.0, top_p=0.95, max_new_tokens=24, **options)[
-            0
-        ].token_ids
+        return ask(
+            models,
+            name,
+            held_out[:1],
+            seed,
+            temperature=5.0,
+            top_p=0.95,
+            max_new_tokens=24,
+            **options,
+        )[0].token_ids
 
     first = sampled(0)
     assert sampled(0) == first
@@ -155,9 +193,15 @@ def test_several_rows_of_a_method_for_one_are_refused(models: Models, held_out: 
         ask(models, "lookup", held_out[:2])
 
 
-def test_conversations_that_cannot_be_encoded(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models.processor, "chat_template", "{{ raise_exception('no role system here') }}")
-    with pytest.raises(ValueError, match="that the chat template takes, got TemplateError: no role system here"):
+def test_conversations_that_cannot_be_encoded(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        models.processor, "chat_template", "{{ raise_exception('no role system here') }}"
+    )
+    with pytest.raises(
+        ValueError, match="that the chat template takes, got TemplateError: no role system here"
+    ):
         models.encode([[{"role": "system", "content": "x"}]])
     monkeypatch.setattr(models.processor, "chat_template", None)
     tokenizer: Any = models.processor

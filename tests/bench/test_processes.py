@@ -26,15 +26,47 @@ def test_two_processes_are_one(tmp_path: Path, held_out: list[str]) -> None:
     rows = [(held_out[0],), (held_out[1],), (held_out[2],), (held_out[0], "Thanks. Again?")]
     data = write_set(tmp_path / "few.jsonl", rows)
     settings = settings_in(
-        tmp_path, data=(str(data),), batch=(1, 2), max_new_tokens=(16,), temperature=(2.0,), verify_width=(8,)
+        tmp_path,
+        data=(str(data),),
+        batch=(1, 2),
+        max_new_tokens=(16,),
+        temperature=(2.0,),
+        verify_width=(8,),
     )
     run(settings)
-    words = ["--out", tmp_path / "two", "--data", data, "--target", TOY / "target", "--draft", TOY / "draft"]
-    words += ["--batch", "1,2", "--max-new-tokens", 16, "--temperature", 2, "--verify-width", 8, "--threads", 1]
+    words = [
+        "--out",
+        tmp_path / "two",
+        "--data",
+        data,
+        "--target",
+        TOY / "target",
+        "--draft",
+        TOY / "draft",
+    ]
+    words += [
+        "--batch",
+        "1,2",
+        "--max-new-tokens",
+        16,
+        "--temperature",
+        2,
+        "--verify-width",
+        8,
+        "--threads",
+        1,
+    ]
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+            ),
             *("-m", "dflash_hf", "bench", *map(str, words)),
         ],
         env={**os.environ, "PYTHONPATH": path},
@@ -65,13 +97,19 @@ class Alone:
         """Nothing to leave."""
 
 
-def test_rounds_are_dealt(tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_dealt(
+    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks after the first one find its folder; what they write waits in files of their own until it is gone on."""
-    settings = settings_in(tmp_path, methods=("plain", "dflash"), batch=(2,), repeats=2, temperature=(1.0,))
+    settings = settings_in(
+        tmp_path, methods=("plain", "dflash"), batch=(2,), repeats=2, temperature=(1.0,)
+    )
     first = Counter((name, tuple(texts)) for name, texts in pretend(settings))
     split = replace(settings, out=tmp_path / "split")
     (tmp_path / "split").mkdir()
-    (tmp_path / "split" / "questions.jsonl").write_bytes((settings.out / "questions.jsonl").read_bytes())
+    (tmp_path / "split" / "questions.jsonl").write_bytes(
+        (settings.out / "questions.jsonl").read_bytes()
+    )
     asked = Counter[tuple[str, tuple[str, ...]]]()
     for rank in (2, 1):
         monkeypatch.setattr(run_module, "Processes", lambda device, rank=rank: Alone(rank, 3))

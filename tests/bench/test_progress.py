@@ -23,13 +23,17 @@ def answer(committed: list[int] | None, tokens: int, seconds: float) -> Answer:
         latency=seconds,
         committed=committed,
     )
-    return Answer(dataset="a", question_id=1, category="", model_id="dflash", tstamp=0.0, turns=(turn,))
+    return Answer(
+        dataset="a", question_id=1, category="", model_id="dflash", tstamp=0.0, turns=(turn,)
+    )
 
 
 def test_running_acceptance_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, threads = io.StringIO(), threading.active_count()
     monkeypatch.setattr(
-        progress, "Console", lambda stderr: Console(file=screen, force_terminal=True, width=120, no_color=True)
+        progress,
+        "Console",
+        lambda stderr: Console(file=screen, force_terminal=True, width=120, no_color=True),
     )
     monkeypatch.setattr(progress, "SECONDS_BETWEEN", 0.0)
     with Bars({"plain": 2, "dflash": 2}) as bars:

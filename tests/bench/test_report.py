@@ -18,7 +18,8 @@ from dflash_hf.bench.summary import summarize
 from helpers.bench_run import answers_of, questions, simple_score, write_margins, write_run
 
 HOSTILE = (
-    '<script>alert("x")</script><img src=http://evil.example/a onerror=f()>{{ 7 * 7 }} $x^2$ & "\' ' + "long" * 40
+    '<script>alert("x")</script><img src=http://evil.example/a onerror=f()>{{ 7 * 7 }} $x^2$ & "\' '
+    + "long" * 40
 )
 VOID = {"meta", "br"}
 MAY_STAY_OPEN = {"tr", "td", "th", "dt", "dd"}
@@ -43,7 +44,9 @@ class Page(HTMLParser):
         self.tags[tag] += 1
         self.attributes |= {name for name, _ in attrs}
         self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.links += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
+        self.links += [
+            value or "" for name, value in attrs if name in ("href", "src", "xlink:href")
+        ]
         if tag not in VOID | MAY_STAY_OPEN:
             self.open.append(tag)
 
@@ -66,7 +69,9 @@ def report(folder: Path) -> Page:
     assert not page.open
     twice = [name for name, count in Counter(page.ids).items() if count > 1]
     assert not twice
-    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links), "a page of one file"
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links), (
+        "a page of one file"
+    )
     assert "script" not in page.tags
     assert not [name for name in page.attributes if name.startswith("on")]
     return page
@@ -80,10 +85,14 @@ def test_it_says_what_the_summary_says(tmp_path: Path) -> None:
     methods = {method["model_id"]: method for method in summary["methods"]}
     speed = methods["dflash"]["all"]["speedup"]
     headline = (
-        f"dflash makes {speed['ratio']:.2f} times the tokens per second of plain (95 % interval {speed['low']:.2f}"
+        f"dflash makes {speed['ratio']:.2f} times the tokens per second of plain "
+        f"(95 % interval {speed['low']:.2f}"
     )
     assert headline in page.text
-    assert f"A verify commits {methods['dflash']['all']['acceptance']['acceptance_length']:.2f} tokens." in page.text
+    assert (
+        f"A verify commits {methods['dflash']['all']['acceptance']['acceptance_length']:.2f} tokens."
+        in page.text
+    )
     for name in summary["datasets"]:
         assert f"{methods['stock']['sets'][name]['speedup']['ratio']:.2f}×" in page.text
     assert "zlab" in page.text
@@ -105,7 +114,12 @@ def test_nothing_that_was_written_is_markup(tmp_path: Path) -> None:
     asked = questions(2)
     tame = report(write_run(tmp_path / "tame", asked, answers_of(asked)))
     asked = [
-        replace(q, category=HOSTILE + q.category, turns=tuple(HOSTILE for _ in q.turns), reference=HOSTILE)
+        replace(
+            q,
+            category=HOSTILE + q.category,
+            turns=tuple(HOSTILE for _ in q.turns),
+            reference=HOSTILE,
+        )
         for q in asked
     ]
     answers = {
@@ -124,7 +138,10 @@ def test_nothing_that_was_written_is_markup(tmp_path: Path) -> None:
 
     def spoil(record: dict[str, Any]) -> None:
         record["settings"] |= {"target": HOSTILE, "draft": HOSTILE, HOSTILE: HOSTILE}
-        record["provenance"] |= {"command": HOSTILE, "versions": {"torch": HOSTILE, "transformers": HOSTILE}}
+        record["provenance"] |= {
+            "command": HOSTILE,
+            "versions": {"torch": HOSTILE, "transformers": HOSTILE},
+        }
         next(m for m in record["methods"] if m["model_id"] == "zlab")["failed"] = HOSTILE
 
     page = report(write_run(tmp_path / "hostile", asked, answers, spoil))
@@ -146,13 +163,29 @@ def failed(name: str) -> list[Answer]:
 @pytest.mark.parametrize(
     ("answers", "said", "missing"),
     [
-        (only("plain"), "there is no baseline to compare it with", ["acceptance", "texts", "failures", "fig-speedup"]),
+        (
+            only("plain"),
+            "there is no baseline to compare it with",
+            ["acceptance", "texts", "failures", "fig-speedup"],
+        ),
         (only("dflash"), "dflash makes", ["texts", "failures", "fig-speedup"]),
-        (only("plain", "plain-static"), "plain-static makes 1.", ["acceptance", "fig-positions", "fig-text"]),
+        (
+            only("plain", "plain-static"),
+            "plain-static makes 1.",
+            ["acceptance", "fig-positions", "fig-text"],
+        ),
         (only("zlab"), "No method gave an answer", ["speed", "acceptance", "examples"]),
-        ({"plain": failed("plain"), "dflash": failed("dflash")}, "RuntimeError: no room (16 times)", ["speed"]),
+        (
+            {"plain": failed("plain"), "dflash": failed("dflash")},
+            "RuntimeError: no room (16 times)",
+            ["speed"],
+        ),
         ({"plain": [], "dflash": []}, "not asked yet", ["speed", "times", "accuracy"]),
-        ({"plain": failed("plain"), **only("dflash")}, "no baseline to compare it with", ["texts", "fig-speedup"]),
+        (
+            {"plain": failed("plain"), **only("dflash")},
+            "no baseline to compare it with",
+            ["texts", "fig-speedup"],
+        ),
     ],
 )
 def test_it_works_without_what_a_run_may_not_have(
@@ -169,7 +202,13 @@ def test_it_works_with_next_to_nothing_recorded(tmp_path: Path) -> None:
     asked = [question for question in questions(1) if question.dataset == "mt-bench"]
     answers = {
         name: [
-            replace(a, turns=tuple(replace(t, ttft=None, token_ids=[], accepted=None, proposed=None) for t in a.turns))
+            replace(
+                a,
+                turns=tuple(
+                    replace(t, ttft=None, token_ids=[], accepted=None, proposed=None)
+                    for t in a.turns
+                ),
+            )
             for a in given[:1]
         ]
         for name, given in answers_of(asked).items()

@@ -72,11 +72,18 @@ def test_nothing_is_asked_twice(tmp_path: Path, pretend: Pretend) -> None:
         pretend(settings, before)
     assert done == [f"one {number}" for number in range(4)]
     asked = pretend(replace(settings, resume=True))
-    assert [texts[0] for _, texts in asked if texts != ["and then?"]] == ["one 4", "two 0", "two 1", "two 2"]
+    assert [texts[0] for _, texts in asked if texts != ["and then?"]] == [
+        "one 4",
+        "two 0",
+        "two 1",
+        "two 2",
+    ]
     assert pretend(replace(settings, resume=True)) == []
 
 
-def test_a_batch_that_is_there_in_part_is_asked_again_as_a_whole(tmp_path: Path, pretend: Pretend) -> None:
+def test_a_batch_that_is_there_in_part_is_asked_again_as_a_whole(
+    tmp_path: Path, pretend: Pretend
+) -> None:
     settings = settings_in(tmp_path, methods=("plain",), batch=(3,), temperature=(1.0,))
     pretend(settings)
     before = counts_in(settings.out)
@@ -97,8 +104,16 @@ def test_what_failed_is_asked_again(tmp_path: Path, pretend: Pretend) -> None:
     failed = json.loads((settings.out / "run.json").read_text())["methods"][0]["failed"]
     assert failed is None, "all are there, if only with an error"
     asked = pretend(replace(settings, resume=True))
-    assert Counter(texts[0] for _, texts in asked) == {"one 1": 2, "two 0": 2, "two 1": 2, "two 2": 2, "and then?": 6}
-    assert all(answer.error is None for rows in answers_in(settings.out).values() for answer in rows)
+    assert Counter(texts[0] for _, texts in asked) == {
+        "one 1": 2,
+        "two 0": 2,
+        "two 1": 2,
+        "two 2": 2,
+        "and then?": 6,
+    }
+    assert all(
+        answer.error is None for rows in answers_in(settings.out).values() for answer in rows
+    )
     other = settings_in(tmp_path, methods=("plain", "dflash"), out=tmp_path / "other")
     pretend(other)
     assert counts_in(other.out) == counts_in(settings.out)
@@ -110,7 +125,10 @@ OTHERS = {
     "temperature": ({"temperature": (0.5,)}, "temperature was [0.0] and is [0.5]"),
     "methods": ({"methods": ("plain",)}, "methods was ['plain', 'dflash'] and is ['plain']"),
     "draft": ({"draft": str(TOY / "target")}, "draft was"),
-    "template": ({"template_options": {"enable_thinking": False}}, "template_options was {} and is {'enable_"),
+    "template": (
+        {"template_options": {"enable_thinking": False}},
+        "template_options was {} and is {'enable_",
+    ),
     "system": ({"system": "Be brief."}, "system was None and is 'Be brief.'"),
 }
 
@@ -121,22 +139,30 @@ def test_another_run_is_refused(name: str, tmp_path: Path, pretend: Pretend) -> 
     pretend(settings)
     before = snapshot(settings.out)
     changes, sentence = OTHERS[name]
-    with pytest.raises(ValueError, match=r"^expected the run of .* as it was begun, got another, whose ") as raised:
+    with pytest.raises(
+        ValueError, match=r"^expected the run of .* as it was begun, got another, whose "
+    ) as raised:
         pretend(replace(settings, resume=True, **changes))
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
     assert snapshot(settings.out) == before
 
 
-def test_where_the_files_are_and_what_happens_at_the_end_makes_no_other_run(tmp_path: Path, pretend: Pretend) -> None:
+def test_where_the_files_are_and_what_happens_at_the_end_makes_no_other_run(
+    tmp_path: Path, pretend: Pretend
+) -> None:
     settings = settings_in(tmp_path)
     pretend(settings)
     moved = tmp_path / "moved"
     shutil.move(settings.out, moved)
-    assert pretend(replace(settings, out=moved, resume=True, run_code=True, data_dir=tmp_path)) == []
+    assert (
+        pretend(replace(settings, out=moved, resume=True, run_code=True, data_dir=tmp_path)) == []
+    )
 
 
-def test_a_folder_with_files_is_refused_and_left_as_it_was(tmp_path: Path, pretend: Pretend) -> None:
+def test_a_folder_with_files_is_refused_and_left_as_it_was(
+    tmp_path: Path, pretend: Pretend
+) -> None:
     settings = settings_in(tmp_path)
     settings.out.mkdir()
     (settings.out / "thesis.txt").write_text("mine")
@@ -207,11 +233,15 @@ def written(out: Path) -> int:
 
 
 def test_killed_processes(tmp_path: Path, held_out: list[str]) -> None:
-    kill_and_resume(tmp_path, [(held_out[0],), (held_out[1],), (held_out[0], "Thanks. Again?")], num_kills=3)
+    kill_and_resume(
+        tmp_path, [(held_out[0],), (held_out[1],), (held_out[0], "Thanks. Again?")], num_kills=3
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_killed_processes_twenty_times(tmp_path: Path, held_out: list[str]) -> None:
     rows = [(text,) for text in held_out]
-    kill_and_resume(tmp_path, [*rows * 7, *((text, "Thanks. Again?") for text in held_out)], num_kills=20)
+    kill_and_resume(
+        tmp_path, [*rows * 7, *((text, "Thanks. Again?") for text in held_out)], num_kills=20
+    )

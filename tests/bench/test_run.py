@@ -37,21 +37,27 @@ def test_every_question_of_every_cell_once(tmp_path: Path, pretend: Pretend) -> 
             continue
         assert max(map(len, mine)) == cell.options.batch
         first_turns = Counter(text for texts in mine for text in texts if text != "and then?")
-        assert first_turns == Counter({**{f"one {n}": 2 for n in range(5)}, **{f"two {n}": 2 for n in range(3)}})
+        assert first_turns == Counter(
+            {**{f"one {n}": 2 for n in range(5)}, **{f"two {n}": 2 for n in range(3)}}
+        )
     found = answers_in(settings.out)
     for cell in cells:
         answers = found[f"answers-{cell.model_id}.jsonl"]
         assert len(answers) == (0 if cell.failed else 16)
         order = [(answer.repeat, answer.question_id) for answer in answers]
         assert order == sorted(order)
-        assert all(len(answer.turns) == (1 if int(answer.question_id) < 5 else 2) for answer in answers)
+        assert all(
+            len(answer.turns) == (1 if int(answer.question_id) < 5 else 2) for answer in answers
+        )
 
 
 def test_cells_take_turns_in_being_first(tmp_path: Path, pretend: Pretend) -> None:
     asked = pretend(settings_in(tmp_path, methods=("plain", "dflash", "stock"), repeats=3))
     calls = [(name, texts) for name, texts in asked if texts != ["and then?"]]
     rounds = [calls[start : start + 3] for start in range(0, len(calls), 3)]
-    assert all(len({texts[0] for _, texts in one}) == 1 for one in rounds), "every cell is asked before the next"
+    assert all(len({texts[0] for _, texts in one}) == 1 for one in rounds), (
+        "every cell is asked before the next"
+    )
     firsts = Counter(one[0][0] for one in rounds)
     assert max(firsts.values()) - min(firsts.values()) <= 1
 
@@ -71,7 +77,12 @@ def test_replies_are_fed_back_each_cells_own(
     pretend(settings)
     assert {system for _, system in seen} == {"Be brief."}
     fed = {answers[0] for answers, _ in seen if answers}
-    first = {a.turns[0].text for rows in answers_in(settings.out).values() for a in rows if len(a.turns) == 2}
+    first = {
+        a.turns[0].text
+        for rows in answers_in(settings.out).values()
+        for a in rows
+        if len(a.turns) == 2
+    }
     assert fed == first
     assert len(fed) == 3, "plain and dflash are made up alike here"
 
@@ -88,7 +99,9 @@ def test_replies_are_fed_back_each_cells_own(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_failure_is_a_row_that_says_why(error: Exception, tmp_path: Path, pretend: Pretend) -> None:
+def test_a_failure_is_a_row_that_says_why(
+    error: Exception, tmp_path: Path, pretend: Pretend
+) -> None:
     def before(name: str, texts: list[str]) -> None:
         if name == "dflash" and texts[0] in ("one 1", "and then?"):
             raise error
@@ -114,7 +127,10 @@ def test_a_cell_is_given_up_after_three_failures_in_a_row(tmp_path: Path, preten
     assert Counter(name for name, texts in asked if texts != ["and then?"])["plain"] == 8
     plain, dflash = run_json(settings.out)["methods"]
     assert plain["failed"] is None
-    assert dflash["failed"] == "given up after 3 failures in a row, the last one: RuntimeError: cannot answer two 0"
+    assert (
+        dflash["failed"]
+        == "given up after 3 failures in a row, the last one: RuntimeError: cannot answer two 0"
+    )
 
 
 def test_an_error_of_our_own_ends_the_run(tmp_path: Path, pretend: Pretend) -> None:
@@ -129,7 +145,9 @@ def test_an_error_of_our_own_ends_the_run(tmp_path: Path, pretend: Pretend) -> N
 
 
 def test_seeds_are_the_questions_own() -> None:
-    questions = [Question(dataset="a", question_id=number, category="", turns=("x",)) for number in range(3)]
+    questions = [
+        Question(dataset="a", question_id=number, category="", turns=("x",)) for number in range(3)
+    ]
     seeds = {
         seed_of(seed, questions[first : first + 2], repeat, turn)
         for seed in (0, 1)
@@ -149,7 +167,9 @@ def test_rounds_are_filled_by_batches_of_every_size() -> None:
         for number in range(9)
     ]
     cells = [
-        Cell(model_id=str(size), method="plain", options=Options(batch=size), values={"batch": size})
+        Cell(
+            model_id=str(size), method="plain", options=Options(batch=size), values={"batch": size}
+        )
         for size in (2, 3)
     ]
     rounds = rounds_of(questions, cells)
@@ -169,8 +189,15 @@ def test_the_record_says_what_was_run(tmp_path: Path, pretend: Pretend) -> None:
         "dflash-temperature0",
         "dflash-temperature0.8",
     ]
-    assert [row["baseline"] for row in run["methods"]] == [None, None, "plain-temperature0", "plain-temperature0.8"]
+    assert [row["baseline"] for row in run["methods"]] == [
+        None,
+        None,
+        "plain-temperature0",
+        "plain-temperature0.8",
+    ]
     (session,) = run["sessions"]
-    assert session["seconds"] == pytest.approx(session["method_seconds"] + session["harness_seconds"])
+    assert session["seconds"] == pytest.approx(
+        session["method_seconds"] + session["harness_seconds"]
+    )
     assert (settings.out / "summary.json").is_file()
     assert (settings.out / "report.html").is_file()

@@ -17,9 +17,17 @@ from dflash_hf.bench.scores import chosen_letter, final_answer, said, score
 def scored(kind: Score | None, reference: Any, *texts: str, run_code: bool = False) -> float | None:
     """The score of an answer of some turns."""
     question = Question(
-        dataset="s", question_id=1, category="c", turns=("?",) * len(texts), reference=reference, score=kind
+        dataset="s",
+        question_id=1,
+        category="c",
+        turns=("?",) * len(texts),
+        reference=reference,
+        score=kind,
     )
-    turns = tuple(Turn(text=t, token_ids=[], new_tokens=0, prompt_tokens=0, wall_time=0.0, latency=0.0) for t in texts)
+    turns = tuple(
+        Turn(text=t, token_ids=[], new_tokens=0, prompt_tokens=0, wall_time=0.0, latency=0.0)
+        for t in texts
+    )
     answer = Answer(dataset="s", question_id=1, category="c", model_id="m", tstamp=0.0, turns=turns)
     return score(question, answer, run_code=run_code)
 
@@ -68,7 +76,9 @@ LETTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("letter", "text"), [(letter, text) for letter, texts in LETTERS.items() for text in texts])
+@pytest.mark.parametrize(
+    ("letter", "text"), [(letter, text) for letter, texts in LETTERS.items() for text in texts]
+)
 def test_letters(letter: str | None, text: str) -> None:
     assert chosen_letter(text) == letter
     assert scored("letter", "A", text) == (letter == "A")
@@ -79,7 +89,9 @@ def test_what_has_no_right_answer_is_not_scored() -> None:
     assert scored(None, None, "anything") is None
     assert scored(None, "5", "5") is None
     assert scored("math", None, "5") is None
-    assert scored("code", {"tests": ["assert False"]}, "x = 1") is None, "code is run only where that is asked for"
+    assert scored("code", {"tests": ["assert False"]}, "x = 1") is None, (
+        "code is run only where that is asked for"
+    )
 
 
 def test_turns() -> None:
@@ -92,13 +104,18 @@ def test_turns() -> None:
 
 
 def test_code_is_scored_by_its_tests() -> None:
-    reference = {"prompt": "def twice(x):\n", "test": "def check(f):\n    assert f(3) == 6\n", "entry_point": "twice"}
+    reference = {
+        "prompt": "def twice(x):\n",
+        "test": "def check(f):\n    assert f(3) == 6\n",
+        "entry_point": "twice",
+    }
     assert scored("code", reference, "    return 2 * x\n", run_code=True) == 1
     assert scored("code", reference, "    return x\n", run_code=True) == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "reference"), [("math", {"answer": 1}), ("letter", True), ("code", "x"), ("code", {"answer": 1})]
+    ("kind", "reference"),
+    [("math", {"answer": 1}), ("letter", True), ("code", "x"), ("code", {"answer": 1})],
 )
 def test_reference_of_another_kind_is_refused(kind: Score, reference: Any) -> None:
     with pytest.raises(ValueError, match=r"expected .* reference .*got .*; fix the question"):
@@ -120,7 +137,9 @@ def test_pieces() -> None:
 def test_mathematics_from_another_thread_and_many() -> None:
     results: dict[int, float | None] = {}
     threads = [
-        threading.Thread(target=lambda n=n: results.update({n: scored("math", str(n), f"\\boxed{{{n % 3}}}")}))
+        threading.Thread(
+            target=lambda n=n: results.update({n: scored("math", str(n), f"\\boxed{{{n % 3}}}")})
+        )
         for n in range(6)
     ]
     for thread in threads:
@@ -152,7 +171,9 @@ def test_what_does_not_end_is_wrong_and_the_next_is_scored(
 def test_without_math_verify_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "_MATH", scores._Math())
     monkeypatch.setattr(scores, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"expected math-verify .*pip install 'dflash-hf\[bench\]'"):
+    with pytest.raises(
+        ImportError, match=r"expected math-verify .*pip install 'dflash-hf\[bench\]'"
+    ):
         scored("math", "5", "5")
 
 

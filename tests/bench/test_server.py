@@ -61,10 +61,15 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(json.dumps({"data": [{"id": "small"}]}))
         elif self.path == "/metrics" and kind == "vllm":
             names = {"drafts": 3 * calls, "draft_tokens": 21 * calls, "accepted_tokens": 6 * calls}
-            lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {100 + value}' for name, value in names.items()]
+            lines = [
+                f'vllm:spec_decode_num_{name}_total{{engine="0"}} {100 + value}'
+                for name, value in names.items()
+            ]
             for position, count in enumerate((3, 2, 1)):
                 label = f'{{engine="0",position="{position}"}}'
-                lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{label} {count * calls}.0")
+                lines.append(
+                    f"vllm:spec_decode_num_accepted_tokens_per_pos_total{label} {count * calls}.0"
+                )
             self.reply("# HELP something\n" + "\n".join(lines), "text/plain")
         elif self.path == "/get_server_info" and kind == "sglang":
             self.reply(json.dumps({"internal_states": [{"avg_spec_accept_length": 2.5}]}))
@@ -90,13 +95,17 @@ class Handler(BaseHTTPRequestHandler):
         words = WORDS[: body["max_tokens"]]
         for word in words:
             time.sleep(0.02)
-            self.event({"choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}]})
+            self.event(
+                {"choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}]}
+            )
         reason = "length" if len(words) < len(WORDS) else "stop"
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         if server.kind == "mute":
             self.event({"error": {"message": "out of memory"}})
         if server.kind != "uncounted":
-            self.event({"choices": [], "usage": {"completion_tokens": len(words), "prompt_tokens": 7}})
+            self.event(
+                {"choices": [], "usage": {"completion_tokens": len(words), "prompt_tokens": 7}}
+            )
         with server.lock:
             server.calls += 1
             server.at_once -= 1
@@ -132,7 +141,9 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
         assert turn.wall_time < turn.latency
         assert turn.token_ids == []
     body = small.bodies[0]
-    assert {name: body[name] for name in ("model", "max_tokens", "temperature", "top_p", "seed")} == {
+    assert {
+        name: body[name] for name in ("model", "max_tokens", "temperature", "top_p", "seed")
+    } == {
         "model": "small",
         "max_tokens": 3,
         "temperature": 0.5,
@@ -183,7 +194,13 @@ def test_images_are_sent_along(small: Small) -> None:
 @pytest.mark.parametrize("small", ["vllm"], indirect=True)
 def test_a_run_over_a_server_loads_nothing(small: Small, tmp_path: Path) -> None:
     settings = settings_in(
-        tmp_path, methods=("server",), server=small.url, target=None, draft=None, batch=(1, 2), system="Be brief."
+        tmp_path,
+        methods=("server",),
+        server=small.url,
+        target=None,
+        draft=None,
+        batch=(1, 2),
+        system="Be brief.",
     )
     run(settings)
     found = answers_in(settings.out)
@@ -196,8 +213,12 @@ def test_a_run_over_a_server_loads_nothing(small: Small, tmp_path: Path) -> None
 
 
 def test_a_server_that_is_not_there_is_given_up(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, methods=("server",), server="http://127.0.0.1:9", target=None, draft=None)
+    settings = settings_in(
+        tmp_path, methods=("server",), server="http://127.0.0.1:9", target=None, draft=None
+    )
     run(settings)
     (row,) = json.loads((settings.out / "run.json").read_text())["methods"]
-    assert row["failed"].startswith("given up after 3 failures in a row, the last one: ConnectError: ")
+    assert row["failed"].startswith(
+        "given up after 3 failures in a row, the last one: ConnectError: "
+    )
     assert len(answers_in(settings.out)["answers-server.jsonl"]) == 3

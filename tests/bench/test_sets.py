@@ -31,7 +31,8 @@ FIRST = {
         question_id=0,
         category="gsm8k",
         turns=(
-            "A shelf has 6 boards with 15 books each. 8 books are lent out. How many are there now?" + STEP_BY_STEP,
+            "A shelf has 6 boards with 15 books each. 8 books are lent out. How many are there now?"
+            + STEP_BY_STEP,
         ),
         reference="82",
         score="math",
@@ -107,7 +108,9 @@ def test_every_set_reads_its_rows(name: str) -> None:
     assert all(question.category for question in questions)
     # As people write it.
     assert load(name.upper().replace("-", "_")) == questions
-    assert [Question.from_dict(json.loads(json.dumps(question.to_dict()))) for question in questions] == questions
+    assert [
+        Question.from_dict(json.loads(json.dumps(question.to_dict()))) for question in questions
+    ] == questions
 
 
 def test_prompts_are_z_lab_s() -> None:
@@ -154,19 +157,31 @@ def test_upstream_s_own_rows() -> None:
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 99), st.randoms())
 def test_the_draw_follows_the_texts_alone(fewer: int, more: int, seed: int, random: Any) -> None:
     fewer, more = sorted((fewer, more))
-    every = [(Question(dataset="a", question_id=i, category="a", turns=(f"{i * i}?",)), []) for i in range(30)]
+    every = [
+        (Question(dataset="a", question_id=i, category="a", turns=(f"{i * i}?",)), [])
+        for i in range(30)
+    ]
     some = [question.turns for question, _ in draw(every, more, seed)]
     assert len(some) == min(more, 30)
-    assert some == [question.turns for question, _ in every if question.turns in some], "in the set's own order"
+    assert some == [question.turns for question, _ in every if question.turns in some], (
+        "in the set's own order"
+    )
     assert {question.turns for question, _ in draw(every, fewer, seed)} <= set(some)
-    moved = [(replace(question, question_id=f"other {i}"), []) for i, (question, _) in enumerate(every)]
+    moved = [
+        (replace(question, question_id=f"other {i}"), []) for i, (question, _) in enumerate(every)
+    ]
     random.shuffle(moved)
     assert {question.turns for question, _ in draw(moved, more, seed)} == set(some)
 
 
 def test_seeds_draw_different_ones() -> None:
-    every = [load("speed-bench"), *(load("speed-bench", num_prompts=1, seed=seed) for seed in range(12))]
-    assert {question.question_id for drawn in every[1:] for question in drawn} == {q.question_id for q in every[0]}
+    every = [
+        load("speed-bench"),
+        *(load("speed-bench", num_prompts=1, seed=seed) for seed in range(12)),
+    ]
+    assert {question.question_id for drawn in every[1:] for question in drawn} == {
+        q.question_id for q in every[0]
+    }
 
 
 # ---- files for machines that have no network
@@ -178,9 +193,13 @@ def test_what_is_prepared_is_read_as_the_same(tmp_path: Path) -> None:
     assert written == [tmp_path / "out" / f"{name}.jsonl" for name in names]
     for name in names:
         then, now = load(name), load(name, tmp_path / "out")
-        assert [replace(question, images=()) for question in now] == [replace(q, images=()) for q in then]
+        assert [replace(question, images=()) for question in now] == [
+            replace(q, images=()) for q in then
+        ]
         for old, new in zip(then, now, strict=True):
-            assert [Path(path).read_bytes() for path in old.images] == [Path(path).read_bytes() for path in new.images]
+            assert [Path(path).read_bytes() for path in old.images] == [
+                Path(path).read_bytes() for path in new.images
+            ]
             assert all(Path(path).parent == tmp_path / "out" / "images" for path in new.images)
     assert load("mmstar", tmp_path / "out")[0].images
     # Wherever the folder is taken.
@@ -247,27 +266,48 @@ def test_of_a_conversation_the_last_message_is_asked_behind_the_others(tmp_path:
     image = tmp_path / "images" / "red.png"
     image.parent.mkdir()
     Image.new("RGB", (4, 4), "red").save(image)
-    said: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}]
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Hello!"},
+    ]
     seen = {
         "role": "user",
         "content": [{"type": "image", "path": "images/red.png"}, {"type": "text", "text": "What?"}],
     }
     path = tmp_path / "own.jsonl"
-    path.write_text(json.dumps({"kind": "talk", "messages": [*said, seen]}) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"kind": "talk", "messages": [*said, seen]}) + "\n", encoding="utf-8"
+    )
     (question,) = load_questions(str(path), data_dir=None, num_prompts=None, seed=0)
-    asked = {"role": "user", "content": [{"type": "image", "path": str(image)}, {"type": "text", "text": "What?"}]}
-    assert (question.category, question.turns, question.images) == ("talk", ("What?",), (str(image),))
+    asked = {
+        "role": "user",
+        "content": [{"type": "image", "path": str(image)}, {"type": "text", "text": "What?"}],
+    }
+    assert (question.category, question.turns, question.images) == (
+        "talk",
+        ("What?",),
+        (str(image),),
+    )
     assert question.messages() == [*said, asked]
     prepared = tmp_path / "prepared.jsonl"
     prepared.write_text(json.dumps(question.to_dict()) + "\n", encoding="utf-8")
-    assert load_questions(str(prepared), data_dir=None, num_prompts=None, seed=0)[0].messages() == question.messages()
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi."}, seen]}) + "\n", encoding="utf-8")
+    assert (
+        load_questions(str(prepared), data_dir=None, num_prompts=None, seed=0)[0].messages()
+        == question.messages()
+    )
+    path.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hi."}, seen]}) + "\n",
+        encoding="utf-8",
+    )
     with pytest.raises(ValueError, match="images in the first turn alone in line 1"):
         load_questions(str(path), data_dir=None, num_prompts=None, seed=0)
 
 
 def test_a_template_asks_of_any_columns(tmp_path: Path) -> None:
-    rows = [{"town": "Bonn", "n": 2, "score": 4.5, "category": 1}, {"town": "Ulm {x}", "n": 3, "id": "a", "turns": 0}]
+    rows = [
+        {"town": "Bonn", "n": 2, "score": 4.5, "category": 1},
+        {"town": "Ulm {x}", "n": 3, "id": "a", "turns": 0},
+    ]
     path = write(tmp_path / "towns.jsonl", *rows)
     asked = load(str(path), None, template="{{{n}}} facts about {town}?")
     texts = ["{2} facts about Bonn?", "{3} facts about Ulm {x}?"]
@@ -284,7 +324,9 @@ PIECES = st.lists(st.text("ab {}\n") | st.sampled_from(["{q}", "{r}", "{{", "}}"
 
 
 @given(PIECES, COLUMNS)
-def test_templates_are_str_format_s_with_names_only(pieces: list[str], values: dict[str, Any]) -> None:
+def test_templates_are_str_format_s_with_names_only(
+    pieces: list[str], values: dict[str, Any]
+) -> None:
     values |= {"q": "what", "r": 5}
     template = "".join(pieces)
     row = Row(values=values, number=0, where="a row")
@@ -329,16 +371,24 @@ def test_parquet_rows_are_the_same_questions(hub: Path, tmp_path: Path) -> None:
     assert [str(path) for path in images.iterdir()] == list(found[0].images)
     assert Path(found[0].images[0]).read_bytes() == Path(expected.images[0]).read_bytes()
     assert found[0].images[0].endswith(".png")
-    for name in (f"{hub}/gsm8k", f"{hub}/gsm8k:default:test", f"{hub}/gsm8k/main/test-00000-of-00001.parquet"):
+    for name in (
+        f"{hub}/gsm8k",
+        f"{hub}/gsm8k:default:test",
+        f"{hub}/gsm8k/main/test-00000-of-00001.parquet",
+    ):
         asked = load(name, None, template="{question}")
-        assert [question.turns[0] + STEP_BY_STEP for question in asked] == [q.turns[0] for q in load("gsm8k")]
+        assert [question.turns[0] + STEP_BY_STEP for question in asked] == [
+            q.turns[0] for q in load("gsm8k")
+        ]
 
 
 def test_what_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     asked: list[tuple[Any, ...]] = []
 
-    def load_dataset(path: str, name: str | None = None, split: str | None = None, data_files: Any = None) -> Any:
+    def load_dataset(
+        path: str, name: str | None = None, split: str | None = None, data_files: Any = None
+    ) -> Any:
         asked.append((path, name, split, data_files))
         rows: dict[str, str] = {
             "openai/gsm8k": "gsm8k/test.jsonl",
@@ -347,11 +397,17 @@ def test_what_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
             "json": "livecodebench/test.jsonl",
         }
         table = datasets.Dataset.from_list(upstream_rows(rows[path]))
-        return table.rename_columns({"question_id": "prompt_id", "turns": "prompt"}) if "mt_bench" in path else table
+        return (
+            table.rename_columns({"question_id": "prompt_id", "turns": "prompt"})
+            if "mt_bench" in path
+            else table
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for name in ("gsm8k", "mbpp", "mt-bench"):
-        assert [(q.question_id, q.turns) for q in load(name, None)] == [(q.question_id, q.turns) for q in load(name)]
+        assert [(q.question_id, q.turns) for q in load(name, None)] == [
+            (q.question_id, q.turns) for q in load(name)
+        ]
     load("livecodebench", None)
     assert asked[:3] == [
         ("openai/gsm8k", "main", "test", None),
@@ -363,12 +419,15 @@ def test_what_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hub_that_is_not_reached() -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(ValueError, match=r"expected to read openai/gsm8k \(main, test\).*prepare.*--data-dir"):
+    with pytest.raises(
+        ValueError, match=r"expected to read openai/gsm8k \(main, test\).*prepare.*--data-dir"
+    ):
         load("gsm8k", None)  # tests/conftest.py sets HF_HUB_OFFLINE
     with pytest.raises(ValueError, match=r"expected to read nobody/nothing .*OfflineModeIsEnabled"):
         load("nobody/nothing:a:b", None)
     for name in ("livecodebench", "spec-bench"):
         with pytest.raises(
-            ValueError, match=r"expected to read (livecodebench/code_generation_lite|hemingkx/Spec-Bench)"
+            ValueError,
+            match=r"expected to read (livecodebench/code_generation_lite|hemingkx/Spec-Bench)",
         ):
             load(name, None)

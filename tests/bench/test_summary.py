@@ -26,10 +26,27 @@ from dflash_hf.generation.stats import SpeculativeStats
 from helpers.bench_run import answers_of, questions, simple_score, write_margins, write_run
 from helpers.source_tree import ROOT
 
-SPEC_BENCH = next((p for parent in ROOT.parents if (p := parent / "shared" / "data" / "spec_bench").is_dir()), None)
+SPEC_BENCH = next(
+    (p for parent in ROOT.parents if (p := parent / "shared" / "data" / "spec_bench").is_dir()),
+    None,
+)
 ASKED = [
-    Question(dataset="sums", question_id=0, category="a", subcategory="x", turns=("1 + 1?",), score="math"),
-    Question(dataset="sums", question_id=1, category="b", subcategory="y", turns=("1 + 2?",), score="math"),
+    Question(
+        dataset="sums",
+        question_id=0,
+        category="a",
+        subcategory="x",
+        turns=("1 + 1?",),
+        score="math",
+    ),
+    Question(
+        dataset="sums",
+        question_id=1,
+        category="b",
+        subcategory="y",
+        turns=("1 + 2?",),
+        score="math",
+    ),
     Question(dataset="talk", question_id=0, category="talk", turns=("Hello", "Again")),
     Question(dataset="talk", question_id="one", category="talk", turns=("Bye",)),
 ]
@@ -41,7 +58,8 @@ seconds = st.floats(0.01, 9.0)
 def turns(draw: st.DrawFn) -> Turn:
     """Any turn: drafted or not, told or not, with verifies that had no proposal."""
     verifies = draw(
-        st.none() | st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(0, 5)), max_size=6)
+        st.none()
+        | st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(0, 5)), max_size=6)
     )
     told = draw(st.booleans())
     tokens = draw(st.integers(0, 40)) if verifies is None else 1 + sum(c for c, _, _ in verifies)
@@ -72,11 +90,20 @@ def runs(draw: st.DrawFn) -> dict[str, list[Answer]]:
         for question in ASKED:
             for repeat in range(2):
                 state = draw(st.sampled_from(["answered", "answered", "failed", "missing"]))
-                fields: dict[str, Any] = {"dataset": question.dataset, "question_id": question.question_id}
-                fields |= {"category": question.category, "subcategory": question.subcategory, "model_id": name}
+                fields: dict[str, Any] = {
+                    "dataset": question.dataset,
+                    "question_id": question.question_id,
+                }
+                fields |= {
+                    "category": question.category,
+                    "subcategory": question.subcategory,
+                    "model_id": name,
+                }
                 fields |= {"repeat": repeat, "tstamp": 0.0}
                 if state == "failed":
-                    found[name].append(Answer(**fields, error=draw(st.sampled_from(["no room", "too long"]))))
+                    found[name].append(
+                        Answer(**fields, error=draw(st.sampled_from(["no room", "too long"])))
+                    )
                 elif state == "answered":
                     said = tuple(draw(turns()) for _ in question.turns)
                     found[name].append(Answer(**fields, turns=said))
@@ -97,7 +124,9 @@ def column(lines: list[dict[str, Any]], name: str) -> list[Any]:
 def three(values: list[float]) -> dict[str, float] | None:
     if not values:
         return None
-    p95 = statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+    p95 = (
+        statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+    )
     return {"mean": statistics.fmean(values), "median": statistics.median(values), "p95": p95}
 
 
@@ -107,15 +136,28 @@ def over(a: float, b: float) -> float | None:
 
 def behind_first(lines: list[dict[str, Any]]) -> tuple[float, float]:
     """Tokens and seconds of decoding alone, where the first token's time is known."""
-    rows = zip(*(column(lines, name) for name in ("new_tokens", "wall_time", "latency", "ttft")), strict=True)
-    known = [(n - 1, wall * (latency - ttft) / latency) for n, wall, latency, ttft in rows if ttft is not None and n]
+    rows = zip(
+        *(column(lines, name) for name in ("new_tokens", "wall_time", "latency", "ttft")),
+        strict=True,
+    )
+    known = [
+        (n - 1, wall * (latency - ttft) / latency)
+        for n, wall, latency, ttft in rows
+        if ttft is not None and n
+    ]
     return sum(n for n, _ in known), sum(s for _, s in known)
 
 
 def recount(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str, Any]:
     good = [line for line in lines if line["choices"]]
-    tokens, wall, latency, ttft = (column(lines, name) for name in ("new_tokens", "wall_time", "latency", "ttft"))
-    known = [(n, whole, first) for n, whole, first in zip(tokens, latency, ttft, strict=True) if first is not None]
+    tokens, wall, latency, ttft = (
+        column(lines, name) for name in ("new_tokens", "wall_time", "latency", "ttft")
+    )
+    known = [
+        (n, whole, first)
+        for n, whole, first in zip(tokens, latency, ttft, strict=True)
+        if first is not None
+    ]
     return {
         "questions": len({(line["dataset"], line["question_id"]) for line in lines}),
         "answers": len(good),
@@ -137,12 +179,31 @@ def recount(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str, Any]:
 
 
 def recount_acceptance(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str, Any] | None:
-    names = ("committed", "accepted", "proposed", "new_tokens", "draft_time", "verify_time", "wall_time", "latency")
-    rows = [row for row in zip(*(column(lines, name) for name in names), strict=True) if row[0] is not None]
+    names = (
+        "committed",
+        "accepted",
+        "proposed",
+        "new_tokens",
+        "draft_time",
+        "verify_time",
+        "wall_time",
+        "latency",
+    )
+    rows = [
+        row
+        for row in zip(*(column(lines, name) for name in names), strict=True)
+        if row[0] is not None
+    ]
     every = [count for row in rows for count in row[0]]
     if not every:
         return None
-    drafts = [(a, p) for row in rows if row[1] is not None for a, p in zip(row[1], row[2], strict=True) if p]
+    drafts = [
+        (a, p)
+        for row in rows
+        if row[1] is not None
+        for a, p in zip(row[1], row[2], strict=True)
+        if p
+    ]
     depth = max((p for _, p in drafts), default=0)
     at = [[a > i for a, _ in drafts] for i in range(depth)]
     reached = [[a > i for a, p in drafts if p > i and (i == 0 or a > i - 1)] for i in range(depth)]
@@ -152,18 +213,28 @@ def recount_acceptance(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str
             along.setdefault((1 + sum(row[0][:number])) // bin_tokens, []).append(count)
     return {
         "acceptance_length": statistics.fmean(every),
-        "acceptance_length_zlab": statistics.fmean(statistics.fmean(row[0]) for row in rows if row[0]),
-        "acceptance_length_vllm": 1 + Fraction(sum(a for a, _ in drafts), len(drafts)) if drafts else None,
+        "acceptance_length_zlab": statistics.fmean(
+            statistics.fmean(row[0]) for row in rows if row[0]
+        ),
+        "acceptance_length_vllm": 1 + Fraction(sum(a for a, _ in drafts), len(drafts))
+        if drafts
+        else None,
         "acceptance_length_sglang": sum(row[3] for row in rows) / len(every),
         "num_verifies": len(every),
         "num_drafts": len(drafts),
         "num_draft_tokens": sum(p for _, p in drafts),
         "num_accepted_tokens": sum(a for a, _ in drafts),
         "acceptance_at_pos": [statistics.fmean(hits) for hits in at],
-        "conditional_acceptance_at_pos": [statistics.fmean(hits) if hits else None for hits in reached],
+        "conditional_acceptance_at_pos": [
+            statistics.fmean(hits) if hits else None for hits in reached
+        ],
         "histogram": [every.count(n) for n in range(max(every) + 1)],
         "along_text": [
-            {"from_token": n * bin_tokens, "verifies": len(counts), "tokens_per_verify": statistics.fmean(counts)}
+            {
+                "from_token": n * bin_tokens,
+                "verifies": len(counts),
+                "tokens_per_verify": statistics.fmean(counts),
+            }
             for n, counts in sorted(along.items())
         ],
         "draft_seconds": math.fsum((row[4] or 0) * row[6] / row[7] for row in rows),
@@ -180,7 +251,8 @@ def recount_pairs(lines: list[dict[str, Any]], base: list[dict[str, Any]]) -> tu
         return None, None
     other = [theirs[which] for which in mine]
     speed = [
-        over(sum(column(group, "new_tokens")), sum(column(group, "wall_time"))) for group in (mine.values(), other)
+        over(sum(column(group, "new_tokens")), sum(column(group, "wall_time")))
+        for group in (mine.values(), other)
     ]
     decode = [over(*behind_first(list(group))) for group in (mine.values(), other)]
     same = 0
@@ -188,7 +260,9 @@ def recount_pairs(lines: list[dict[str, Any]], base: list[dict[str, Any]]) -> tu
         a, b = one["choices"][0], two["choices"][0]
         both = zip(a["token_ids"], b["token_ids"], a["turns"], b["turns"], strict=True)
         same += all(i == j if i and j else s == t for i, j, s, t in both)
-    quotient = [over(pair[0], pair[1]) if None not in pair and pair[1] else None for pair in (speed, decode)]
+    quotient = [
+        over(pair[0], pair[1]) if None not in pair and pair[1] else None for pair in (speed, decode)
+    ]
     count = len({which[:2] for which in mine})
     speedup = {"questions": count, "ratio": quotient[0], "decode": {"ratio": quotient[1]}}
     agreement = {"compared": len(mine), "identical": same, "share": same / len(mine)}
@@ -243,13 +317,17 @@ def same(found: Any, expected: Any, where: str) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(answers=runs())
-def test_an_independent_recount_equals_both_files(answers: dict[str, list[Answer]], tmp_path: Path) -> None:
+def test_an_independent_recount_equals_both_files(
+    answers: dict[str, list[Answer]], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.rmtree(folder, ignore_errors=True)
     write_run(folder, ASKED, answers)
     summarize(folder, score)
     summary = json.loads((folder / "summary.json").read_text())
-    lines = {name: list(map(json.loads, (folder / f"answers-{name}.jsonl").open())) for name in answers}
+    lines = {
+        name: list(map(json.loads, (folder / f"answers-{name}.jsonl").open())) for name in answers
+    }
     assert [method["model_id"] for method in summary["methods"]] == list(lines)
     expected_csv: list[dict[str, Any]] = []
     for method in summary["methods"]:
@@ -259,29 +337,42 @@ def test_an_independent_recount_equals_both_files(answers: dict[str, list[Answer
         groups = [("all", method["all"], lambda line: True)]
         groups += [(s, method["sets"][s], lambda line, s=s: line["dataset"] == s) for s in sets]
         categories = method["sets"].get("sums", {}).get("categories", {})
-        groups += [(c, block, lambda line, c=c: line["category"] == c) for c, block in categories.items()]
+        groups += [
+            (c, block, lambda line, c=c: line["category"] == c) for c, block in categories.items()
+        ]
         for where, block, chosen in groups:
             own = [line for line in lines[name] if chosen(line)]
             block = {k: v for k, v in block.items() if k not in ("categories", "subcategories")}
             if block["speedup"] is not None:
                 block["speedup"] = without_intervals(block["speedup"])
             pairs = (None, None) if name == "plain" else recount_pairs(own, lines["plain"])
-            expected = {**recount(own, summary["text_bin_tokens"]), "speedup": pairs[0], "agreement": pairs[1]}
+            expected = {
+                **recount(own, summary["text_bin_tokens"]),
+                "speedup": pairs[0],
+                "agreement": pairs[1],
+            }
             same(block, {**expected, "accuracy": recount_accuracy(own)}, f"{name} {where}")
             counts = expected["acceptance"]
             if where in ("sums", "talk") and counts and counts["num_drafts"]:
                 numbers = {k: counts[k] for k in DRAFT_COUNTS}
-                at = {f"acceptance_at_pos_{i}": share for i, share in enumerate(counts["acceptance_at_pos"])}
+                at = {
+                    f"acceptance_at_pos_{i}": share
+                    for i, share in enumerate(counts["acceptance_at_pos"])
+                }
                 length = {"acceptance_length": counts["acceptance_length_vllm"]}
                 expected_csv.append({"model_id": name, "dataset": where, **numbers, **length, **at})
         compared = (method["all"]["agreement"] or {}).get("compared", 0)
-        assert len(method["differing"]) == compared - (method["all"]["agreement"] or {}).get("identical", 0)
+        assert len(method["differing"]) == compared - (method["all"]["agreement"] or {}).get(
+            "identical", 0
+        )
     with (folder / "acceptance.csv").open() as file:
         rows = list(csv.DictReader(file))
     width = max((len(row) for row in expected_csv), default=6) - 6
     assert len(rows) == len(expected_csv)
     for row, wanted in zip(
-        rows, sorted(expected_csv, key=lambda r: (list(lines).index(r["model_id"]), r["dataset"])), strict=True
+        rows,
+        sorted(expected_csv, key=lambda r: (list(lines).index(r["model_id"]), r["dataset"])),
+        strict=True,
     ):
         names = [f"acceptance_at_pos_{i}" for i in range(width)]
         assert list(row)[:6] == ["model_id", "dataset", *DRAFT_COUNTS, "acceptance_length"]
@@ -304,9 +395,13 @@ def test_the_definitions_are_those_of_the_statistics(tmp_path: Path) -> None:
     counts = next(m for m in summary["methods"] if m["model_id"] == "dflash")["all"]["acceptance"]
     assert counts["acceptance_length"] == pytest.approx(stats.acceptance_length)
     for name in ("zlab", "vllm", "sglang"):
-        assert counts[f"acceptance_length_{name}"] == pytest.approx(stats.acceptance_length_as(name))
+        assert counts[f"acceptance_length_{name}"] == pytest.approx(
+            stats.acceptance_length_as(name)
+        )
     assert counts["acceptance_at_pos"] == pytest.approx(stats.acceptance_per_position())
-    assert counts["conditional_acceptance_at_pos"] == pytest.approx(stats.acceptance_per_position(conditional=True))
+    assert counts["conditional_acceptance_at_pos"] == pytest.approx(
+        stats.acceptance_per_position(conditional=True)
+    )
     assert counts["histogram"] == stats.acceptance_histogram()
 
 
@@ -320,7 +415,11 @@ def test_margins_scores_and_failures_are_told(tmp_path: Path) -> None:
     assert margins
     assert methods["dflash"]["all"]["agreement"]["max_margin"] == max(margins)
     assert methods["zlab"]["failed"]
-    assert methods["zlab"]["all"]["failures"] == sum(methods["zlab"]["all"]["failure_reasons"].values()) > 0
+    assert (
+        methods["zlab"]["all"]["failures"]
+        == sum(methods["zlab"]["all"]["failure_reasons"].values())
+        > 0
+    )
     assert methods["zlab"]["all"]["tokens_per_second"] is None
     assert summary["notes"] == ["Not every answer to humaneval is scored."]
     for name in ("plain", "dflash"):
@@ -329,7 +428,14 @@ def test_margins_scores_and_failures_are_told(tmp_path: Path) -> None:
     summary = summarize(folder, simple_score)
     assert summary["notes"][0] == "The run is not finished: plain has 93 of 96 answers."
     scores = read_scores(folder)
-    assert {name for name, _ in scores} == {"plain", "plain-static", "dflash", "stock", "lookup", "zlab"}
+    assert {name for name, _ in scores} == {
+        "plain",
+        "plain-static",
+        "dflash",
+        "stock",
+        "lookup",
+        "zlab",
+    }
     assert methods["zlab"]["all"]["accuracy"]["mean"] == 0, "what failed is not right"
     assert set(methods["plain"]["sets"]["mmstar"]["subcategories"]) == {"a", "b", "c"}
 
@@ -347,7 +453,9 @@ def test_the_same_text_is_scored_once_and_a_missing_library_costs_no_counts(tmp_
     assert len(asked) == len(set(asked))
 
     def missing(question: Question, answer: Answer) -> float | None:
-        raise ImportError("expected math_verify, got no module of that name; pip install 'dflash-hf[bench]'")
+        raise ImportError(
+            "expected math_verify, got no module of that name; pip install 'dflash-hf[bench]'"
+        )
 
     summary = summarize(folder, missing)
     assert "math_verify" in summary["notes"][0]
@@ -358,15 +466,29 @@ def test_the_same_text_is_scored_once_and_a_missing_library_costs_no_counts(tmp_
 def test_a_servers_counters_are_told_by_its_definitions(tmp_path: Path) -> None:
     asked = questions(3)
     answers = answers_of(asked, repeats=1)
-    moved = [{"num_drafts": 5.0, "num_draft_tokens": 15.0, "num_accepted_tokens": 7.0}, {}, {"acceptance_length": 3.5}]
-    at = {f"num_accepted_tokens_at_pos_{position}": count for position, count in enumerate((4.0, 2.0, 1.0))}
+    moved = [
+        {"num_drafts": 5.0, "num_draft_tokens": 15.0, "num_accepted_tokens": 7.0},
+        {},
+        {"acceptance_length": 3.5},
+    ]
+    at = {
+        f"num_accepted_tokens_at_pos_{position}": count
+        for position, count in enumerate((4.0, 2.0, 1.0))
+    }
     for number, answer in enumerate(answers["plain-static"]):
         told = {**moved[number % 3], **(at if number % 3 == 0 else {})}
-        said = [replace(turn, token_ids=[], counters=told if i == 0 else None) for i, turn in enumerate(answer.turns)]
+        said = [
+            replace(turn, token_ids=[], counters=told if i == 0 else None)
+            for i, turn in enumerate(answer.turns)
+        ]
         answers["plain-static"][number] = replace(answer, turns=tuple(said))
     summary = summarize(write_run(tmp_path, asked, answers), simple_score)
     counts = summary["methods"][1]["all"]["acceptance"]
-    assert (counts["num_drafts"], counts["num_draft_tokens"], counts["num_accepted_tokens"]) == (20, 60, 28)
+    assert (counts["num_drafts"], counts["num_draft_tokens"], counts["num_accepted_tokens"]) == (
+        20,
+        60,
+        28,
+    )
     assert counts["acceptance_length"] is None
     assert counts["acceptance_length_vllm"] == pytest.approx(1 + 7 / 5)
     assert counts["acceptance_length_sglang"] == 3.5
@@ -407,7 +529,11 @@ def test_intervals() -> None:
     drawn = intervals.resample(values, ["fast"] * 20 + ["slow"] * 20)
     assert intervals.interval(drawn[:, 0] / drawn[:, 1]) == (1.5, 1.5)
     # Newcombe 1998, table I: 81 of 263, 0 of 20, 1 of 29.
-    for right, count, expected in ((81, 263, (0.2553, 0.3662)), (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718))):
+    for right, count, expected in (
+        (81, 263, (0.2553, 0.3662)),
+        (0, 20, (0.0, 0.1611)),
+        (1, 29, (0.0061, 0.1718)),
+    ):
         assert intervals.wilson(right / count, count) == pytest.approx(expected, abs=5e-5)
     for count in range(1, 40):  # the share itself is never outside, not even by a rounding
         for right in (0, count):
@@ -429,7 +555,9 @@ def upstream(name: str) -> ModuleType:
     return module
 
 
-def test_spec_bench_reads_the_answers_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spec_bench_reads_the_answers_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`speed.py` finds our mean of accepted tokens and our speeds, `equal.py` what is equal and what is not."""
     speed, equal = upstream("speed"), upstream("equal")
     tokenizer = str(ROOT / "demos" / "toy" / "target")
@@ -441,12 +569,20 @@ def test_spec_bench_reads_the_answers_files(tmp_path: Path, capsys: pytest.Captu
     block = next(m for m in summary["methods"] if m["model_id"] == "dflash")["all"]
     assert np.mean(found[3]) == pytest.approx(block["acceptance"]["acceptance_length"])
     answers = answers_of(asked, repeats=1)["dflash"]
-    rates = [sum(t.new_tokens for t in a.turns) / sum(t.wall_time for t in a.turns) for a in answers]
+    rates = [
+        sum(t.new_tokens for t in a.turns) / sum(t.wall_time for t in a.turns) for a in answers
+    ]
     assert found[0] == pytest.approx(statistics.fmean(rates))
     assert found[1] > 0
-    for other, verdict in (("answers-plain.jsonl", "Result totally Equal!"), ("answers-other.jsonl", "Not Equal!")):
+    for other, verdict in (
+        ("answers-plain.jsonl", "Result totally Equal!"),
+        ("answers-other.jsonl", "Not Equal!"),
+    ):
         (folder / "answers-other.jsonl").write_text(
-            (folder / "answers-plain.jsonl").read_text().replace("know", "see", 1).replace("boxed", "box")
+            (folder / "answers-plain.jsonl")
+            .read_text()
+            .replace("know", "see", 1)
+            .replace("boxed", "box")
         )
         equal.run_compare(f"{folder}/", "answers-dflash.jsonl", other)
         assert verdict in capsys.readouterr().out

@@ -23,7 +23,9 @@ def twice(folder: Path) -> None:
 
 
 def stranger(folder: Path) -> None:
-    (folder / "answers-other.jsonl").write_text((folder / "answers-plain.jsonl").read_text().replace("plain", "other"))
+    (folder / "answers-other.jsonl").write_text(
+        (folder / "answers-plain.jsonl").read_text().replace("plain", "other")
+    )
 
 
 def broken(folder: Path) -> None:
@@ -43,7 +45,10 @@ def no_json(folder: Path) -> None:
         (stranger, "expected a method of run.json at line 1"),
         (broken, "expected a line of a run's files at line 1"),
         (no_json, "expected JSON in line 1"),
-        (lambda folder: (folder / "run.json").unlink(), "expected the folder of a run, with run.json"),
+        (
+            lambda folder: (folder / "run.json").unlink(),
+            "expected the folder of a run, with run.json",
+        ),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused_and_left(

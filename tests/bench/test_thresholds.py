@@ -37,11 +37,16 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("chosen", [(1, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [(1, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=str
+)
 def test_the_bundled_pair_reaches_its_numbers(chosen: tuple[int, ...], tmp_path: Path) -> None:
     """On these of each kind."""
     rows = rows_of(TOY / "held_out.jsonl")
-    kinds = [[row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)]
+    kinds = [
+        [row for row in rows if row["kind"] == kind]
+        for kind in dict.fromkeys(row["kind"] for row in rows)
+    ]
     some = write(tmp_path / "some.jsonl", [kind[at] for kind in kinds for at in chosen])
     found = measured(
         tmp_path / "out",

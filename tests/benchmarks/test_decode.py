@@ -17,7 +17,18 @@ from transformers.cache_utils import StaticLayer
 from typer.testing import CliRunner, Result
 
 HAS_ZLAB = importlib.util.find_spec("dflash") is not None
-TINY = ["--random", "tiny", "--dtype", "float64", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "10"]
+TINY = [
+    "--random",
+    "tiny",
+    "--dtype",
+    "float64",
+    "--prompts",
+    "1",
+    "--repeats",
+    "1",
+    "--max-new-tokens",
+    "10",
+]
 
 
 def run(main: Any, *arguments: str) -> Result:
@@ -44,7 +55,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_decode_compares_the_methods(results: Path) -> None:
     result = run(decode.main, *TINY, "--batch", "1,2", "--force")
     record = record_of(result)
-    takes_static = getattr(StaticLayer, "is_croppable", False)  # Transformers' own assisted decoding
+    # Transformers' own assisted decoding
+    takes_static = getattr(StaticLayer, "is_croppable", False)
     alone = ["plain", "ours", "stock", *(["zlab"] if HAS_ZLAB else []), "lookup"]
     alone += ["stock/static"] if takes_static else []
     rows = {(row["method"], row["batch"]): row for row in record["rows"]}
@@ -66,22 +78,49 @@ def test_decode_compares_the_methods(results: Path) -> None:
         assert rows["stock/static", 1]["acceptance_length"] == rows["stock", 1]["acceptance_length"]
     assert {floor["batch"] for floor in record["floors"]} == {1, 2}
     floor = record["floors"][0]
-    assert floor["share_of_ideal"] == pytest.approx(floor["speedup"] / floor["ideal_speedup"], rel=1e-3)
+    assert floor["share_of_ideal"] == pytest.approx(
+        floor["speedup"] / floor["ideal_speedup"], rel=1e-3
+    )
     assert floor["step_time_against"].keys() == set(alone) & {"stock", "stock/static", "zlab"}
-    assert record["provenance"].keys() >= {"machine", "threads", "versions", "commit", "date", "command", "load"}
+    assert record["provenance"].keys() >= {
+        "machine",
+        "threads",
+        "versions",
+        "commit",
+        "date",
+        "command",
+        "load",
+    }
     assert list(results.iterdir()) == [], "nothing is recorded under --force"
 
 
-def test_force_still_writes_where_it_is_told_to(results: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_force_still_writes_where_it_is_told_to(
+    results: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "decode.json"
-    result = run(decode.main, *TINY, "--methods", "plain,ours", "--batch", "1", "--force", "--out", str(elsewhere))
+    result = run(
+        decode.main,
+        *TINY,
+        "--methods",
+        "plain,ours",
+        "--batch",
+        "1",
+        "--force",
+        "--out",
+        str(elsewhere),
+    )
     assert json.loads(elsewhere.read_text()) == record_of(result)
     assert list(results.iterdir()) == []
 
 
 def test_sampling_compares_the_proposal_rules(results: Path) -> None:
     record = record_of(run(decode.main, *TINY, "--sampling", "--temperatures", "0.6", "--force"))
-    assert [row["method"] for row in record["rows"]] == ["ours/shared_noise", "ours/argmax", "ours/sample", "stock"]
+    assert [row["method"] for row in record["rows"]] == [
+        "ours/shared_noise",
+        "ours/argmax",
+        "ours/sample",
+        "stock",
+    ]
     for row in record["rows"]:
         assert row["temperature"] == 0.6
         assert row["new_tokens"] == 10
@@ -113,7 +152,9 @@ def test_a_busy_machine_is_refused(results: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("during", [0.0, 0.9])
-def test_only_a_quiet_run_is_recorded(results: Path, monkeypatch: pytest.MonkeyPatch, during: float) -> None:
+def test_only_a_quiet_run_is_recorded(
+    results: Path, monkeypatch: pytest.MonkeyPatch, during: float
+) -> None:
     loads(monkeypatch, before=0.05, during=during)
     record = record_of(run(decode.main, *TINY, "--methods", "plain,ours", "--batch", "1"))
     assert all(row["busy"] == (during > 0) for row in record["rows"])

@@ -48,7 +48,12 @@ def test_batches_are_of_one_kind_or_of_all(folder: Path) -> None:
     assert pair.kinds == tuple(KINDS)
     assert pair.picture_kinds == ("count", "compare")
     start = pair.processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")
-    for kind, pictures in (("count", [1, 1, 1]), ("compare", [2, 2, 2]), ("talk", [0, 0, 0]), (MIXED, [1, 2, 0])):
+    for kind, pictures in (
+        ("count", [1, 1, 1]),
+        ("compare", [2, 2, 2]),
+        ("talk", [0, 0, 0]),
+        (MIXED, [1, 2, 0]),
+    ):
         inputs = pair.inputs(kind, 0, 3)
         assert (inputs["input_ids"] == start).sum(dim=1).tolist() == pictures
         assert bool(inputs["attention_mask"][:, -1].all()), "padded on the left"
@@ -59,11 +64,22 @@ def test_batches_are_of_one_kind_or_of_all(folder: Path) -> None:
     assert not torch.equal(first, third)
 
 
-def test_prompts_run_out_before_groups_repeat(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_run_out_before_groups_repeat(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = load(folder)
-    assert [first for kind, first in decode.groups_of_prompts(pair, 1, 8) if kind == "talk"] == [0, 1, 2]
+    assert [first for kind, first in decode.groups_of_prompts(pair, 1, 8) if kind == "talk"] == [
+        0,
+        1,
+        2,
+    ]
     assert not caplog.messages
-    assert [first for kind, first in decode.groups_of_prompts(pair, 2, 8) if kind == MIXED] == [0, 2, 4, 6]
+    assert [first for kind, first in decode.groups_of_prompts(pair, 2, 8) if kind == MIXED] == [
+        0,
+        2,
+        4,
+        6,
+    ]
     assert [first for kind, first in decode.groups_of_prompts(pair, 4, 8) if kind == "talk"] == [0]
     assert "batches of 4 repeat prompts of kind talk: there are 3" in caplog.messages
 
@@ -71,7 +87,18 @@ def test_prompts_run_out_before_groups_repeat(folder: Path, caplog: pytest.LogCa
 def test_decode_measures_prompts_with_pictures(
     folder: Path, results: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ["--prompts", "2", "--repeats", "1", "--max-new-tokens", "24", "--dtype", "float64", "--batch", "1,3"]
+    options = [
+        "--prompts",
+        "2",
+        "--repeats",
+        "1",
+        "--max-new-tokens",
+        "24",
+        "--dtype",
+        "float64",
+        "--batch",
+        "1,3",
+    ]
     places = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
     result = run("--pair", "vision", *places, *options, "--force")
     assert result.exit_code == 0, result.output
@@ -82,7 +109,9 @@ def test_decode_measures_prompts_with_pictures(
     rows = {(row["method"], row["batch"], row["kind"]): row for row in record["rows"]}
     names = [*KINDS, PICTURES, TEXTS, "all"]
     expected = {(method, 1, name) for method in ("plain", "ours") for name in names}
-    assert rows.keys() == expected | {(m, 3, name) for m in ("plain", "ours") for name in [*names, MIXED]}
+    assert rows.keys() == expected | {
+        (m, 3, name) for m in ("plain", "ours") for name in [*names, MIXED]
+    }
     assert all(row["identical"] for row in rows.values())
     assert rows["ours", 1, PICTURES]["new_tokens"] == 2 * 2 * 24
     assert rows["ours", 3, MIXED]["new_tokens"] == 3 * 24
@@ -91,7 +120,9 @@ def test_decode_measures_prompts_with_pictures(
     asked = {(row["what"], row["kind"], row["batch"]): row for row in record["vision_floors"]}
     speed = asked["tokens_per_second_against_plain", PICTURES, 1]
     ours, plain = rows["ours", 1, PICTURES], rows["plain", 1, PICTURES]
-    assert speed["value"] == pytest.approx(ours["tokens_per_second"] / plain["tokens_per_second"], rel=1e-3)
+    assert speed["value"] == pytest.approx(
+        ours["tokens_per_second"] / plain["tokens_per_second"], rel=1e-3
+    )
     assert speed["required"] == 1.8
     for kind, floor in ((PICTURES, 5.0), (TEXTS, 4.0)):
         row = asked["acceptance_length", kind, 1]
@@ -102,7 +133,13 @@ def test_decode_measures_prompts_with_pictures(
 
 
 def row(method: str, kind: str, **values: Any) -> dict[str, Any]:
-    fields = {"batch": 1, "tokens_per_second": 100.0, "acceptance_length": 4.5, "num_identical": 3, "num_texts": 4}
+    fields = {
+        "batch": 1,
+        "tokens_per_second": 100.0,
+        "acceptance_length": 4.5,
+        "num_identical": 3,
+        "num_texts": 4,
+    }
     return {"method": method, "kind": kind, "busy": False, **fields, **values}
 
 

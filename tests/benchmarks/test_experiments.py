@@ -29,7 +29,9 @@ KERNEL = '''def kernel(
 '''
 
 
-def test_products_with_the_weights_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_with_the_weights_of_a_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = gemm_times.weight_shapes(SHAPES["qwen3-8b"])
     assert set(shapes.values()) == {
         (4096, 4096),
@@ -55,7 +57,9 @@ def test_products_with_the_weights_of_a_shape(tmp_path: Path, monkeypatch: pytes
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 2 * len(shapes), "the others are timed"
     failed = [row for row in rows if row["error"] is not None]
-    assert [(row["weight"], row["error"]) for row in failed] == [("head", "TypeError: it broke")] * 2
+    assert [(row["weight"], row["error"]) for row in failed] == [
+        ("head", "TypeError: it broke")
+    ] * 2
     for row in rows:
         if row["error"] is None:
             many, few = row["out_features"], row["in_features"]
@@ -68,7 +72,13 @@ def test_gaps_are_between_the_latest_end_and_the_next_begin() -> None:
     assert gaps_between([]) is None
     assert gaps_between([Span("alone", 0, 1)]) is None
     # The third runs beside the second and ends before it; the fourth begins where the second ends.
-    spans = [Span("c", 5, 6), Span("a", 0, 2), Span("b", 4, 9), Span("d", 9, 10), Span("e", 10.5, 12)]
+    spans = [
+        Span("c", 5, 6),
+        Span("a", 0, 2),
+        Span("b", 4, 9),
+        Span("d", 9, 10),
+        Span("e", 10.5, 12),
+    ]
     found = gaps_between(spans)
     assert found is not None
     assert (found["spans"], found["gaps"]) == (5, 2)

@@ -14,8 +14,14 @@ from typer.testing import CliRunner, Result
 # Rows of upstream's schemas, in words of our own.
 ROWS: dict[str, list[dict[str, Any]]] = {
     "gsm8k/test.jsonl": [
-        {"question": "Ada buys 2 bags of 600 nails. How many?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"},
-        {"question": "Half of them rust?", "answer": "The answer is found by 1200 / 2 = <<1200/2=600>>600\n#### 600"},
+        {
+            "question": "Ada buys 2 bags of 600 nails. How many?",
+            "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200",
+        },
+        {
+            "question": "Half of them rust?",
+            "answer": "The answer is found by 1200 / 2 = <<1200/2=600>>600\n#### 600",
+        },
     ],
     "math500/test.jsonl": [
         {
@@ -23,7 +29,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "answer": "\\frac{1}{3}",
             "solution": "Half of two is one: $\\boxed{\\frac{1}{3}}$.",
         },
-        {"problem": "Where is $x^2 > 1$ false?", "answer": "[-1, 1]", "solution": "On $\\boxed{[-1,1]}$."},
+        {
+            "problem": "Where is $x^2 > 1$ false?",
+            "answer": "[-1, 1]",
+            "solution": "On $\\boxed{[-1,1]}$.",
+        },
     ],
     "humaneval/HumanEval.jsonl": [
         {
@@ -36,7 +46,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def run(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> tuple[Result, dict[tuple[str, str], dict[str, Any]]]:
+def run(
+    folder: Path, rows: dict[str, list[dict[str, Any]]]
+) -> tuple[Result, dict[tuple[str, str], dict[str, Any]]]:
     """Runs the script over rows; returns its record's rows by set and form."""
     for name, values in rows.items():
         path = folder / name

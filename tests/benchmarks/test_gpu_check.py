@@ -20,7 +20,9 @@ from harness import floors_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
-FILES = sorted(path for folder in ("kernels", "gpu") for path in (ROOT / "tests" / folder).glob("test_*.py"))
+FILES = sorted(
+    path for folder in ("kernels", "gpu") for path in (ROOT / "tests" / folder).glob("test_*.py")
+)
 TESTS = [f"{path.parent.name}-{path.stem}" for path in FILES]
 CELLS = {
     "step": ["qwen3-8b-1x2048", "qwen3-8b-1x32768", "qwen3-8b-8x2048"],
@@ -65,13 +67,24 @@ echo done
 pytestmark = pytest.mark.skipif(shutil.which("timeout") is None, reason="there is no timeout")
 
 
-def run(tmp_path: Path, *arguments: str, **changes: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def run(
+    tmp_path: Path, *arguments: str, **changes: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Runs the script with the stand-in; returns what it said and what it called."""
     stub, calls = tmp_path / "python", tmp_path / "calls"
     stub.write_text(STUB)
     stub.chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("STUB_", "T_", "PARTS"))}
-    environment |= {"PYTHON": str(stub), "CALLS": str(calls), "OUT": str(tmp_path / "out"), "GRACE": "2"}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("STUB_", "T_", "PARTS"))
+    }
+    environment |= {
+        "PYTHON": str(stub),
+        "CALLS": str(calls),
+        "OUT": str(tmp_path / "out"),
+        "GRACE": "2",
+    }
     environment |= {"STUB_FAIL": "", "STUB_HANG": "", "STUB_LOUD": "", "TOTAL": "5000", **changes}
     done = subprocess.run(
         ["bash", str(SCRIPT), *arguments],
@@ -95,7 +108,9 @@ def statuses(output: str) -> dict[str, str]:
 def packed(tmp_path: Path) -> dict[str, int]:
     """Names and sizes of the files that came back packed."""
     with tarfile.open(tmp_path / "out" / "results.tar.gz") as archive:
-        return {member.name.removeprefix("./"): member.size for member in archive if member.isfile()}
+        return {
+            member.name.removeprefix("./"): member.size for member in archive if member.isfile()
+        }
 
 
 def test_all_parts_run(tmp_path: Path) -> None:
@@ -104,12 +119,19 @@ def test_all_parts_run(tmp_path: Path) -> None:
     found = statuses(done.stdout)
     found.pop("sanitizer", None)
     steps = [name for names in STEPS.values() for name in names]
-    assert found == {**dict.fromkeys(TESTS, "5"), "identity": "0", **dict.fromkeys([*ALONE, *steps], "0")}
+    assert found == {
+        **dict.fromkeys(TESTS, "5"),
+        "identity": "0",
+        **dict.fromkeys([*ALONE, *steps], "0"),
+    }
     tested = [call.split()[-1] for call in calls if "-m pytest" in call]
     assert {str(path.relative_to(ROOT)) for path in FILES} <= set(tested)
     assert not any("--tiny" in call for call in calls)
     # What says most comes first, and each cell of steps is a process of its own.
-    first = [next(i for i, call in enumerate(calls) if word in call) for word in ("smoke.py", "gemm_times.py")]
+    first = [
+        next(i for i, call in enumerate(calls) if word in call)
+        for word in ("smoke.py", "gemm_times.py")
+    ]
     timed = [i for i, call in enumerate(calls) if "benchmarks/step.py" in call]
     assert [Path(calls[i].split("--out ")[1].split()[0]).stem for i in timed] == steps
     checks = [i for i, call in enumerate(calls) if "-m pytest" in call or "identity.py" in call]
@@ -117,7 +139,10 @@ def test_all_parts_run(tmp_path: Path) -> None:
     assert first[-1] < timed[0] < timed[2] < min(checks)
     assert "--methods ours/default,ours,plain,zlab,stock" in calls[timed[0]]
     # Two files come back, in which all is.
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu_check.log", "results.tar.gz"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "gpu_check.log",
+        "results.tar.gz",
+    }
     files = packed(tmp_path)
     assert {f"{name}.json" for name in [*ALONE, *steps, "identity"]} <= files.keys()
     assert {f"logs/{name}.log" for name in [*ALONE, *steps, *TESTS]} <= files.keys()
@@ -134,8 +159,16 @@ def test_parts_are_chosen_and_run_in_the_order_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "changes", "message"),
     [
-        ((), {"PARTS": "step fast"}, "expected parts among smoke gemm step .* in PARTS, got fast; choose of those"),
-        ((), {"PARTS": " "}, "expected parts among .* in PARTS, got none; name some, or leave PARTS out for all"),
+        (
+            (),
+            {"PARTS": "step fast"},
+            "expected parts among smoke gemm step .* in PARTS, got fast; choose of those",
+        ),
+        (
+            (),
+            {"PARTS": " "},
+            "expected parts among .* in PARTS, got none; name some, or leave PARTS out for all",
+        ),
         ((), {"TOTAL": "9m"}, "expected whole seconds in TOTAL, got 9m; leave it out for 550"),
         (("--fast",), {}, "expected --tiny, --plan or nothing, got --fast; choose parts by PARTS"),
     ],
@@ -155,7 +188,11 @@ def test_a_failure_stops_nothing_and_is_shown_last(tmp_path: Path) -> None:
     done, _ = run(tmp_path, STUB_FAIL=failing, PARTS="step checks kernels")
     assert done.returncode == 1
     found = statuses(done.stdout)
-    assert {name for name, code in found.items() if code != "0"} == {"gpu-test_graphs", "identity", *STEPS["step"]}
+    assert {name for name, code in found.items() if code != "0"} == {
+        "gpu-test_graphs",
+        "identity",
+        *STEPS["step"],
+    }
     last = done.stdout.split("process, exit status", 1)[1]
     for word in failing.split():
         assert f"it said why: {word}" in last
@@ -183,7 +220,9 @@ def test_without_cuda_nothing_is_begun_but_a_rehearsal(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "expected a CUDA device" in done.stdout
     assert len(calls) == 1
-    done, calls = run(tmp_path, "--tiny", STUB_CUDA="1", JOBS="8", PARTS="smoke gemm step checks kernels train")
+    done, calls = run(
+        tmp_path, "--tiny", STUB_CUDA="1", JOBS="8", PARTS="smoke gemm step checks kernels train"
+    )
     assert done.returncode == 0
     for script in ("smoke.py", "gemm_times.py", "step.py", "kernel_times.py", "train_steps.py"):
         assert any(script in call and "--tiny" in call for call in calls)
@@ -195,7 +234,9 @@ def test_the_three_calls_of_the_head_have_time_for_all_they_ask_for() -> None:
     assert len(calls) == 3
     for call, total in zip(calls, (150, 400, 550), strict=True):
         assert call.startswith(f"TOTAL={total} ")
-        done = subprocess.run(["bash", "-c", f"{call} --plan"], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["bash", "-c", f"{call} --plan"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
         *parts, left = done.stdout.splitlines()
         for line in parts:
             name, seconds, _, limit = line.split()
@@ -203,29 +244,58 @@ def test_the_three_calls_of_the_head_have_time_for_all_they_ask_for() -> None:
         assert int(left.split()[1]) >= 10, "for wheels and the beginning"
 
 
-def test_the_short_end_names_floors_and_what_was_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_short_end_names_floors_and_what_was_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine: dict[str, Any] = {"machine": {"gpu": None}}
     step = {
         "provenance": {**machine, "is_tiny": True, "is_complete": False},
         "rows": [],
         "floors": [
-            {"what": "a step", "value": 1.234567, "call_value": 1.3, "required": "at most 1.35", "verdict": "pass"},
+            {
+                "what": "a step",
+                "value": 1.234567,
+                "call_value": 1.3,
+                "required": "at most 1.35",
+                "verdict": "pass",
+            },
             {"what": "another", "value": None, "required": "at most 1.35", "verdict": "unmeasured"},
         ],
         "stages": [
-            {"model": "m", "batch": 1, "context": 7, "verify_width": 16, "not_captured": "a hook", "host_reads": None}
+            {
+                "model": "m",
+                "batch": 1,
+                "context": 7,
+                "verify_width": 16,
+                "not_captured": "a hook",
+                "host_reads": None,
+            }
         ],
         "not_run": [{"model": "m", "batch": 64, "context": 99, "what": "all", "why": "no room"}],
     }
-    row = {"engine": "eager", "ran_on": "eager", "batch": 1, "dtype": "bfloat16", "num_texts": 4, "num_identical": 3}
+    row = {
+        "engine": "eager",
+        "ran_on": "eager",
+        "batch": 1,
+        "dtype": "bfloat16",
+        "num_texts": 4,
+        "num_identical": 3,
+    }
     row |= {"identity_rate": 0.75, "widest_margin": 0.3, "margins_kept": False, "as_static": None}
     (tmp_path / "step.json").write_text(json.dumps(step))
     (tmp_path / "identity.json").write_text(json.dumps({"provenance": machine, "rows": [row]}))
     checks = [{"check": "plain", "passed": True, "why": None}]
     checks.append({"check": "eager, greedy", "passed": False, "why": "it broke"})
-    products = {"weight": "q, o", "rows": 16, "gigabytes_per_second": 3100.0, "share_of_copy_bandwidth": 0.8}
+    products = {
+        "weight": "q, o",
+        "rows": 16,
+        "gigabytes_per_second": 3100.0,
+        "share_of_copy_bandwidth": 0.8,
+    }
     (tmp_path / "smoke.json").write_text(json.dumps({"provenance": machine, "rows": checks}))
-    (tmp_path / "gemm.json").write_text(json.dumps({"provenance": machine, "rows": [{**products, "error": None}]}))
+    (tmp_path / "gemm.json").write_text(
+        json.dumps({"provenance": machine, "rows": [{**products, "error": None}]})
+    )
     floors_of.main(tmp_path)
     said = capsys.readouterr().out
     assert "step: CPU, tiny, INCOMPLETE" in said
@@ -237,4 +307,7 @@ def test_the_short_end_names_floors_and_what_was_not_run(tmp_path: Path, capsys:
     assert "FAIL       eager, greedy: it broke" in said
     assert "plain" not in said
     assert "q, o, 16 rows: 3100 GB/s, 0.8 of a copy" in said
-    assert "FAIL       eager (eager), batch 1, bfloat16: 3 of 4 texts identical, widest margin 0.3" in said
+    assert (
+        "FAIL       eager (eager), batch 1, bfloat16: 3 of 4 texts identical, widest margin 0.3"
+        in said
+    )

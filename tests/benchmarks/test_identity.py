@@ -37,7 +37,18 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-QUICK = ("--random", "tiny", "--device", "cpu", "--prompts", "3", "--batch", "1,3", "--max-new-tokens", "12")
+QUICK = (
+    "--random",
+    "tiny",
+    "--device",
+    "cpu",
+    "--prompts",
+    "3",
+    "--batch",
+    "1,3",
+    "--max-new-tokens",
+    "12",
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,7 +71,9 @@ def test_every_engine_is_compared(results: Path, tmp_path: Path, dtype: str) -> 
     assert not results.exists(), "random weights are never a record"
 
 
-def test_a_wrong_text_fails_with_its_margin(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_text_fails_with_its_margin(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = identity.measure
 
     def wrong(pair: Pair, method: Any, inputs: Any, settings: Any) -> Outcome:
@@ -87,5 +100,9 @@ def test_only_narrow_ties_are_let_through() -> None:
     said: dict[str, Any] = {"sentence": "", "token": 3}
     assert identity.keeps(Agreement(sentence="identical"))
     assert identity.keeps(Agreement(**said, margin=0.2, is_tie=True))
-    for wrong in ({"margin": 0.3, "is_tie": True}, {"margin": 0.2, "is_tie": False}, {"is_tie": False}):
+    for wrong in (
+        {"margin": 0.3, "is_tie": True},
+        {"margin": 0.2, "is_tie": False},
+        {"is_tie": False},
+    ):
         assert not identity.keeps(Agreement(**said, **wrong))

@@ -58,7 +58,9 @@ def test_tiny_shapes_run_anywhere(results: Path, tmp_path: Path) -> None:
     assert libraries["silu_mul"] == "reference"
     for row in record["rows"]:
         left_out = row["libraries_left_out"]
-        assert left_out.keys() == (UNAVAILABLE if row["kernel"].startswith("block_attention") else set())
+        assert left_out.keys() == (
+            UNAVAILABLE if row["kernel"].startswith("block_attention") else set()
+        )
         assert all(why.startswith("not available") for why in left_out.values())
         assert row["bytes"] > 0
         assert row["microseconds"].keys() >= {"kernel", "reference"}
@@ -89,7 +91,10 @@ def test_a_wrong_kernel_is_said_and_the_others_are_timed(
     assert result.exit_code == 1
     record = json.loads(out.read_text())
     found = {row["kernel"]: row["why"] for row in record["wrong"]}
-    assert found == {"argmax": "result 0 differs in 4 places", "rms_norm": "TypeError: it takes no such thing"}
+    assert found == {
+        "argmax": "result 0 differs in 4 places",
+        "rms_norm": "TypeError: it takes no such thing",
+    }
     assert "left out: kernel for argmax" in result.stderr
     timed = {row["kernel"].partition(",")[0] for row in record["rows"]}
     assert timed == set(dflash_kernels.__all__) - {"argmax", "rms_norm"}
@@ -113,12 +118,20 @@ def test_flash_attention_from_the_hub_is_timed_where_it_can_be_loaded(
     """A stand-in with the library's interface: token-major states, `int32` lengths that count the block."""
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, softmax_scale: float, causal: bool
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cache_seqlens: Tensor,
+        softmax_scale: float,
+        causal: bool,
     ) -> Any:
         assert cache_seqlens.dtype == torch.int32
         out = torch.zeros_like(q)
         for row, length in enumerate(cache_seqlens.tolist()):
-            keys, values = (t[row, :length].repeat_interleave(q.shape[2] // k.shape[2], dim=1) for t in (k, v))
+            keys, values = (
+                t[row, :length].repeat_interleave(q.shape[2] // k.shape[2], dim=1) for t in (k, v)
+            )
             scores = torch.einsum("qhe,khe->hqk", q[row], keys) * softmax_scale
             if causal:  # aligned to the end
                 seen = torch.ones(q.shape[1], length).tril(length - q.shape[1]).bool()
@@ -162,10 +175,16 @@ def test_floors_take_the_worst_row_at_32k() -> None:
         row("block_attention, draft", 2048, 0.1, 900.0),
         row("argmax", 32768, 0.1, 900.0),
     ]
-    found = [(floor["value"], floor["verdict"]) for floor in kernel_times.floor_rows(rows, judged=True)]
+    found = [
+        (floor["value"], floor["verdict"]) for floor in kernel_times.floor_rows(rows, judged=True)
+    ]
     assert found == [(0.75, "pass"), (pytest.approx(1.01), "FAIL")]
-    assert {floor["verdict"] for floor in kernel_times.floor_rows(rows, judged=False)} == {"unmeasured"}
-    assert {floor["verdict"] for floor in kernel_times.floor_rows([], judged=True)} == {"unmeasured"}
+    assert {floor["verdict"] for floor in kernel_times.floor_rows(rows, judged=False)} == {
+        "unmeasured"
+    }
+    assert {floor["verdict"] for floor in kernel_times.floor_rows([], judged=True)} == {
+        "unmeasured"
+    }
 
 
 def test_without_a_gpu_it_says_that_it_needs_one(results: Path) -> None:

@@ -28,7 +28,10 @@ WEIGHT = torch.ones(3, 6)
 WORKS: dict[str, tuple[Callable[[], Any], int]] = {
     "pointwise": (lambda: X.add(1), 1),
     "in place": (lambda: X.clone().zero_(), 2),
-    "views": (lambda: (X.view(24), X.T, X[1:], X.expand(2, 4, 6), X.detach(), X.unflatten(1, (2, 3))), 0),
+    "views": (
+        lambda: (X.view(24), X.T, X[1:], X.expand(2, 4, 6), X.detach(), X.unflatten(1, (2, 3))),
+        0,
+    ),
     "memory": (lambda: (torch.empty(3), X.new_empty(2), torch.empty_like(X)), 0),
     "reshape that copies nothing": (lambda: X.reshape(6, 4), 0),
     "reshape that copies": (lambda: X.T.reshape(24), 1),
@@ -53,12 +56,17 @@ def test_the_rule(what: str) -> None:
 def test_what_choosing_takes_inside_is_counted() -> None:
     logits = torch.zeros(3, 2, 9000)
     for name, kept in launch_count.CHOOSING.items():
-        kernel = pytest.importorskip("triton") and importlib.import_module(f"dflash_kernels.{name}.kernel")
-        blocks = [(4, kernel.LONG), (4, kernel.CHUNK)] if name == "top_tokens" else [(8, kernel.BLOCK_V)]
+        kernel = pytest.importorskip("triton") and importlib.import_module(
+            f"dflash_kernels.{name}.kernel"
+        )
+        blocks = (
+            [(4, kernel.LONG), (4, kernel.CHUNK)] if name == "top_tokens" else [(8, kernel.BLOCK_V)]
+        )
         assert kept == blocks
         assert name != "top_tokens" or {kernel.LONG: kernel.SHORT} == launch_count.SHORT
     cases: list[tuple[Callable[[], Any], int]] = [
-        (lambda: ops.argmax(logits), 8 * 6 * 3),  # three chunks of six rows; what is returned is on a CPU
+        # Three chunks of six rows; what is returned is on a CPU
+        (lambda: ops.argmax(logits), 8 * 6 * 3),
         (lambda: top_tokens(logits[:, :, None], 15), 4 * 6 * (18 + 3)),
         (lambda: top_tokens(logits[:, :, None], 16), 4 * 6 * (71 + 3)),
     ]
@@ -70,7 +78,9 @@ def test_what_choosing_takes_inside_is_counted() -> None:
 
 
 def test_a_path_is_moved_in_as_many_launches_as_it_takes() -> None:
-    kernel = pytest.importorskip("triton") and importlib.import_module("dflash_kernels.keep_path.kernel")
+    kernel = pytest.importorskip("triton") and importlib.import_module(
+        "dflash_kernels.keep_path.kernel"
+    )
     assert launch_count.BUFFERS == kernel.MAX_BUFFERS
     given = (X, X, [X] * 72)
     assert num_launches(keep_path.op._opoverload, given) == 3
@@ -80,7 +90,9 @@ def run(*arguments: str) -> dict[str, Any]:
     """Runs the script's command in this process; returns its last line."""
     app = typer.Typer()
     app.command()(launches.main)
-    result = CliRunner().invoke(app, ["--tiny", "--context", "64", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, ["--tiny", "--context", "64", *arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return json.loads(result.output.splitlines()[-1])
 

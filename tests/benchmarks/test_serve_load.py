@@ -34,6 +34,8 @@ def test_what_is_wrong_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve_load.answer(client, request, "mine").startswith("wrong: ")
 
     for status, sentence in ((500, "expected"), (400, "Internal")):
-        told = SimpleNamespace(status_code=status, text="", json=lambda said=sentence: {"error": {"message": said}})
+        told = SimpleNamespace(
+            status_code=status, text="", json=lambda said=sentence: {"error": {"message": said}}
+        )
         monkeypatch.setattr(serve_load.httpx, "post", lambda *_, told=told, **__: told)
         assert serve_load.malform("http://x", b"", 400).startswith("wrong: ")

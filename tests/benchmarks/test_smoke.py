@@ -40,7 +40,9 @@ def test_every_engine_is_tried(results: Path, tmp_path: Path) -> None:
         assert rows[f"static, {cell}"]["engine"] == "static"
         assert rows[f"eager, {cell}"]["engine"] == "eager"
         assert rows[f"static, {cell}"]["is_tree"], "the defaults"
-        assert "stand for it" in rows[f"cuda_graph, {cell}"]["why"], "nothing is captured without CUDA"
+        assert "stand for it" in rows[f"cuda_graph, {cell}"]["why"], (
+            "nothing is captured without CUDA"
+        )
         assert f"not run: cuda_graph, {cell}" in result.stdout
     assert rows["kernels of all operations"]["failures"] == {}
     assert "block_attention" in rows["kernels of all operations"]["operations"]
@@ -48,7 +50,9 @@ def test_every_engine_is_tried(results: Path, tmp_path: Path) -> None:
     assert not results.exists(), "tiny sizes are never a record"
 
 
-def test_what_fails_is_a_row_and_not_the_end(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_a_row_and_not_the_end(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = smoke.measure
 
     def measure(pair: Pair, method: Any, *rest: Any) -> Any:

@@ -84,9 +84,18 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
     record = record_of(result)
     assert json.loads(out.read_text()) == record
     assert not results.exists(), "tiny shapes are never a record"
-    more = ["ours/eager", "ours/sampled", "ours/qwen3-sampling", "plain/qwen3-sampling", "plain/static"]
+    more = [
+        "ours/eager",
+        "ours/sampled",
+        "ours/qwen3-sampling",
+        "plain/qwen3-sampling",
+        "plain/static",
+    ]
     alone = ["ours/default", "ours", "plain", *(["zlab"] if HAS_ZLAB else []), "stock", *more]
-    found = {batch: [row["method"] for row in record["rows"] if row["batch"] == batch] for batch in (1, 8)}
+    found = {
+        batch: [row["method"] for row in record["rows"] if row["batch"] == batch]
+        for batch in (1, 8)
+    }
     assert found == {1: alone, 8: ["ours/default", "ours", "ours/w4", "plain", *more]}
     for row in record["rows"]:
         assert "tokens_per_second" not in row, "with random weights they are derived"
@@ -109,9 +118,13 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
         assert row["capture_seconds"] is None, "nothing is captured on a CPU"
         slowest = [kernel["microseconds"] for kernel in row["kernels"]]
         assert slowest == sorted(slowest, reverse=True)
-        assert any(kernel["name"] == "aten::addmm" or "mm" in kernel["name"] for kernel in row["kernels"])
+        assert any(
+            kernel["name"] == "aten::addmm" or "mm" in kernel["name"] for kernel in row["kernels"]
+        )
         # The middle of two samples is no sample, and percentiles are samples.
-        assert sum(row["parts_ms"].values()) == pytest.approx(row["step_over_floor"] * row["floor_ms"], rel=1e-3)
+        assert sum(row["parts_ms"].values()) == pytest.approx(
+            row["step_over_floor"] * row["floor_ms"], rel=1e-3
+        )
         wanted = row["bytes"]["total"] / record["provenance"]["copy_bytes_per_second"] * 1e3
         assert row["floor_ms"] == pytest.approx(wanted, rel=1e-4)
     assert {floor["verdict"] for floor in record["floors"]} == {"unmeasured"}
@@ -123,16 +136,28 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
 def test_every_shape_runs(results: Path, tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     result = run(
-        *QUICK, "--models", "all", "--cells", "2x12", "--methods", "ours,plain/static,stock", "--out", str(out)
+        *QUICK,
+        "--models",
+        "all",
+        "--cells",
+        "2x12",
+        "--methods",
+        "ours,plain/static,stock",
+        "--out",
+        str(out),
     )
     assert result.exit_code == 0, result.output
     record = record_of(result)
     assert [(row["model"], row["method"]) for row in record["rows"]] == [
         (name, method) for name in SHAPES for method in ("ours", "plain/static")
     ]
-    assert [row["model"] for row in record["stages"]] == [name for name in SHAPES for _ in ("the defaults", "a chain")]
+    assert [row["model"] for row in record["stages"]] == [
+        name for name in SHAPES for _ in ("the defaults", "a chain")
+    ]
     assert record["provenance"]["weight_bytes"].keys() == SHAPES.keys()
-    assert {row["why"] for row in record["not_run"] if row["model"] == "qwen3-vl-8b"} == {"it takes no vision target"}
+    assert {row["why"] for row in record["not_run"] if row["model"] == "qwen3-vl-8b"} == {
+        "it takes no vision target"
+    }
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(
@@ -140,7 +165,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(
 ) -> None:
     built: list[str] = []
 
-    def counted(name: str, shape: Any, dtype: torch.dtype, device: torch.device, **rest: Any) -> Pair:
+    def counted(
+        name: str, shape: Any, dtype: torch.dtype, device: torch.device, **rest: Any
+    ) -> Pair:
         built.append(device.type)
         return build_pair(name, shape, dtype, device, **rest)
 
@@ -148,7 +175,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(
     plan = build_pair("qwen3-8b", tiny(SHAPES["qwen3-8b"]), torch.float32, torch.device("meta"))
     fits, needs = memory_needed(plan, 1, 24, 4), memory_needed(plan, 64, 64, 4)
     out = ("--out", str(tmp_path / "step.json"), "--methods", "plain")
-    record = record_of(run(*QUICK, "--cells", "1x24,64x64", "--memory-gib", str(fits / 2**30), *out))
+    record = record_of(
+        run(*QUICK, "--cells", "1x24,64x64", "--memory-gib", str(fits / 2**30), *out)
+    )
     assert [row["batch"] for row in record["rows"]] == [1]
     (row,) = record["not_run"]
     assert (row["batch"], row["context"], row["bytes_needed"]) == (64, 64, needs)
@@ -166,7 +195,9 @@ def test_nothing_is_begun_when_time_is_up(results: Path, tmp_path: Path) -> None
     assert [row["why"] for row in record["not_run"]] == ["no time left"]
 
 
-def test_what_breaks_off_costs_only_itself(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_breaks_off_costs_only_itself(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = step.measure
 
     def measure(pair: Pair, method: Any, *rest: Any) -> Any:
@@ -180,10 +211,14 @@ def test_what_breaks_off_costs_only_itself(results: Path, tmp_path: Path, monkey
     assert result.exit_code == 1
     record = json.loads(out.read_text())
     assert [row["method"] for row in record["rows"]] == ["ours", "plain"]
-    assert [(row["what"], row["why"]) for row in record["not_run"]] == [("ours/eager", "AttributeError: it broke")]
+    assert [(row["what"], row["why"]) for row in record["not_run"]] == [
+        ("ours/eager", "AttributeError: it broke")
+    ]
 
 
-def test_an_interrupted_run_leaves_what_it_had(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_leaves_what_it_had(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = step.measure
 
     def measure(pair: Pair, method: Any, *rest: Any) -> Any:
@@ -254,7 +289,11 @@ def test_parts_are_timed_over_rows_that_do_not_move(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(owner, name, counted)
     before = {name: getattr(owner, name) for owner, name in ENDS.values()}
     stages = measure_stages(pair, inputs, settings, 5, samples=2)
-    assert {name: len(values) for name, values in stages.until_ms.items()} == {"draft": 2, "verify": 2, "step": 2}
+    assert {name: len(values) for name, values in stages.until_ms.items()} == {
+        "draft": 2,
+        "verify": 2,
+        "step": 2,
+    }
     assert stages.context == 3 * 9
     # Four runs of each body, one that looks for reads on the host, one profiled; accept also ends the prefill.
     assert (ran["propose"], ran["verify"]) == (14, 10)
@@ -283,7 +322,8 @@ class ReadWeights(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         is_view = isinstance(out, Tensor) and any(
-            isinstance(arg, Tensor) and out.untyped_storage().data_ptr() == arg.untyped_storage().data_ptr()
+            isinstance(arg, Tensor)
+            and out.untyped_storage().data_ptr() == arg.untyped_storage().data_ptr()
             for arg in args
         )
         if name != "embedding" and not is_view:
@@ -349,7 +389,9 @@ def test_the_8b_floor_is_the_one_that_is_asked_about() -> None:
     assert sum(w.numel() for w in pair.draft.parameters()) == pytest.approx(1.049e9, rel=1e-3)
     # Two operations per weight and token; 64 per byte of cache: 16 tokens, 4 heads, 2 operations, over bfloat16's 2.
     products = 16 * 2 * (8.19e9 - 151936 * 4096) + 2 * 16 * 1.049e9 + 2 * 15 * 151936 * 4096
-    assert work.flops == pytest.approx(products + 64 * (work.target_cache + work.draft_cache), rel=0.01)
+    assert work.flops == pytest.approx(
+        products + 64 * (work.target_cache + work.draft_cache), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -403,30 +445,64 @@ def test_derived_speeds() -> None:
     assert derived_speeds(8, 6, 10.0)["at_4.5"] == pytest.approx(8 * 3.539 * 100, abs=1)
 
 
-def measured(method: str, batch: int, context: int, ms: float, width: int | None = 16) -> dict[str, Any]:
+def measured(
+    method: str, batch: int, context: int, ms: float, width: int | None = 16
+) -> dict[str, Any]:
     """A row with the keys that floors look at."""
     engine = "cuda_graph" if method.startswith("ours") else None
-    row = {"model": "qwen3-8b", "method": method, "batch": batch, "context": context, "engine": engine}
+    row = {
+        "model": "qwen3-8b",
+        "method": method,
+        "batch": batch,
+        "context": context,
+        "engine": engine,
+    }
     return {**row, "step_ms": {"p50": ms}, "verify_width": width}
 
 
 def test_floors_are_compared_with_what_was_measured() -> None:
     rows = [
-        *(measured(name, 1, 2048, ms) for name, ms in (("ours", 6.0), ("zlab", 30.0), ("stock", 20.0))),
+        *(
+            measured(name, 1, 2048, ms)
+            for name, ms in (("ours", 6.0), ("zlab", 30.0), ("stock", 20.0))
+        ),
         measured("ours", 8, 2048, 8.0),
         measured("ours/w8", 8, 2048, 6.0, 8),
         measured("plain/static", 8, 2048, 5.0, None),
         measured("ours", 1, 32768, 9.0),
     ]
     stages: list[dict[str, Any]] = [
-        {"model": "qwen3-8b", "batch": 1, "context": 2048, "verify_width": 16, "block": 16, "floor_ms": 4.4}
-        | {"host_reads": None, "is_default": False, "step_ms": {"p50": 5.5}, "step_over_floor": 1.25}
+        {
+            "model": "qwen3-8b",
+            "batch": 1,
+            "context": 2048,
+            "verify_width": 16,
+            "block": 16,
+            "floor_ms": 4.4,
+        }
+        | {
+            "host_reads": None,
+            "is_default": False,
+            "step_ms": {"p50": 5.5},
+            "step_over_floor": 1.25,
+        }
     ]
-    stages.append({**stages[0], "context": 32768, "floor_ms": 6.0, "step_ms": {"p50": 8.8}, "step_over_floor": 1.4667})
+    stages.append(
+        {
+            **stages[0],
+            "context": 32768,
+            "floor_ms": 6.0,
+            "step_ms": {"p50": 8.8},
+            "step_over_floor": 1.4667,
+        }
+    )
     stages.append({**stages[0], "is_default": True, "step_over_floor": 1.3})
     memory: dict[str, Any] = {"qwen3-8b": {"eager": 20e9, "cuda_graph": 20.5e9}}
     floors = floor_rows(rows, stages, memory, {"qwen3-8b": 17_000_000_000}, judged=True)
-    values = [(round(floor["value"], 3) if floor["value"] is not None else None, floor["verdict"]) for floor in floors]
+    values = [
+        (round(floor["value"], 3) if floor["value"] is not None else None, floor["verdict"])
+        for floor in floors
+    ]
     assert values == [
         (1.25, "pass"),
         (1.467, "pass"),
@@ -452,11 +528,24 @@ def test_floors_are_compared_with_what_was_measured() -> None:
 
 def synthetic() -> dict[str, Any]:
     """A record as of a GPU, with numbers nobody measured."""
-    facts = {"benchmark": "step", "dtype": "bfloat16", "is_tiny": False, "is_complete": True, "commit": "0123456789"}
+    facts = {
+        "benchmark": "step",
+        "dtype": "bfloat16",
+        "is_tiny": False,
+        "is_complete": True,
+        "commit": "0123456789",
+    }
     facts |= {"machine": {"gpu": "A GPU"}, "versions": {"torch": "2.11"}}
     facts |= {"copy_bytes_per_second": 4e12, "product_flops_per_second": 8e14}
     work = {"total": 2e10, "flops": 4e11}
-    stage = {"model": "m", "batch": 1, "context": 2048, "block": 16, "verify_width": 16, "floor_ms": 5.0}
+    stage = {
+        "model": "m",
+        "batch": 1,
+        "context": 2048,
+        "block": 16,
+        "verify_width": 16,
+        "floor_ms": 5.0,
+    }
     stage |= {"step_ms": {"p50": 8.0}, "bytes": work, "plain_bytes": {"total": 1e10, "flops": 1e10}}
     stage |= {"parts_ms": {"draft": 2.0, "verify": 6.1, "accept": -0.1}}
     plain = {"model": "m", "method": "plain", "batch": 1, "context": 2048, "step_ms": {"p50": 5.0}}
@@ -471,7 +560,10 @@ def test_a_figure_is_drawn_from_the_record_alone(tmp_path: Path) -> None:
     assert points["m, plain"]["flops_per_second"] == pytest.approx(2e12)
     # No step stands above the roof of the copy.
     for point in points.values():
-        assert point["flops_per_second"] <= point["intensity"] * record["provenance"]["copy_bytes_per_second"]
+        assert (
+            point["flops_per_second"]
+            <= point["intensity"] * record["provenance"]["copy_bytes_per_second"]
+        )
     path = tmp_path / "step.json"
     path.write_text(json.dumps(record))
     app = typer.Typer()

@@ -36,7 +36,9 @@ def test_a_tiny_pair_learns(tmp_path: Path, model: str) -> None:
     assert row["step_ms"] > 0
 
 
-def test_a_loss_that_is_not_finite_is_said_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_said_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     whole = DFlashTrainer.training_step
 
     def broken(self: DFlashTrainer, *args: Any) -> object:

@@ -28,7 +28,10 @@ def test_a_tree_is_measured_beside_a_commit_of_it() -> None:
     assert set(here) == set(there) == set(trees.NAMES)
     for name in trees.NAMES:
         assert record["ratios"][name] == here[name] / there[name]
-    assert subprocess.check_output(["git", "-C", str(ROOT), "worktree", "list"], text=True) == worktrees
+    assert (
+        subprocess.check_output(["git", "-C", str(ROOT), "worktree", "list"], text=True)
+        == worktrees
+    )
 
 
 def test_a_commit_that_is_not_there_is_a_sentence() -> None:

@@ -51,7 +51,16 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     folder = tmp_path_factory.mktemp("endless")
     pair = write_pair(folder / "pair")
-    options = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--port", str(port), "--threads", "1"]
+    options = [
+        "--target",
+        str(pair / "target"),
+        "--draft",
+        str(pair / "draft"),
+        "--port",
+        str(port),
+        "--threads",
+        "1",
+    ]
     script = [str(ROOT / "tests" / "helpers" / "held_chat.py"), str(folder / "allowed")]
     server = start([*script, *options], folder / "log", pair, port)
     yield server
@@ -69,7 +78,14 @@ def held(endless: Server) -> Iterator[Server]:
 def forgetful(endless: Server, tmp_path: Path) -> Iterator[Server]:
     """The chat on the pair of `endless`, with a clock of its own for uploads, and room for three."""
     port = free_port()
-    options = ["--target", str(endless.pair / "target"), "--draft", str(endless.pair / "draft"), "--port", str(port)]
+    options = [
+        "--target",
+        str(endless.pair / "target"),
+        "--draft",
+        str(endless.pair / "draft"),
+        "--port",
+        str(port),
+    ]
     script = [str(ROOT / "tests" / "helpers" / "forgetful_chat.py"), str(tmp_path / "later")]
     server = start([*script, *options], tmp_path / "log", endless.pair, port)
     yield server
@@ -82,7 +98,9 @@ def chromium() -> Iterator[Browser]:
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     if path is None:
-        pytest.fail("expected Chromium for the browser tests, got none; `make chromium`, or set CHROMIUM to its path")
+        pytest.fail(
+            "expected Chromium for the browser tests, got none; `make chromium`, or set CHROMIUM to its path"
+        )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield browser
@@ -115,7 +133,11 @@ def open_page(chromium: Browser) -> Iterator[Callable[..., Page]]:
     yield open_one
     for context in contexts:
         context.close()
-    outside = [url for url in seen if urlsplit(url).scheme not in ("data", "blob") and "127.0.0.1" not in url[:20]]
+    outside = [
+        url
+        for url in seen
+        if urlsplit(url).scheme not in ("data", "blob") and "127.0.0.1" not in url[:20]
+    ]
     assert seen, "the browser asked for nothing: this check looks elsewhere"
     assert not outside, f"the page asked for {outside}"
     # A refused upload is a failed request, and the small image of one that was deleted; the page says the rest.

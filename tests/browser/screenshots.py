@@ -8,7 +8,8 @@ from helpers.browser import Chat, Server
 from helpers.source_tree import ROOT
 
 STILL = (
-    "document.getAnimations().every(a => a.playState !== 'running' || a.effect.getTiming().iterations === Infinity)"
+    "document.getAnimations()"
+    ".every(a => a.playState !== 'running' || a.effect.getTiming().iterations === Infinity)"
 )
 
 

@@ -22,11 +22,15 @@ def bomb(path: Path, width: int, height: int) -> None:
     """Writes a small PNG whose header promises a large image."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(bytes(1000))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
 
 
 def write_bad(name: str, folder: Path) -> tuple[Path, str]:
@@ -53,7 +57,9 @@ def write_bad(name: str, folder: Path) -> tuple[Path, str]:
     return path, "aspect ratio"
 
 
-def test_bad_image_is_refused_in_a_sentence(endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
+def test_bad_image_is_refused_in_a_sentence(
+    endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
+) -> None:
     chat = open_chat(endless)
     chat.set_length(16)
     for name in ("broken", "cut", "empty", "bomb", "large", "thin"):
@@ -62,8 +68,12 @@ def test_bad_image_is_refused_in_a_sentence(endless: Server, open_chat: Callable
         assert part in chat.notice(part), name
         assert not any(word in chat.page.content() for word in SENTENCE_WORDS)
         # The text is still there, the image is not, and sending it again works.
-        chat.page.wait_for_function("document.querySelector('#df-box textarea').value === 'what is this'")
-        chat.page.wait_for_function("document.querySelectorAll('#df-box .thumbnail-item').length === 0")
+        chat.page.wait_for_function(
+            "document.querySelector('#df-box textarea').value === 'what is this'"
+        )
+        chat.page.wait_for_function(
+            "document.querySelectorAll('#df-box .thumbnail-item').length === 0"
+        )
         chat.page.click("#df-box .submit-button")
         assert len(chat.wait("done")) == 16
         assert chat.page.locator(".df-notice").count() == 0
@@ -92,7 +102,12 @@ def write_odd(name: str, folder: Path) -> Path:
     image = picture(48, 32)
     if name == "animated":
         path = folder / "animated.gif"
-        image.save(path, save_all=True, append_images=[picture(48, 32, seed) for seed in (1, 2, 3)], duration=50)
+        image.save(
+            path,
+            save_all=True,
+            append_images=[picture(48, 32, seed) for seed in (1, 2, 3)],
+            duration=50,
+        )
     elif name == "cmyk":
         path = folder / "cmyk.jpg"
         image.convert("CMYK").save(path)
@@ -113,7 +128,9 @@ def write_odd(name: str, folder: Path) -> Path:
     return path
 
 
-def test_odd_image_is_answered(endless: Server, open_chat: Callable[..., Chat], tmp_path: Path) -> None:
+def test_odd_image_is_answered(
+    endless: Server, open_chat: Callable[..., Chat], tmp_path: Path
+) -> None:
     chat = open_chat(endless)
     chat.set_length(16)
     for name in ("cmyk", "pixel", "deep", "turned", "transparent", "animated"):
@@ -146,7 +163,9 @@ def test_empty_message_is_refused(endless: Server, open_chat: Callable[..., Chat
     assert chat.page.locator(".df-user").count() == 0
 
 
-def test_long_prompt_is_refused_with_numbers_before_any_work(endless: Server, open_chat: Callable[..., Chat]) -> None:
+def test_long_prompt_is_refused_with_numbers_before_any_work(
+    endless: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(endless)
     chat.set_length(96)
     chat.send("x" * 5000)
@@ -199,7 +218,9 @@ def test_text_of_a_model_never_runs(endless: Server, open_chat: Callable[..., Ch
 
 def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, str]:
     """Sends a request as a program does; returns the status and what is said."""
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})
+    request = urllib.request.Request(
+        server.url + path, body, {"Content-Type": "application/json", **headers}
+    )
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
             return reply.status, reply.read().decode()
@@ -215,7 +236,10 @@ def test_large_bodies_and_pages_from_elsewhere_are_refused(endless: Server) -> N
         assert sentence.startswith("expected a request of at most ")
     for path in ("/gradio_api/upload", "/gradio_api/queue/join"):
         status, sentence = post(endless, path, b"{}", Origin="http://evil.example")
-        assert (status, sentence.partition(",")[0]) == (403, "expected a request of this chat's own page")
+        assert (status, sentence.partition(",")[0]) == (
+            403,
+            "expected a request of this chat's own page",
+        )
 
 
 def test_another_browser_reads_nothing_of_a_page_whose_name_it_knows(
@@ -223,7 +247,9 @@ def test_another_browser_reads_nothing_of_a_page_whose_name_it_knows(
 ) -> None:
     chat, other = open_chat(endless), open_chat(endless)
     names: list[str] = []
-    chat.page.on("request", lambda request: names.extend(re.findall(r"session_hash=(\w+)", request.url)))
+    chat.page.on(
+        "request", lambda request: names.extend(re.findall(r"session_hash=(\w+)", request.url))
+    )
     chat.set_length(16)
     chat.ask("what is this")
     assert names

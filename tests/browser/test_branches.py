@@ -43,13 +43,17 @@ def answered(chat: Chat, server: Server) -> list[tuple[str, str, str]]:
     chat.ask(next(row for row in questions(server) if "JSON" in row))
     steps: Any = chat.page.eval_on_selector_all("#df-talk [data-df-tried]", STEPS)
     assert any("\t" in tried for tried, _, _ in steps), "no step has tried anything else"
-    assert chat.page.locator("#df-talk .df-run[title]").count() < len(steps), "they are explained twice"
+    assert chat.page.locator("#df-talk .df-run[title]").count() < len(steps), (
+        "they are explained twice"
+    )
     return steps
 
 
 def questions(server: Server) -> list[str]:
     """The examples that the page offers."""
-    rows = map(json.loads, (server.pair / "held_out.jsonl").read_text(encoding="utf-8").splitlines())
+    rows = map(
+        json.loads, (server.pair / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return [row["messages"][0]["content"] for row in rows if len(row["messages"]) == 1]
 
 
@@ -58,7 +62,11 @@ def rows_of(tried: str) -> list[list[str]]:
     rows: list[list[str]] = []
     for line in tried.split("\n")[1:]:
         after, from_text, text = line.split("\t")
-        where = "from the start" if after == "0" else f"after {after} token{'s' if after != '1' else ''}"
+        where = (
+            "from the start"
+            if after == "0"
+            else f"after {after} token{'s' if after != '1' else ''}"
+        )
         rows.append([where, text, *(["from the text before"] if from_text == "1" else [])])
     return rows
 
@@ -104,11 +112,16 @@ def test_branches_are_seen_by_pointing_at_a_step(
     index = next(i for i, (tried, _, _) in enumerate(steps) if "\t" in tried)
     for number in (index, len(steps) - 1):
         places.nth(number).hover()
-        page.wait_for_selector(f"#df-talk [data-df-tried] >> nth={number} >> css=:scope[aria-describedby=df-tried]")
+        page.wait_for_selector(
+            f"#df-talk [data-df-tried] >> nth={number} >> css=:scope[aria-describedby=df-tried]"
+        )
         assert_shows(page, steps[number])
     findings = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
     wrong = [
-        node["target"] for found in findings if found["impact"] in ("serious", "critical") for node in found["nodes"]
+        node["target"]
+        for found in findings
+        if found["impact"] in ("serious", "critical")
+        for node in found["nodes"]
     ]
     assert wrong in ([], [[".latest"]]), "Gradio's own is the only one"
     for parts in page.locator(f"{OPEN} p, {OPEN} dt, {OPEN} dd > span").all():
@@ -149,7 +162,9 @@ def test_branches_are_seen_by_keyboard(text_pair: Server, open_chat: Callable[..
     assert not page.evaluate(inside), "every step is a stop of its own"
 
 
-def test_branches_are_seen_by_tapping_a_step_and_are_text(text_pair: Server, open_chat: Callable[..., Chat]) -> None:
+def test_branches_are_seen_by_tapping_a_step_and_are_text(
+    text_pair: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(text_pair, width=390, height=844, has_touch=True)
     page, steps = chat.page, answered(chat, text_pair)
     place = page.locator("#df-talk [data-df-tried]").nth(2)

@@ -48,7 +48,9 @@ def assert_headline(page: Page, plain: float, drafted: float) -> None:
     low, high = (plain - half) / (drafted + half), (plain + half) / max(drafted - half, half)
     assert text == f"Same answer, {number} faster"
     assert (
-        low - (0.51 if low >= 9.9 else 0.051) <= float(number.rstrip("×")) <= high + (0.51 if high >= 9.9 else 0.051)
+        low - (0.51 if low >= 9.9 else 0.051)
+        <= float(number.rstrip("×"))
+        <= high + (0.51 if high >= 9.9 else 0.051)
     )
 
 
@@ -57,12 +59,14 @@ def plain_pair(pair: Path) -> tuple[Any, Any]:
     """A pair's target and its tokenizer or processor, without anything of the chat's own."""
     sees = hasattr(AutoConfig.from_pretrained(pair / "target"), "vision_config")
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    return kind.from_pretrained(pair / "target"), (AutoProcessor if sees else AutoTokenizer).from_pretrained(
-        pair / "target"
-    )
+    return kind.from_pretrained(pair / "target"), (
+        AutoProcessor if sees else AutoTokenizer
+    ).from_pretrained(pair / "target")
 
 
-def plain_answers(pair: Path, length: int, *questions: tuple[str, list[Path]], system: str = "") -> list[str]:
+def plain_answers(
+    pair: Path, length: int, *questions: tuple[str, list[Path]], system: str = ""
+) -> list[str]:
     """What plain `generate` says in a conversation, prefilled anew at every turn."""
     target, encoder = plain_pair(pair)
     sees = hasattr(target.config, "vision_config")
@@ -71,17 +75,32 @@ def plain_answers(pair: Path, length: int, *questions: tuple[str, list[Path]], s
     texts: list[str] = []
     for text, files in questions:
         images = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in files]
-        messages.append({"role": "user", "content": [*images, {"type": "text", "text": text}] if sees else text})
+        messages.append(
+            {"role": "user", "content": [*images, {"type": "text", "text": text}] if sees else text}
+        )
         inputs = encoder.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
         )
         ids = target.generate(**inputs, max_new_tokens=length, do_sample=False)
-        texts.append(encoder.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": texts[-1]}] if sees else texts[-1]})
+        texts.append(
+            encoder.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
+        messages.append(
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": texts[-1]}] if sees else texts[-1],
+            }
+        )
     return texts
 
 
-def test_answer_is_shown_run_by_run_while_it_is_written(held: Server, open_chat: Callable[..., Chat]) -> None:
+def test_answer_is_shown_run_by_run_while_it_is_written(
+    held: Server, open_chat: Callable[..., Chat]
+) -> None:
     """The page shows the first token when there is no other, and each further run before the next is there."""
     chat = open_chat(held)
     chat.set_length(32)
@@ -101,10 +120,14 @@ def test_answer_is_shown_run_by_run_while_it_is_written(held: Server, open_chat:
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(states))
     seen = chat.page.evaluate("window.seen")
     assert set(states) <= set(seen)
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen)), "a text was taken back"
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen)), (
+        "a text was taken back"
+    )
 
 
-def test_answer_has_coloured_runs_and_statistics(bundled: Server, open_chat: Callable[..., Chat]) -> None:
+def test_answer_has_coloured_runs_and_statistics(
+    bundled: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(bundled)
     chat.page.evaluate(WATCH)
     text = chat.ask(bundled.question())
@@ -112,12 +135,18 @@ def test_answer_has_coloured_runs_and_statistics(bundled: Server, open_chat: Cal
     assert text == plain_answers(bundled.pair, 320, (bundled.question(), []))[0]
     seen = chat.page.evaluate("window.seen")
     assert seen[-1] == text
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen)), "a text was taken back"
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen)), (
+        "a text was taken back"
+    )
 
     tokens = chat.numbers("#df-talk .df-run", "--n")
     forwards = len(chat.numbers(".df-strip li", "--a"))
-    assert len(tokens) in (forwards, forwards - 1), "the last forward may have written nothing but the end"
-    columns = zip(chat.numbers(".df-strip li", "--a"), chat.numbers(".df-strip li", "--b"), strict=True)
+    assert len(tokens) in (forwards, forwards - 1), (
+        "the last forward may have written nothing but the end"
+    )
+    columns = zip(
+        chat.numbers(".df-strip li", "--a"), chat.numbers(".df-strip li", "--b"), strict=True
+    )
     committed = [accepted + bonus for accepted, bonus in columns]
     assert committed[: len(tokens)] == tokens
     assert max(tokens) > 1, "no run has more than one token: nothing was accepted"
@@ -135,17 +164,23 @@ def test_answer_has_coloured_runs_and_statistics(bundled: Server, open_chat: Cal
     assert f"{total} tokens" in chat.meta()
 
 
-def test_speed_is_shown_while_the_answer_is_written(held: Server, open_chat: Callable[..., Chat]) -> None:
+def test_speed_is_shown_while_the_answer_is_written(
+    held: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(held)
     chat.set_length(256)
     held.hold(64)
     chat.send("hello")
     chat.wait_for_letters(64)
     # Nothing comes, and time goes by: tokens by seconds falls.
-    speed = chat.page.locator("#df-statistics .df-stats[data-live] .df-figure strong").first.text_content()
+    speed = chat.page.locator(
+        "#df-statistics .df-stats[data-live] .df-figure strong"
+    ).first.text_content()
     assert float(str(speed)) > 0
     script = "then => { const now = document.querySelector('#df-statistics .df-stats[data-live] .df-figure strong');"
-    chat.page.wait_for_function(script + "return now && Number(now.textContent) < then }", arg=float(str(speed)))
+    chat.page.wait_for_function(
+        script + "return now && Number(now.textContent) < then }", arg=float(str(speed))
+    )
     held.hold(None)
     assert len(chat.wait("done")) == 256
     assert chat.page.locator("#df-statistics .df-stats[data-live]").count() == 0
@@ -163,11 +198,15 @@ def test_image_and_follow_up_are_answered_as_plain_generate_does(
     answers = [chat.ask(text, *images) for text, images in turns]
 
     assert answers == plain_answers(endless.pair, 32, *turns)
-    assert answers != plain_answers(endless.pair, 32, *[(text, []) for text, _ in turns]), "images change nothing"
+    assert answers != plain_answers(endless.pair, 32, *[(text, []) for text, _ in turns]), (
+        "images change nothing"
+    )
     assert "prompt tokens from the cache" in chat.meta()
     shown = chat.page.locator(".df-user").nth(2).locator(".df-images img")
     assert shown.count() == 2
-    assert all(shown.nth(i).evaluate("image => image.complete && image.naturalWidth > 0") for i in range(2))
+    assert all(
+        shown.nth(i).evaluate("image => image.complete && image.naturalWidth > 0") for i in range(2)
+    )
 
 
 def test_draft_off_is_plain_generate_and_so_is_a_top_p_that_leaves_the_best_token_alone(
@@ -192,7 +231,9 @@ def test_draft_off_is_plain_generate_and_so_is_a_top_p_that_leaves_the_best_toke
     assert chat.ask(bundled.question()) == text
 
 
-def test_stop_ends_the_run_and_the_chat_goes_on(held: Server, open_chat: Callable[..., Chat]) -> None:
+def test_stop_ends_the_run_and_the_chat_goes_on(
+    held: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(held)
     chat.set_length(1024)
     held.hold(24)
@@ -210,7 +251,9 @@ def test_stop_ends_the_run_and_the_chat_goes_on(held: Server, open_chat: Callabl
     assert len(chat.ask("go on")) == 16
 
 
-def test_new_chat_ends_the_run_and_nothing_of_it_comes_back(held: Server, open_chat: Callable[..., Chat]) -> None:
+def test_new_chat_ends_the_run_and_nothing_of_it_comes_back(
+    held: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(held)
     chat.set_length(1024)
     held.hold(32)  # the old run would wait there for ever, and the new one behind it
@@ -225,7 +268,9 @@ def test_new_chat_ends_the_run_and_nothing_of_it_comes_back(held: Server, open_c
     assert chat.page.locator(".df-user p").all_text_contents() == ["hello", "again"]
 
 
-def test_temperature_changes_the_text_and_length_ends_it(endless: Server, open_chat: Callable[..., Chat]) -> None:
+def test_temperature_changes_the_text_and_length_ends_it(
+    endless: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(endless)
     chat.set_length(32)
     greedy = chat.ask("hello")
@@ -238,10 +283,14 @@ def test_temperature_changes_the_text_and_length_ends_it(endless: Server, open_c
     assert "32 tokens" in chat.meta()
 
 
-def test_race_compares_both_ways_token_by_token(bundled: Server, open_chat: Callable[..., Chat]) -> None:
+def test_race_compares_both_ways_token_by_token(
+    bundled: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(bundled)
     text = chat.ask(bundled.question())
-    assert chat.page.locator(".df-race").get_attribute("data-state") == "none", "the race of another question"
+    assert chat.page.locator(".df-race").get_attribute("data-state") == "none", (
+        "the race of another question"
+    )
     assert "instead of" in str(chat.page.text_content("h1"))
     chat.page.click("#df-race-start")
     chat.page.wait_for_selector('.df-race[data-state="done"] em')
@@ -249,7 +298,8 @@ def test_race_compares_both_ways_token_by_token(bundled: Server, open_chat: Call
     lanes = chat.page.locator(".df-lane-text").all_text_contents()
     assert lanes == [text, text]
     counted = [
-        int(str(foot).split()[0]) for foot in chat.page.locator(".df-lane footer span:first-child").all_text_contents()
+        int(str(foot).split()[0])
+        for foot in chat.page.locator(".df-lane footer span:first-child").all_text_contents()
     ]
     assert counted[0] == counted[1]
     assert f"identical all {counted[0]} tokens are the same" in verdict
@@ -279,7 +329,9 @@ def test_page_opens_with_an_example_that_was_raced_and_is_replayed_as_it_was(
     assert len(delays) == len(chat.numbers(".df-lane-text div > span", "--t"))
     assert all(abs(delay / 1000 - after / pace) < 0.01 for after, delay in delays)
     still = open_chat(bundled, reduced_motion="reduce").page
-    assert not still.evaluate("document.getAnimations().length"), "it moves for somebody who wants that nothing moves"
+    assert not still.evaluate("document.getAnimations().length"), (
+        "it moves for somebody who wants that nothing moves"
+    )
 
 
 def test_example_can_be_raced_on_and_is_not_part_of_the_conversation(
@@ -293,7 +345,10 @@ def test_example_can_be_raced_on_and_is_not_part_of_the_conversation(
         "return e && e.textContent !== before }",
         arg=before,
     )
-    assert chat.ask(bundled.question()) == plain_answers(bundled.pair, 320, (bundled.question(), []))[0]
+    assert (
+        chat.ask(bundled.question())
+        == plain_answers(bundled.pair, 320, (bundled.question(), []))[0]
+    )
     assert chat.page.locator(".df-user p").all_text_contents() == [bundled.question()]
 
 
@@ -307,9 +362,13 @@ def test_answer_can_be_written_again_and_copied_and_read_without_colours(
     chat.set_length(32)
     chat.answers -= 1
     chat.page.get_by_role("button", name="Retry").click()
-    chat.page.wait_for_function("document.querySelectorAll('.df-meta')[1]?.textContent.includes('32 tokens')")
+    chat.page.wait_for_function(
+        "document.querySelectorAll('.df-meta')[1]?.textContent.includes('32 tokens')"
+    )
     longer = chat.wait("done")
-    assert longer == plain_answers(endless.pair, 32, ("hello", []), ("again", []))[1] or longer.startswith(second)
+    assert longer == plain_answers(endless.pair, 32, ("hello", []), ("again", []))[
+        1
+    ] or longer.startswith(second)
     assert chat.page.locator(".df-answer .df-text").first.text_content() == first
     assert chat.page.locator(".df-user p").all_text_contents() == ["hello", "again"]
     text = chat.page.locator("#df-talk .message-content").last
@@ -320,10 +379,14 @@ def test_answer_can_be_written_again_and_copied_and_read_without_colours(
     assert str(text.text_content()).strip() == longer.strip()
     assert not chat.page.locator("#df-talk .df-run").last.is_visible()
     chat.page.get_by_role("button", name="Copy message").last.click()
-    chat.page.wait_for_function("text => navigator.clipboard.readText().then(copied => copied === text)", arg=longer)
+    chat.page.wait_for_function(
+        "text => navigator.clipboard.readText().then(copied => copied === text)", arg=longer
+    )
 
 
-def test_system_prompt_comes_before_the_question(endless: Server, open_chat: Callable[..., Chat]) -> None:
+def test_system_prompt_comes_before_the_question(
+    endless: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(endless)
     chat.set_length(16)
     without = chat.ask("hello")

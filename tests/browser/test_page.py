@@ -111,7 +111,9 @@ def get(url: str) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize(("width", "scheme"), half({"1280": 1280, "390": 390}, ["light", "dark"]))
-def test_page_can_be_read(width: int, scheme: str, bundled: Server, open_chat: Callable[..., Chat]) -> None:
+def test_page_can_be_read(
+    width: int, scheme: str, bundled: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(bundled, width=width, height=844, color_scheme=scheme)
     assert chat.page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
     sideways = "document.documentElement.scrollWidth > innerWidth || " + SPILLS
@@ -122,10 +124,18 @@ def test_page_can_be_read(width: int, scheme: str, bundled: Server, open_chat: C
     chat.page.click("#df-race-start")
     chat.page.wait_for_selector('.df-race[data-state="done"] em')
     places.append(chat.page.evaluate(PLACES))
-    moved = {name: [part.get(name) for part in places] for name in places[2] if places[1][name] != places[2][name]}
+    moved = {
+        name: [part.get(name) for part in places]
+        for name in places[2]
+        if places[1][name] != places[2][name]
+    }
     assert not moved
     if width == 1280:  # elsewhere the examples make room
-        moved = {name: [part.get(name) for part in places] for name in places[1] if places[0][name] != places[1][name]}
+        moved = {
+            name: [part.get(name) for part in places]
+            for name in places[1]
+            if places[0][name] != places[1][name]
+        }
         assert not moved
     assert not chat.page.evaluate(COLLIDES)
     assert not serious(chat.page)
@@ -147,14 +157,18 @@ def test_page_can_be_read(width: int, scheme: str, bundled: Server, open_chat: C
     side: Any = chat.page.locator("#df-side").bounding_box()
     talk: Any = chat.page.locator("#df-chat").bounding_box()
     beside = side["x"] >= talk["x"] + talk["width"]
-    assert beside == (width == 1280), "the statistics stand beside the chat where there is room, else below it"
+    assert beside == (width == 1280), (
+        "the statistics stand beside the chat where there is room, else below it"
+    )
 
 
 def test_theme_can_be_switched(bundled: Server, open_page: Callable[..., Page]) -> None:
     page = open_page(bundled)
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("[data-df-theme]")
-    page.wait_for_function("before => getComputedStyle(document.body).backgroundColor !== before", arg=before)
+    page.wait_for_function(
+        "before => getComputedStyle(document.body).backgroundColor !== before", arg=before
+    )
 
 
 def test_example_is_asked_with_a_click(bundled: Server, open_chat: Callable[..., Chat]) -> None:
@@ -167,7 +181,9 @@ def test_example_is_asked_with_a_click(bundled: Server, open_chat: Callable[...,
     assert chat.page.locator(".df-images img").count() == images
 
 
-def test_example_is_asked_once_by_a_double_click(bundled: Server, open_chat: Callable[..., Chat]) -> None:
+def test_example_is_asked_once_by_a_double_click(
+    bundled: Server, open_chat: Callable[..., Chat]
+) -> None:
     chat = open_chat(bundled)
     example = chat.page.locator("[data-df-example]").first
     images = example.locator("img").count()
@@ -200,7 +216,12 @@ def test_no_other_file_and_no_other_address_is_served(path: str, endless: Server
 
 
 def test_files_of_the_clone_and_the_target_are_not_served(endless: Server) -> None:
-    for file in (Path(__file__), endless.pair / "target" / "config.json", endless.log, Path.cwd() / "pyproject.toml"):
+    for file in (
+        Path(__file__),
+        endless.pair / "target" / "config.json",
+        endless.log,
+        Path.cwd() / "pyproject.toml",
+    ):
         assert file.is_file()
         assert get(f"{endless.url}/gradio_api/file={file}")[0] == 403
 
@@ -219,7 +240,9 @@ def test_call_with_a_path_of_the_server_as_upload_is_refused(
         body = json.loads(route.request.post_data)
         for value in body["data"]:
             if isinstance(value, dict) and "files" in value:
-                value["files"] = [{"path": place, "meta": {"_type": "gradio.FileData"}, "orig_name": "secret.png"}]
+                value["files"] = [
+                    {"path": place, "meta": {"_type": "gradio.FileData"}, "orig_name": "secret.png"}
+                ]
         route.continue_(post_data=json.dumps(body))
 
     page.route(re.compile(r"/queue/join"), tamper)
@@ -278,7 +301,9 @@ def test_other_names_for_this_machine_are_refused(endless: Server) -> None:
 
 def test_it_listens_on_loopback_only(endless: Server) -> None:
     listening = [
-        c.laddr for c in psutil.Process(endless.process.pid).net_connections() if c.status == psutil.CONN_LISTEN
+        c.laddr
+        for c in psutil.Process(endless.process.pid).net_connections()
+        if c.status == psutil.CONN_LISTEN
     ]
     assert listening
     assert {address.ip for address in listening} == {"127.0.0.1"}

@@ -28,7 +28,9 @@ def page_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_and_is_readable(width: int, scheme: str, page_of_a_run: Path, chromium: Browser) -> None:
+def test_it_fits_and_is_readable(
+    width: int, scheme: str, page_of_a_run: Path, chromium: Browser
+) -> None:
     context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     asked: list[str] = []
     complaints: list[str] = []
@@ -41,10 +43,14 @@ def test_it_fits_and_is_readable(width: int, scheme: str, page_of_a_run: Path, c
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert not page.evaluate(WIDER)
     # A figure's text is not smaller than 9 pixels on any screen.
-    sizes = page.eval_on_selector_all("svg text", "all => all.map(e => e.getBoundingClientRect().height)")
+    sizes = page.eval_on_selector_all(
+        "svg text", "all => all.map(e => e.getBoundingClientRect().height)"
+    )
     assert len(sizes) > 50
     assert min(sizes) >= 9
-    background, *inks = (sum(map(int, colour[4:-1].split(","))) for colour in page.evaluate(COLOURS))
+    background, *inks = (
+        sum(map(int, colour[4:-1].split(","))) for colour in page.evaluate(COLOURS)
+    )
     assert all(abs(ink - background) > 250 for ink in inks), "text that is hardly there"
     assert (background > 600) == (scheme == "light")
     assert asked == [page_of_a_run.as_uri()]

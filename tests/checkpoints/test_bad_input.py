@@ -42,7 +42,11 @@ OWN: dict[str, Any] = {"own_embed_tokens": True, "own_lm_head": True}
 # Layout -> a draft that uses what the layout has.
 DRAFTS: dict[str, dict[str, Any]] = {
     "dflash": {**OWN, "draft_vocab_size": 13},
-    "zlab": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "is_causal": None},
+    "zlab": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "is_causal": None,
+    },
     "speculators": {
         **OWN,
         "draft_vocab_size": 13,
@@ -93,7 +97,9 @@ def change(folder: Path, changes: dict[str, Tensor | None]) -> Path:
     """Replaces, adds or (None) removes tensors; returns the file."""
     file = folder / "model.safetensors"
     tensors: dict[str, Tensor | None] = {**load_file(file), **changes}
-    save_file({name: t for name, t in tensors.items() if t is not None}, file, metadata={"format": "pt"})
+    save_file(
+        {name: t for name, t in tensors.items() if t is not None}, file, metadata={"format": "pt"}
+    )
     return file
 
 
@@ -121,7 +127,9 @@ def test_maps_that_contradict_each_other_or_the_config(tmp_path: Path) -> None:
     save_draft(make_draft("speculators"), tmp_path, "speculators")
     weights = load_file(tmp_path / "model.safetensors")
     change(tmp_path, {"t2d": torch.roll(weights["t2d"], 1)})
-    with pytest.raises(ValueError, match=r"expected t2d in .*model\.safetensors to mark the tokens that d2t names"):
+    with pytest.raises(
+        ValueError, match=r"expected t2d in .*model\.safetensors to mark the tokens that d2t names"
+    ):
         load_draft(tmp_path)
     change(tmp_path, {"t2d": weights["t2d"], "d2t": weights["d2t"].to(torch.int32)})
     with pytest.raises(ValueError, match="d2t of type I32"):
@@ -131,7 +139,10 @@ def test_maps_that_contradict_each_other_or_the_config(tmp_path: Path) -> None:
         load_draft(tmp_path)
     change(tmp_path, {"d2t": weights["d2t"]})
     config = json.loads((tmp_path / "config.json").read_text())
-    for size, message in ((12, "lm_head.weight of shape .13, 16. instead of .12, 16."), (48, "d2t in .* got offsets")):
+    for size, message in (
+        (12, "lm_head.weight of shape .13, 16. instead of .12, 16."),
+        (48, "d2t in .* got offsets"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "draft_vocab_size": size}))
         if size == 48:
             change(tmp_path, {"lm_head.weight": torch.zeros(48, 16)})
@@ -144,7 +155,14 @@ def test_maps_of_the_whole_vocabulary_are_dropped(tmp_path: Path) -> None:
     draft = DFlashDraftModel(DFlashConfig(**{**TINY, **OWN})).eval()
     save_draft(draft, tmp_path, "speculators")
     extra = {"d2t": torch.zeros(48, dtype=torch.long), "t2d": torch.ones(48, dtype=torch.bool)}
-    change(tmp_path, {**extra, "verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": torch.ones(48, 16)})
+    change(
+        tmp_path,
+        {
+            **extra,
+            "verifier_norm.weight": torch.ones(16),
+            "verifier_lm_head.weight": torch.ones(48, 16),
+        },
+    )
     loaded = load_draft(tmp_path)
     assert loaded.state_dict().keys() == draft.state_dict().keys()
 
@@ -154,7 +172,9 @@ def test_maps_of_the_whole_vocabulary_are_dropped(tmp_path: Path) -> None:
 def test_truncated_file_is_named(cut: int, folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(ValueError, match=rf"expected whole safetensors files, got .*{file.name} \("):
+    with pytest.raises(
+        ValueError, match=rf"expected whole safetensors files, got .*{file.name} \("
+    ):
         load_draft(folder)
 
 
@@ -164,7 +184,10 @@ def test_weights_of_other_types(folder: Path) -> None:
     change(folder, {"norm.weight": torch.ones(16, dtype=torch.int32)})
     with pytest.raises(ValueError, match=r"norm\.weight of type I32"):
         load_draft(folder)
-    change(folder, {"norm.weight": torch.ones(16).half(), "hidden_norm.weight": torch.ones(16).bfloat16()})
+    change(
+        folder,
+        {"norm.weight": torch.ones(16).half(), "hidden_norm.weight": torch.ones(16).bfloat16()},
+    )
     with pytest.raises(ValueError, match="weights of both types F16 and BF16"):
         load_draft(folder)
 
@@ -181,7 +204,9 @@ def test_shards(tmp_path: Path) -> None:
     first, second, *_ = sorted(set(index["weight_map"].values()))
     content = (tmp_path / second).read_bytes()
     (tmp_path / second).unlink()
-    with pytest.raises(ValueError, match=f"expected the shard {second} beside .*index.json, got no such file"):
+    with pytest.raises(
+        ValueError, match=f"expected the shard {second} beside .*index.json, got no such file"
+    ):
         load_draft(tmp_path)
     (tmp_path / second).write_bytes(content[:-3])
     with pytest.raises(ValueError, match=f"got .*{second}"):
@@ -194,7 +219,10 @@ def test_shards(tmp_path: Path) -> None:
         ("[]", "expected a JSON dictionary in .*index.json"),
         ("{}", "expected weight_map"),
         ('{"weight_map": {"a": 3}}', "expected weight_map"),
-        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "expected the shard ../elsewhere.safetensors"),
+        (
+            '{"weight_map": {"a": "../elsewhere.safetensors"}}',
+            "expected the shard ../elsewhere.safetensors",
+        ),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -223,7 +251,9 @@ def test_broken_config_is_named(text: str, message: str, folder: Path) -> None:
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_a_pickle_beside_a_draft_in_its_own_right(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"expected safetensors weights .*'pytorch_model.bin'.*pickle"):
+    with pytest.raises(
+        ValueError, match=r"expected safetensors weights .*'pytorch_model.bin'.*pickle"
+    ):
         load_draft(folder)
 
 
@@ -251,7 +281,12 @@ def saved(
         folder, draft = tmp_path_factory.mktemp(layout), make_draft(layout)
         save_draft(draft, folder, layout)  # type: ignore[arg-type]
         config = json.loads((folder / "config.json").read_text())
-        out[layout] = folder, config, (folder / "model.safetensors").read_bytes(), dict(draft.state_dict())
+        out[layout] = (
+            folder,
+            config,
+            (folder / "model.safetensors").read_bytes(),
+            dict(draft.state_dict()),
+        )
     return out
 
 
@@ -274,13 +309,47 @@ def load_or_refuse(folder: Path, weights: dict[str, Tensor]) -> None:
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from([-1, 0, 1, 2, 3, 16, 48, 2**31, 2**63, 10**30, -(10**30), 0.5, 1e300, float("nan"), float("inf")]),
-    st.text(max_size=4),
-    st.sampled_from(["full_attention", "sliding_attention", "yarn", "llama3", "dflash", "gelu", "float16", "qwen3"]),
-    st.lists(
-        st.one_of(st.integers(-2, 9), st.sampled_from(["full_attention", "sliding_attention", None])), max_size=3
+    st.sampled_from(
+        [
+            -1,
+            0,
+            1,
+            2,
+            3,
+            16,
+            48,
+            2**31,
+            2**63,
+            10**30,
+            -(10**30),
+            0.5,
+            1e300,
+            float("nan"),
+            float("inf"),
+        ]
     ),
-    st.dictionaries(st.sampled_from(["rope_type", "factor", "rope_theta", "x"]), st.integers(-1, 3), max_size=2),
+    st.text(max_size=4),
+    st.sampled_from(
+        [
+            "full_attention",
+            "sliding_attention",
+            "yarn",
+            "llama3",
+            "dflash",
+            "gelu",
+            "float16",
+            "qwen3",
+        ]
+    ),
+    st.lists(
+        st.one_of(
+            st.integers(-2, 9), st.sampled_from(["full_attention", "sliding_attention", None])
+        ),
+        max_size=3,
+    ),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "factor", "rope_theta", "x"]), st.integers(-1, 3), max_size=2
+    ),
 )
 MORE_KEYS = [
     "draft_vocab_size",
@@ -296,10 +365,14 @@ MORE_KEYS = [
 def places(config: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Every key of a config, also inside dictionaries."""
     found = [(*prefix, key) for key in config]
-    return found + [p for key, v in config.items() if isinstance(v, dict) for p in places(v, (*prefix, key))]
+    return found + [
+        p for key, v in config.items() if isinstance(v, dict) for p in places(v, (*prefix, key))
+    ]
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(data=st.data())
 def test_fuzzed_configs(data: st.DataObject, saved: dict[str, Saved]) -> None:
     folder, original, content, weights = saved[data.draw(st.sampled_from(sorted(DRAFTS)))]
@@ -319,7 +392,9 @@ def test_fuzzed_configs(data: st.DataObject, saved: dict[str, Saved]) -> None:
     load_or_refuse(folder, weights)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(data=st.data())
 def test_fuzzed_headers(data: st.DataObject, saved: dict[str, Saved]) -> None:
     folder, config, content, weights = saved[data.draw(st.sampled_from(sorted(DRAFTS)))]
@@ -335,9 +410,11 @@ def test_fuzzed_headers(data: st.DataObject, saved: dict[str, Saved]) -> None:
         name = data.draw(st.sampled_from(sorted(tensors.keys() - {"__metadata__"})))
         field = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "name", "all"]))
         if field == "name":
-            tensors[data.draw(st.sampled_from(["lm_head.weight", "x", "layers.9.mlp.up_proj.weight", "d2t"]))] = (
-                tensors.pop(name)
-            )
+            tensors[
+                data.draw(
+                    st.sampled_from(["lm_head.weight", "x", "layers.9.mlp.up_proj.weight", "d2t"])
+                )
+            ] = tensors.pop(name)
         elif field == "all":
             tensors[name] = data.draw(VALUES)
         else:
@@ -359,12 +436,18 @@ def test_fuzzed_headers(data: st.DataObject, saved: dict[str, Saved]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("layout", ["dflash", "speculators"], indirect=True)
-def test_weights_that_are_no_numbers_are_refused(folder: Path, value: float, dtype: torch.dtype) -> None:
+def test_weights_that_are_no_numbers_are_refused(
+    folder: Path, value: float, dtype: torch.dtype
+) -> None:
     file = folder / "model.safetensors"
-    name, tensor = next((n, t) for n, t in load_file(file).items() if n.endswith("0.mlp.up_proj.weight"))
+    name, tensor = next(
+        (n, t) for n, t in load_file(file).items() if n.endswith("0.mlp.up_proj.weight")
+    )
     tensor[3, 5] = value
     change(folder, {name: tensor})
-    with pytest.raises(ValueError, match=r"expected finite weights .* in layers\.0\.mlp\.up_proj\.weight; "):
+    with pytest.raises(
+        ValueError, match=r"expected finite weights .* in layers\.0\.mlp\.up_proj\.weight; "
+    ):
         load_draft(folder, dtype=dtype)
 
 
@@ -373,14 +456,20 @@ def test_weights_too_large_for_float16_are_refused_in_it_alone(folder: Path) -> 
     large = torch.full((16, 32), 3e38)
     large[::2] *= -1
     change(folder, {"fc.weight": large})
-    with pytest.raises(ValueError, match=r"in fc\.weight; load it with dtype=torch\.float32 if float16 is too narrow"):
+    with pytest.raises(
+        ValueError,
+        match=r"in fc\.weight; load it with dtype=torch\.float32 if float16 is too narrow",
+    ):
         load_draft(folder, dtype=torch.float16)
-    for value, dtype in ((1e34, torch.float32), (1e3, torch.float16)):  # 512 of the latter are no float16
+    # 512 of the latter are no float16
+    for value, dtype in ((1e34, torch.float32), (1e3, torch.float16)):
         large[:] = value
         change(folder, {"fc.weight": large})
         assert torch.equal(load_draft(folder, dtype=dtype).fc.weight, large.to(dtype))
 
 
 def test_a_null_rope_theta_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a positive number as rope_theta of the RoPE, got None"):
+    with pytest.raises(
+        ValueError, match="expected a positive number as rope_theta of the RoPE, got None"
+    ):
         DFlashConfig(**{**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": None}})

@@ -42,7 +42,9 @@ def test_around_every_layout(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, source = pair
     first = weights_of(source)
     before = source
-    for step, layout in enumerate(["dflash", "speculators", "dflash", "muse", "zlab", "dflash", "zlab"]):
+    for step, layout in enumerate(
+        ["dflash", "speculators", "dflash", "muse", "zlab", "dflash", "zlab"]
+    ):
         after = tmp_path / f"{step}-{layout}"
         extra = ["--target", target] if layout in ("speculators", "muse") else []
         status, printed = convert(before, after, "--to", layout, *extra)
@@ -62,11 +64,15 @@ def test_around_every_layout(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert configs[1] == configs[0]
 
 
-def test_deepspec_takes_and_gives_back_the_targets_rows(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_deepspec_takes_and_gives_back_the_targets_rows(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     target, source = pair
     anchored = load_draft(source, sample_from_anchor=True)
     anchored.save_pretrained(tmp_path / "anchored")
-    status, printed = convert(tmp_path / "anchored", tmp_path / "deepspec", "--to", "deepspec", "--target", target)
+    status, printed = convert(
+        tmp_path / "anchored", tmp_path / "deepspec", "--to", "deepspec", "--target", target
+    )
     assert status == 0, printed
     assert {"embed_tokens.weight", "lm_head.weight"} <= weights_of(tmp_path / "deepspec").keys()
     own = load_draft(tmp_path / "deepspec")
@@ -74,7 +80,9 @@ def test_deepspec_takes_and_gives_back_the_targets_rows(pair: tuple[Path, Path],
     own.save_pretrained(tmp_path / "own")
     status, printed = convert(tmp_path / "own", tmp_path / "bare", "--to", "zlab")
     assert (status, "own_embed_tokens = True" in printed) == (2, True), printed
-    status, printed = convert(tmp_path / "own", tmp_path / "bare", "--to", "zlab", "--target", target)
+    status, printed = convert(
+        tmp_path / "own", tmp_path / "bare", "--to", "zlab", "--target", target
+    )
     assert status == 0, printed
     assert weights_of(tmp_path / "bare").keys() == weights_of(source).keys()
 
@@ -100,12 +108,20 @@ def test_speculators_config_names_the_target(pair: tuple[Path, Path], tmp_path: 
     assert convert(source, tmp_path / "out", "--to", "speculators", "--target", target)[0] == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(target)
-    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config["block_size"] - 1
+    assert (
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        == config["block_size"] - 1
+    )
 
 
-def test_weights_keep_their_precision_whatever_the_config_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_weights_keep_their_precision_whatever_the_config_says(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     source = pair[1]
-    mixed = {n: t.float() + (1e-6 if "norm" in n else 0) if "norm" in n else t for n, t in weights_of(source).items()}
+    mixed = {
+        n: t.float() + (1e-6 if "norm" in n else 0) if "norm" in n else t
+        for n, t in weights_of(source).items()
+    }
     save_file(mixed, source / "model.safetensors", metadata={"format": "pt"})
     assert convert(source, tmp_path / "out", "--to", "dflash")[0] == 0
     out = weights_of(tmp_path / "out")
@@ -121,7 +137,10 @@ def test_a_folder_with_files_is_kept(pair: tuple[Path, Path], tmp_path: Path) ->
     assert status == 2
     assert "expected a new or empty folder" in printed
     assert "--force" in printed
-    assert sorted(file.name for file in out.iterdir()) == ["model.safetensors.index.json", "notes.txt"]
+    assert sorted(file.name for file in out.iterdir()) == [
+        "model.safetensors.index.json",
+        "notes.txt",
+    ]
     assert convert(source, out, "--to", "dflash", "--force")[0] == 0
     assert (out / "notes.txt").read_text() == "mine"
     assert load_draft(out).config.vocab_size == VOCAB  # the stale index is gone
@@ -142,7 +161,9 @@ def test_unknown_layout_is_a_usage_error(pair: tuple[Path, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("option", ["SRC", "--target"])
-def test_a_path_that_is_not_there_is_named(option: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_named(
+    option: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     target, source = ("/no/such", pair[1]) if option == "--target" else (pair[0], "/no/such")
     status, output = convert(source, tmp_path / "new", "--to", "speculators", "--target", target)
     assert status == 2
@@ -152,7 +173,9 @@ def test_a_path_that_is_not_there_is_named(option: str, pair: tuple[Path, Path],
 
 def test_a_pair_the_wrong_way_round_is_told_so(pair: tuple[Path, Path], tmp_path: Path) -> None:
     save_draft(load_draft(pair[1]), tmp_path / "draft")
-    result = CliRunner().invoke(app, ["generate", "--target", str(tmp_path / "draft"), "--draft", str(pair[0]), "hi"])
+    result = CliRunner().invoke(
+        app, ["generate", "--target", str(tmp_path / "draft"), "--draft", str(pair[0]), "hi"]
+    )
     assert result.exit_code == 2
     assert "swap --target and --draft" in " ".join(result.output.split())
 
@@ -166,14 +189,19 @@ def test_a_folder_in_the_place_of_the_config(pair: tuple[Path, Path]) -> None:
 
 def test_whole_numbers_where_fractions_are_usual(pair: tuple[Path, Path]) -> None:
     file = pair[1] / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 0, "initializer_range": 1}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 0, "initializer_range": 1})
+    )
     assert load_draft(pair[1]).config.rms_norm_eps == 0
 
 
 def test_two_dtypes_contradict_each_other(pair: tuple[Path, Path]) -> None:
     file = pair[1] / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": "float16", "torch_dtype": "bfloat16"}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "dtype": "float16", "torch_dtype": "bfloat16"})
+    )
     with pytest.raises(
-        ValueError, match=r"one value, got {'dtype': 'float16', 'torch_dtype': 'bfloat16'}; .*config.json"
+        ValueError,
+        match=r"one value, got {'dtype': 'float16', 'torch_dtype': 'bfloat16'}; .*config.json",
     ):
         load_draft(pair[1])

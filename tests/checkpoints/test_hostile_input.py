@@ -22,7 +22,12 @@ LAYOUTS = {
     "zlab": {},
     "speculators": {},
     "muse": {"raw_input_embeddings": True, "is_causal": False},
-    "deepspec": {"own_embed_tokens": True, "own_lm_head": True, "is_causal": False, "sample_from_anchor": True},
+    "deepspec": {
+        "own_embed_tokens": True,
+        "own_lm_head": True,
+        "is_causal": False,
+        "sample_from_anchor": True,
+    },
 }
 
 
@@ -66,7 +71,9 @@ def test_folder_without_a_config(folder: Path) -> None:
 NO_FIELDS = sorted({name for name in dir(GenerationConfig) if not name.startswith("__")})
 
 
-@pytest.mark.parametrize("name", ["__class__", "__dict__", "__init__", "self", "", "a b", "_x", "\ud800", *NO_FIELDS])
+@pytest.mark.parametrize(
+    "name", ["__class__", "__dict__", "__init__", "self", "", "a b", "_x", "\ud800", *NO_FIELDS]
+)
 def test_names_that_no_setting_can_have(name: str, tmp_path: Path) -> None:
     assert "generation_config.json" in refusal(options(tmp_path, **{name: 1}))
 
@@ -75,7 +82,10 @@ def test_names_that_no_setting_can_have(name: str, tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"watermarking_config": {"x": 1}}, "expected fields that GenerationConfig takes"),
-        ({"watermarking_config": {"greenlist_ratio": "a"}}, "expected fields that GenerationConfig takes"),
+        (
+            {"watermarking_config": {"greenlist_ratio": "a"}},
+            "expected fields that GenerationConfig takes",
+        ),
         ({"watermarking_config": 5}, "expected fields that GenerationConfig takes"),
         ({"compile_config": {}}, "expected fields that GenerationConfig takes"),
         ({"streamer": 1}, "expected fields that GenerationConfig takes"),
@@ -94,7 +104,13 @@ def test_settings_of_other_types(fields: dict[str, Any], message: str, tmp_path:
 
 
 def test_fields_of_the_right_type_are_kept(tmp_path: Path) -> None:
-    given = {"temperature": 0.5, "eos_token_id": [1, 2], "early_stopping": "never", "max_new_tokens": 7, "mine": [1]}
+    given = {
+        "temperature": 0.5,
+        "eos_token_id": [1, 2],
+        "early_stopping": "never",
+        "max_new_tokens": 7,
+        "mine": [1],
+    }
     loaded = load_draft(options(tmp_path, **given, verify_width=2)).generation_config
     assert {name: getattr(loaded, name) for name in given} == given
     assert loaded.verify_width == 2
@@ -127,7 +143,14 @@ LONG: dict[str, Any] = {
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG.keys())
 def test_long_values_are_shown_in_part(value: Any, folder: Path) -> None:
     saved = (folder / "config.json").read_text()
-    for field in ("block_size", "layer_types", "target_layer_ids", "hidden_act", "unknown", "is_causal"):
+    for field in (
+        "block_size",
+        "layer_types",
+        "target_layer_ids",
+        "hidden_act",
+        "unknown",
+        "is_causal",
+    ):
         (folder / "config.json").write_text(saved)
         set_config(folder, **{field: value})
         refusal(folder)
@@ -135,7 +158,9 @@ def test_long_values_are_shown_in_part(value: Any, folder: Path) -> None:
     refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["block_size", "verify_width", "engine", "proposal", "synchronize", "temperature"])
+@pytest.mark.parametrize(
+    "name", ["block_size", "verify_width", "engine", "proposal", "synchronize", "temperature"]
+)
 def test_long_options_are_shown_in_part(name: str, tmp_path: Path) -> None:
     refusal(options(tmp_path, **{name: list(range(10**5))}))
 
@@ -146,10 +171,14 @@ def test_many_weights_are_named_in_part(tmp_path: Path) -> None:
     assert " more; " in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "complex64", "float8_e4m3fn", "bool", "save", ["float32"]])
+@pytest.mark.parametrize(
+    "dtype", ["int8", "complex64", "float8_e4m3fn", "bool", "save", ["float32"]]
+)
 def test_types_that_no_draft_can_have(dtype: Any, folder: Path) -> None:
     set_config(folder, dtype=dtype, torch_dtype=None)
-    assert "expected dtype in ['float64', 'float32', 'float16', 'bfloat16'], got " in refusal(folder)
+    assert "expected dtype in ['float64', 'float32', 'float16', 'bfloat16'], got " in refusal(
+        folder
+    )
 
 
 def test_an_adapter_beside_a_draft_is_not_loaded_onto_it(folder: Path) -> None:
@@ -167,7 +196,15 @@ def test_files_of_json_that_are_too_large(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../x.safetensors", "/etc/passwd", "pytorch_model.bin", "", "..", "\ud800.safetensors", "a\0.safetensors"],
+    [
+        "../x.safetensors",
+        "/etc/passwd",
+        "pytorch_model.bin",
+        "",
+        "..",
+        "\ud800.safetensors",
+        "a\0.safetensors",
+    ],
 )
 def test_shards_of_other_names_are_not_looked_for(shard: str, tmp_path: Path) -> None:
     save_draft(make_draft(), tmp_path / "draft")

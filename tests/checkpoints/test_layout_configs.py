@@ -11,14 +11,28 @@ import pytest
 from dflash_hf import DFlashConfig
 from dflash_hf.checkpoints import detect_format, make_config
 from dflash_hf.drafts import save_draft
-from helpers.layouts import CONFIGS, CONV, DFLASH2, FULL, OWN, SELECTOR, SLIDING, TINY, YARN, content, make_draft
+from helpers.layouts import (
+    CONFIGS,
+    CONV,
+    DFLASH2,
+    FULL,
+    OWN,
+    SELECTOR,
+    SLIDING,
+    TINY,
+    YARN,
+    content,
+    make_draft,
+)
 
 
 def zlab_config(path: Path, **overrides: Any) -> dict[str, Any]:
     """A z-lab folder's `config.json` as a dictionary; given keys replaced, those given as None removed."""
     save_draft(make_draft(), path, "zlab")
     config = json.loads((path / "config.json").read_text()) | overrides
-    return {key: value for key, value in config.items() if value is not None or key not in overrides}
+    return {
+        key: value for key, value in config.items() if value is not None or key not in overrides
+    }
 
 
 def read_zlab(config: dict[str, Any]) -> DFlashConfig:
@@ -35,14 +49,19 @@ def test_block_size_in_either_place(tmp_path: Path) -> None:
     del inside["block_size"]
     assert read_zlab(inside).block_size == 4
     assert read_zlab({**inside, "dflash_config": config["dflash_config"]}).block_size == 16
-    with pytest.raises(ValueError, match=r"expected one value, got .*'block_size': 4, 'dflash_config.block_size': 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected one value, got .*'block_size': 4, 'dflash_config.block_size': 8",
+    ):
         read_zlab({**config, "dflash_config": {**config["dflash_config"], "block_size": 8}})
 
 
 def test_fields_of_the_section_may_stand_at_the_top(tmp_path: Path) -> None:
     config = zlab_config(tmp_path)
     section = config.pop("dflash_config")
-    assert content(read_zlab({**config, **section, "dflash_config": {}})) == content(make_draft().config)
+    assert content(read_zlab({**config, **section, "dflash_config": {}})) == content(
+        make_draft().config
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +69,10 @@ def test_fields_of_the_section_may_stand_at_the_top(tmp_path: Path) -> None:
     [
         # Model-Optimizer: all layers "full", yet windowed, and bidirectional unless it says otherwise.
         (
-            {"dflash_config": {"use_swa": True, "swa_window_size": 9, "causal": False}, "sliding_window": 9},
+            {
+                "dflash_config": {"use_swa": True, "swa_window_size": 9, "causal": False},
+                "sliding_window": 9,
+            },
             {"layer_types": [SLIDING] * 2, "sliding_window": 9, "is_causal": [False] * 2},
         ),
         (
@@ -60,11 +82,19 @@ def test_fields_of_the_section_may_stand_at_the_top(tmp_path: Path) -> None:
         ({"dflash_config": {"causal": True}, "is_causal": None}, {"is_causal": [True] * 2}),
         # Qwen3Config's rule where layer_types is absent.
         (
-            {"layer_types": None, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+            {
+                "layer_types": None,
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 1,
+            }
             | {"is_causal": None},
             {"layer_types": [FULL, SLIDING], "sliding_window": 9, "is_causal": [False, True]},
         ),
-        ({"layer_types": None, "use_sliding_window": False, "sliding_window": 9}, {"layer_types": [FULL] * 2}),
+        (
+            {"layer_types": None, "use_sliding_window": False, "sliding_window": 9},
+            {"layer_types": [FULL] * 2},
+        ),
         # Transformers 4 and 5 spell RoPE differently; an image RoPE of the target does nothing in a draft.
         (
             {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -72,19 +102,42 @@ def test_fields_of_the_section_may_stand_at_the_top(tmp_path: Path) -> None:
         ),
         (
             {"rope_theta": None, "rope_scaling": None}
-            | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [1, 1, 1]}},
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 5e6,
+                    "mrope_section": [1, 1, 1],
+                }
+            },
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
         ),
         # SpecForge's config for Kimi K2.7 says the mask twice and the RoPE's type twice.
         (
-            {"mask_token_id": 47, "rope_scaling": YARN | {"type": "yarn", "mscale": 1.0}, "rope_theta": 5e5},
+            {
+                "mask_token_id": 47,
+                "rope_scaling": YARN | {"type": "yarn", "mscale": 1.0},
+                "rope_theta": 5e5,
+            },
             {"rope_parameters": YARN | {"mscale": 1.0}},
         ),
         # Taps by z-lab's rule where none are given.
         ({"dflash_config": {"target_layer_ids": None}}, {"target_layer_ids": [1, 5]}),
         ({"head_dim": None}, {"head_dim": 128}),
-        ({"dtype": "bfloat16", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "eos_token_id": 3}, {}),
-        ({"dflash_config": {"attention_sink_bias": False, "projector_type": "dflash"}, "logit_scale": 1.0}, {}),
+        (
+            {
+                "dtype": "bfloat16",
+                "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+                "eos_token_id": 3,
+            },
+            {},
+        ),
+        (
+            {
+                "dflash_config": {"attention_sink_bias": False, "projector_type": "dflash"},
+                "logit_scale": 1.0,
+            },
+            {},
+        ),
         # DFlash 2 is recognised by its fields, in either place, whatever the architecture is called.
         ({"dflash_config": {**CONV, **SELECTOR}, "architectures": ["DFlash2DraftModel"]}, DFLASH2),
         ({**CONV, "dflash_config": SELECTOR}, DFLASH2),
@@ -100,15 +153,24 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dflash_config": {"conv_kernel_size": 2}}, r"conv_kernel_size and conv_group_size, got \(2, None\)"),
+        (
+            {"dflash_config": {"conv_kernel_size": 2}},
+            r"conv_kernel_size and conv_group_size, got \(2, None\)",
+        ),
         ({"selector_rank": 256}, r"selector_rank and selector_top_k, got \(256, None\)"),
-        ({**SELECTOR, "dflash_config": {"selector_rank": 4}}, "expected one value, got .*selector_rank': 4"),
+        (
+            {**SELECTOR, "dflash_config": {"selector_rank": 4}},
+            "expected one value, got .*selector_rank': 4",
+        ),
         ({**CONV, "conv_group_size": 3}, "conv_group_size that divides hidden_size = 16, got 3"),
         ({**CONV, "conv_kernel_size": 0}, "conv_kernel_size from 1 to .*, got 0"),
         ({**SELECTOR, "selector_rank": 0}, "selector_rank from 1 to .*, got 0"),
         ({**SELECTOR, "selector_top_k": 49}, "selector_top_k up to 48, got 49"),
         ({**SELECTOR, "vocab_size": None}, "vocab_size beside selector_top_k, got None"),
-        ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias absent or in .False,"),
+        (
+            {"dflash_config": {"attention_sink_bias": True}},
+            "attention_sink_bias absent or in .False,",
+        ),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type .* got 'domino'"),
         ({"dflash_config": {"markov_rank": 64}}, "markov_rank"),
         ({"logit_scale": 0.5}, "logit_scale"),
@@ -117,20 +179,32 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
         ({"quantization_config": {"quant_method": "fp8"}}, r"got also \['quantization_config'\]"),
         ({"draft_vocab_size": 32}, "draft_vocab_size 32"),
         ({"hidden_size": None}, "expected hidden_size in the checkpoint's config.json"),
-        ({"dflash_config": {"mask_token_id": None}}, "expected dflash_config.mask_token_id or mask_token_id"),
+        (
+            {"dflash_config": {"mask_token_id": None}},
+            "expected dflash_config.mask_token_id or mask_token_id",
+        ),
         ({"dflash_config": {"causal": True}}, "expected one value, got .*is_causal': False"),
-        ({"layer_types": [SLIDING, FULL], "sliding_window": 9}, "expected use_sliding_window true or absent"),
+        (
+            {"layer_types": [SLIDING, FULL], "sliding_window": 9},
+            "expected use_sliding_window true or absent",
+        ),
         ({"layer_types": [SLIDING, FULL], "use_sliding_window": True}, "a positive sliding_window"),
         ({"layer_types": [FULL]}, "layer_types with 2 entries"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type in .*got 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "yarn", "rope_theta": 3.0, "factor": 2.0}}, "expected one rope_theta"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "rope_theta": 3.0, "factor": 2.0}},
+            "expected one rope_theta",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "expected one rope_type"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, "wobble"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor .0.25"),
         ({"dflash_config": {"mask_token_id": "x"}}, "mask_token_id"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"dflash_config": {"mask_token_id": 48}}, "mask_token_id in"),
-        ({"dflash_config": {"target_layer_ids": [0, 8]}}, "target_layer_ids below num_target_layers = 8"),
+        (
+            {"dflash_config": {"target_layer_ids": [0, 8]}},
+            "target_layer_ids below num_target_layers = 8",
+        ),
     ],
 )
 def test_zlab_config_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -174,7 +248,12 @@ def saved_config(path: Path, layout: Any, **overrides: Any) -> dict[str, Any]:
         ({}, {}, ["embed_tokens.weight"], {"own_embed_tokens": True}),
         ({}, {}, ["embed_tokens.weight", "lm_head.weight"], OWN),
         ({"draft_vocab_size": 9}, {}, [], {"own_lm_head": True, "draft_vocab_size": 9}),
-        ({"sample_from_anchor": True, "block_size": 1}, {}, [], {"sample_from_anchor": True, "block_size": 1}),
+        (
+            {"sample_from_anchor": True, "block_size": 1},
+            {},
+            [],
+            {"sample_from_anchor": True, "block_size": 1},
+        ),
         (
             {"sliding_window_non_causal": False},
             {"layer_types": [SLIDING, FULL], "sliding_window": 3, "use_sliding_window": True},
@@ -183,7 +262,12 @@ def saved_config(path: Path, layout: Any, **overrides: Any) -> dict[str, Any]:
         ),
         (
             {"sliding_window_non_causal": True},
-            {"layer_types": None, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
+            {
+                "layer_types": None,
+                "sliding_window": 3,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
             [],
             {
                 "layer_types": [FULL, SLIDING],
@@ -192,16 +276,43 @@ def saved_config(path: Path, layout: Any, **overrides: Any) -> dict[str, Any]:
                 "is_causal": False,
             },
         ),
-        ({}, {"model_type": "llama", "mlp_bias": False, "pretraining_tp": 1, "head_dim": None}, [], {"head_dim": 4}),
-        ({}, {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": None}, [], {"rope_theta": 5e5}),
-        ({"architectures": ["DFlashDraftModel"], "speculators_version": "0.4.0", "auto_map": {"": "x.Y"}}, {}, [], {}),
+        (
+            {},
+            {"model_type": "llama", "mlp_bias": False, "pretraining_tp": 1, "head_dim": None},
+            [],
+            {"head_dim": 4},
+        ),
+        (
+            {},
+            {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": None},
+            [],
+            {"rope_theta": 5e5},
+        ),
+        (
+            {
+                "architectures": ["DFlashDraftModel"],
+                "speculators_version": "0.4.0",
+                "auto_map": {"": "x.Y"},
+            },
+            {},
+            [],
+            {},
+        ),
     ],
 )
 def test_speculators_config(
-    change: dict[str, Any], inner: dict[str, Any], weights: list[str], expected: dict[str, Any], tmp_path: Path
+    change: dict[str, Any],
+    inner: dict[str, Any],
+    weights: list[str],
+    expected: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     config = saved_config(tmp_path, "speculators", raw_input_embeddings=True)
-    config = {**config, **change, "transformer_layer_config": {**config["transformer_layer_config"], **inner}}
+    config = {
+        **config,
+        **change,
+        "transformer_layer_config": {**config["transformer_layer_config"], **inner},
+    }
     wanted: dict[str, Any] = {**TINY, "is_causal": None, "raw_input_embeddings": True, **expected}
     if theta := wanted.pop("rope_theta", None):
         wanted["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
@@ -211,21 +322,69 @@ def test_speculators_config(
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
-        ("speculators", {"markov_rank": 64, "aaa": 1}, r"format 'speculators', got also \['aaa', 'markov_rank'\]"),
-        ("speculators", {"transformer_layer_config.bbb": 1}, r"got also \['transformer_layer_config.bbb'\]"),
-        ("speculators", {"transformer_layer_config.model_type": "qwen3_next"}, "model_type in .*got 'qwen3_next'"),
-        ("speculators", {"speculators_config": {"algorithm": "dflash2"}}, "algorithm 'dflash', got 'dflash2'"),
-        ("speculators", {"aux_hidden_state_layer_ids": None}, "expected aux_hidden_state_layer_ids in the"),
-        ("speculators", {"aux_hidden_state_layer_ids": [1, -1]}, "aux_hidden_state_layer_ids, integers from 0"),
+        (
+            "speculators",
+            {"markov_rank": 64, "aaa": 1},
+            r"format 'speculators', got also \['aaa', 'markov_rank'\]",
+        ),
+        (
+            "speculators",
+            {"transformer_layer_config.bbb": 1},
+            r"got also \['transformer_layer_config.bbb'\]",
+        ),
+        (
+            "speculators",
+            {"transformer_layer_config.model_type": "qwen3_next"},
+            "model_type in .*got 'qwen3_next'",
+        ),
+        (
+            "speculators",
+            {"speculators_config": {"algorithm": "dflash2"}},
+            "algorithm 'dflash', got 'dflash2'",
+        ),
+        (
+            "speculators",
+            {"aux_hidden_state_layer_ids": None},
+            "expected aux_hidden_state_layer_ids in the",
+        ),
+        (
+            "speculators",
+            {"aux_hidden_state_layer_ids": [1, -1]},
+            "aux_hidden_state_layer_ids, integers from 0",
+        ),
         ("speculators", {"draft_vocab_size": 49}, "draft_vocab_size below vocab_size = 48"),
-        ("speculators", {"draft_vocab_size": None}, "draft_vocab_size below vocab_size = 48, .*got 32000"),
-        ("speculators", {"sliding_window_non_causal": "no"}, "sliding_window_non_causal of type bool"),
-        ("speculators", {"transformer_layer_config.num_hidden_layers": 10**12}, "num_hidden_layers from 1 to 1024"),
+        (
+            "speculators",
+            {"draft_vocab_size": None},
+            "draft_vocab_size below vocab_size = 48, .*got 32000",
+        ),
+        (
+            "speculators",
+            {"sliding_window_non_causal": "no"},
+            "sliding_window_non_causal of type bool",
+        ),
+        (
+            "speculators",
+            {"transformer_layer_config.num_hidden_layers": 10**12},
+            "num_hidden_layers from 1 to 1024",
+        ),
         ("speculators", {"mask_token_id": 48}, "mask_token_id in"),
         ("deepspec", {"markov_rank": 256}, "markov_rank absent or in .0,. .* got 256"),
-        ("deepspec", {"enable_confidence_head": True}, "enable_confidence_head absent or in .False,"),
-        ("deepspec", {"model_type": "gemma4_text"}, "model_type 'qwen3' beside markov_rank, got 'gemma4_text'"),
-        ("deepspec", {"layer_types": [SLIDING, FULL], "sliding_window": 4}, "layer_types all full_attention"),
+        (
+            "deepspec",
+            {"enable_confidence_head": True},
+            "enable_confidence_head absent or in .False,",
+        ),
+        (
+            "deepspec",
+            {"model_type": "gemma4_text"},
+            "model_type 'qwen3' beside markov_rank, got 'gemma4_text'",
+        ),
+        (
+            "deepspec",
+            {"layer_types": [SLIDING, FULL], "sliding_window": 4},
+            "layer_types all full_attention",
+        ),
         ("deepspec", {"target_layer_ids": [-2, 1]}, "all >= -1"),
         ("deepspec", {"bbb": 1}, r"format 'deepspec', got also \['bbb'\]"),
     ],

@@ -23,14 +23,19 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     overrides, expressible = CONFIGS[name]
     first = make_draft(**overrides).to(torch.bfloat16)
     draft = first
-    for step, layout in enumerate(["dflash", *(between for other in expressible for between in (other, "dflash"))]):
+    for step, layout in enumerate(
+        ["dflash", *(between for other in expressible for between in (other, "dflash"))]
+    ):
         folder = tmp_path / f"{step}-{layout}"
         save_draft(draft, folder, layout)  # type: ignore[arg-type]
         assert detect_format(json.loads((folder / "config.json").read_text())).name == layout
         draft = load_draft(folder)
         assert content(draft.config) == content(first.config), layout
         assert draft.state_dict().keys() == first.state_dict().keys()
-        assert all(torch.equal(tensor, first.state_dict()[key]) for key, tensor in draft.state_dict().items())
+        assert all(
+            torch.equal(tensor, first.state_dict()[key])
+            for key, tensor in draft.state_dict().items()
+        )
         assert draft.dtype == torch.bfloat16
 
 
@@ -47,9 +52,17 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         ("plain", "muse", "raw_input_embeddings = False"),
         ("all causal", "muse", "is_causal"),
         ("biases", "muse", "attention_bias = True"),
-        ("scales", "muse", "input_embedding_scale = 4.0 .*; output_multiplier = 0.5 .*; final_logit_softcapping = 30"),
+        (
+            "scales",
+            "muse",
+            "input_embedding_scale = 4.0 .*; output_multiplier = 0.5 .*; final_logit_softcapping = 30",
+        ),
         ("wider target", "muse", "target_hidden_size = 20"),
-        ("dflash 2", "muse", "conv_kernel_size = 2 .*conv_group_size = 4 .*selector_rank = 3 .*selector_top_k = 5"),
+        (
+            "dflash 2",
+            "muse",
+            "conv_kernel_size = 2 .*conv_group_size = 4 .*selector_rank = 3 .*selector_top_k = 5",
+        ),
         ("convolution alone", "zlab", "selector_rank = selector_top_k = None"),
         ("selector alone", "zlab", "conv_kernel_size = conv_group_size = None"),
         ("dflash 2", "speculators", "conv_kernel_size = 2 .*selector_top_k = 5"),
@@ -74,11 +87,17 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         ("nothing stated", "speculators", "vocab_size = None"),
         ("wider target", "speculators", "target_hidden_size = 20"),
         ("mixed causality", "speculators", r"is_causal = \[True, False\]"),
-        ("plain", "deepspec", "own_embed_tokens = False .*; own_lm_head = False .*; sample_from_anchor = False"),
+        (
+            "plain",
+            "deepspec",
+            "own_embed_tokens = False .*; own_lm_head = False .*; sample_from_anchor = False",
+        ),
         ("window from the anchor", "deepspec", "layer_types = .*; is_causal"),
     ],
 )
-def test_what_a_layout_cannot_express_is_refused(name: str, layout: Any, field: str, tmp_path: Path) -> None:
+def test_what_a_layout_cannot_express_is_refused(
+    name: str, layout: Any, field: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=field):
         save_draft(make_draft(**CONFIGS[name][0]), tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
@@ -87,10 +106,13 @@ def test_what_a_layout_cannot_express_is_refused(name: str, layout: Any, field: 
 @pytest.mark.parametrize("layout", ["zlab", "speculators", "muse", "deepspec"])
 def test_weights_that_the_config_does_not_know_are_refused(layout: Any, tmp_path: Path) -> None:
     own = OWN if layout == "deepspec" else {}
-    draft = make_draft(is_causal=False, raw_input_embeddings=True, sample_from_anchor=layout == "deepspec", **own)
+    draft = make_draft(
+        is_causal=False, raw_input_embeddings=True, sample_from_anchor=layout == "deepspec", **own
+    )
     draft.layers[0].self_attn.q_proj.register_parameter("extra", torch.nn.Parameter(torch.ones(1)))
     with pytest.raises(
-        ValueError, match=rf"weights of a draft in the format '{layout}', got '.*q_proj.extra'; save it"
+        ValueError,
+        match=rf"weights of a draft in the format '{layout}', got '.*q_proj.extra'; save it",
     ):
         save_draft(draft, tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
@@ -132,10 +154,19 @@ def test_dflash2_is_stored_under_zlabs_names(tmp_path: Path) -> None:
         "candidate_selector.hidden_projection.weight",
         "candidate_selector.predecessor_codebook",
         "candidate_selector.successor_codebook",
-        *(f"{conv}.{name}" for conv in convs for name in ("base_kernel", "kernel_projection.weight")),
+        *(
+            f"{conv}.{name}"
+            for conv in convs
+            for name in ("base_kernel", "kernel_projection.weight")
+        ),
     }
-    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("one", "two")]
-    assert [config["architectures"] for config in configs] == [["DFlashDraftModel"], ["DFlash2DraftModel"]]
+    configs = [
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("one", "two")
+    ]
+    assert [config["architectures"] for config in configs] == [
+        ["DFlashDraftModel"],
+        ["DFlash2DraftModel"],
+    ]
     assert DFLASH2.items() <= configs[1]["dflash_config"].items()
     assert not DFLASH2.keys() & configs[0]["dflash_config"].keys()
 
@@ -150,7 +181,9 @@ def test_weights_of_the_other_generation_are_refused(
         config["dflash_config"].pop(name, None)
     config["dflash_config"].update(said)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"(unknown|missing) candidate_selector\.successor_codebook"):
+    with pytest.raises(
+        ValueError, match=r"(unknown|missing) candidate_selector\.successor_codebook"
+    ):
         load_draft(tmp_path)
 
 
@@ -168,7 +201,9 @@ def test_speculators_maps_are_derived(tmp_path: Path) -> None:
 def test_what_a_target_completes(tmp_path: Path) -> None:
     """Vocabulary and depth, copies of embedding and head, the name; and copies that a layout has no place for go."""
     target = tiny_target("qwen3")
-    bare = tiny_draft(target, vocab_size=None, num_target_layers=None, sliding_window=None, layer_types=None)
+    bare = tiny_draft(
+        target, vocab_size=None, num_target_layers=None, sliding_window=None, layer_types=None
+    )
     with pytest.raises(ValueError, match=r"vocab_size = None .*; num_target_layers = None"):
         save_draft(bare, tmp_path / "zlab", "zlab")
     save_draft(bare, tmp_path / "zlab", "zlab", target)
@@ -178,13 +213,17 @@ def test_what_a_target_completes(tmp_path: Path) -> None:
 
     target.config._name_or_path = "some/target"
     save_draft(bare, tmp_path / "speculators", "speculators", target)
-    verifier = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]["verifier"]
+    verifier = json.loads((tmp_path / "speculators" / "config.json").read_text())[
+        "speculators_config"
+    ]["verifier"]
     assert verifier == {"name_or_path": "some/target", "architectures": ["Qwen3ForCausalLM"]}
 
     anchored = tiny_draft(target, sliding_window=None, layer_types=None, sample_from_anchor=True)
     save_draft(anchored, tmp_path / "deepspec", "deepspec", target)
     draft = load_draft(tmp_path / "deepspec")
-    assert torch.equal(draft.get_submodule("embed_tokens").weight, target.get_input_embeddings().weight)
+    assert torch.equal(
+        draft.get_submodule("embed_tokens").weight, target.get_input_embeddings().weight
+    )
     assert torch.equal(draft.get_submodule("lm_head").weight, target.get_output_embeddings().weight)
     assert torch.equal(draft.fc.weight, anchored.fc.weight)
 

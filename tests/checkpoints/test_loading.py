@@ -59,7 +59,11 @@ def change_weights(folder: Path, **changes: Tensor | None) -> None:
 
 
 def test_missing_weight(folder: Path) -> None:
-    name = "encoder.fc.weight" if "encoder.fc.weight" in load_file(folder / "model.safetensors") else "fc.weight"
+    name = (
+        "encoder.fc.weight"
+        if "encoder.fc.weight" in load_file(folder / "model.safetensors")
+        else "fc.weight"
+    )
     change_weights(folder, fc__weight=None)
     with pytest.raises(ValueError, match=f"expected exactly the weights .* got missing {name};"):
         DFlashDraftModel.from_pretrained(folder)
@@ -73,7 +77,10 @@ def test_unknown_weight(folder: Path) -> None:
 
 def test_wrong_shape(folder: Path) -> None:
     change_weights(folder, q_proj__weight=torch.ones(7, 16))
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.weight of shape \(7, 16\) instead of \(24, 16\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers.0.self_attn.q_proj.weight of shape \(7, 16\) instead of \(24, 16\)",
+    ):
         DFlashDraftModel.from_pretrained(folder, ignore_mismatched_sizes=True)
 
 
@@ -97,7 +104,9 @@ def test_truncated_file(folder: Path, size: int) -> None:
 def test_pickle_is_not_read(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"expected safetensors weights .*'pytorch_model.bin'.*pickle"):
+    with pytest.raises(
+        ValueError, match=r"expected safetensors weights .*'pytorch_model.bin'.*pickle"
+    ):
         DFlashDraftModel.from_pretrained(folder)
     with pytest.raises(ValueError, match="use_safetensors"):
         DFlashDraftModel.from_pretrained(folder, use_safetensors=False)
@@ -114,9 +123,15 @@ def test_no_code_of_the_checkpoint_runs(folder: Path) -> None:
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stated", ["float32", "bfloat16", None])
-def test_auto_dtype_is_the_configs_and_then_the_weights(folder: Path, stored: torch.dtype, stated: str | None) -> None:
+def test_auto_dtype_is_the_configs_and_then_the_weights(
+    folder: Path, stored: torch.dtype, stated: str | None
+) -> None:
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: t.to(stored) for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: t.to(stored) for name, t in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = stated
     (folder / "config.json").write_text(json.dumps(config))
@@ -151,7 +166,10 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     draft.save_pretrained(tmp_path, max_shard_size="4KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     loaded = load_draft(tmp_path)
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in draft.state_dict().items())
+    assert all(
+        torch.equal(tensor, loaded.state_dict()[name])
+        for name, tensor in draft.state_dict().items()
+    )
 
 
 def test_overrides_of_the_config(folder: Path) -> None:
@@ -174,20 +192,31 @@ def test_loading_report_is_handed_out(folder: Path) -> None:
 def test_weights_of_other_names(folder: Path) -> None:
     """Transformers' `key_mapping` is from their names to the format's, and what it gives is checked as ever."""
     file, draft = folder / "model.safetensors", load_draft(folder)
-    save_file({f"inner.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    save_file(
+        {f"inner.{name}": tensor for name, tensor in load_file(file).items()},
+        file,
+        {"format": "pt"},
+    )
     with pytest.raises(ValueError, match="missing "):
         load_draft(folder)
     loaded = load_draft(folder, key_mapping={r"^inner\.": ""})
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in draft.state_dict().items())
+    assert all(
+        torch.equal(tensor, loaded.state_dict()[name])
+        for name, tensor in draft.state_dict().items()
+    )
     change_weights(folder, q_proj__weight=torch.ones(7, 16))
-    with pytest.raises(ValueError, match=r"inner\.layers.0.self_attn.q_proj.weight of shape \(7, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"inner\.layers.0.self_attn.q_proj.weight of shape \(7, 16\)"
+    ):
         load_draft(folder, key_mapping={r"^inner\.": ""})
 
 
 def test_unknown_key_in_our_own_config(tmp_path: Path) -> None:
     save_draft(make_draft(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "adapter_model.bin"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "transformers_weights": "adapter_model.bin"})
+    )
     with pytest.raises(ValueError, match=r"format 'dflash', got also \['transformers_weights'\]"):
         load_draft(tmp_path)
 
@@ -201,7 +230,12 @@ def test_a_draft_from_another_layout_is_saved_in_ours(folder: Path) -> None:
 def test_generation_config_survives(tmp_path: Path) -> None:
     draft = make_draft()
     draft.generation_config = DFlashGenerationConfig(
-        block_size=3, verify_width=2, engine="eager", proposal="argmax", temperature=0.5, do_sample=True
+        block_size=3,
+        verify_width=2,
+        engine="eager",
+        proposal="argmax",
+        temperature=0.5,
+        do_sample=True,
     )
     draft.save_pretrained(tmp_path)
     loaded = load_draft(tmp_path).generation_config
@@ -212,7 +246,9 @@ def test_generation_config_survives(tmp_path: Path) -> None:
     draft.generation_config.verify_width = "auto"
     draft.save_pretrained(tmp_path)
     assert load_draft(tmp_path).generation_config.verify_width == "auto"
-    given = load_draft(tmp_path, generation_config=DFlashGenerationConfig(block_size=2)).generation_config
+    given = load_draft(
+        tmp_path, generation_config=DFlashGenerationConfig(block_size=2)
+    ).generation_config
     assert given.block_size == 2
 
 
@@ -231,10 +267,14 @@ def test_generation_config_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_draft(tmp_path)
 
 
-def test_push_to_hub_happens_once_everything_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_to_hub_happens_once_everything_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pushed: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(
-        DFlashDraftModel, "push_to_hub", lambda self, repo_id, **kwargs: pushed.append((repo_id, kwargs))
+        DFlashDraftModel,
+        "push_to_hub",
+        lambda self, repo_id, **kwargs: pushed.append((repo_id, kwargs)),
     )
     make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, commit_message="Say so")
     assert pushed == [("name", {"commit_message": "Say so"})]
@@ -256,7 +296,10 @@ def test_hub_id_out_of_the_cache(layout: str, tmp_path: Path) -> None:
     draft.generation_config.block_size = 3
     repo = cached_repository(tmp_path, draft, layout)
     loaded = load_draft(repo, cache_dir=tmp_path)
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in draft.state_dict().items())
+    assert all(
+        torch.equal(tensor, loaded.state_dict()[name])
+        for name, tensor in draft.state_dict().items()
+    )
     assert loaded.generation_config.block_size == (3 if layout == "dflash" else None)
     for file in tmp_path.rglob("generation_config.json"):
         file.unlink()
@@ -281,5 +324,7 @@ def test_a_folder_that_is_no_draft(tmp_path: Path) -> None:
 
 def test_from_config_and_state_dict(tmp_path: Path) -> None:
     draft = make_draft()
-    again = DFlashDraftModel.from_pretrained(None, config=draft.config, state_dict=draft.state_dict())
+    again = DFlashDraftModel.from_pretrained(
+        None, config=draft.config, state_dict=draft.state_dict()
+    )
     assert torch.equal(again.fc.weight, draft.fc.weight)

@@ -25,14 +25,18 @@ TOY = ROOT / "demos" / "toy"
 
 
 def run(*arguments: object, columns: int = 80) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": str(columns)})
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": str(columns)}
+    )
 
 
 # ---- inspect
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_inspect_says_what_loading_finds(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_says_what_loading_finds(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tiny_target("qwen3")
     anchored = {"sample_from_anchor": True} if format == "deepspec" else {}
     draft = tiny_draft(target, layer_types=None, sliding_window=None, **anchored).to(torch.bfloat16)
@@ -45,8 +49,17 @@ def test_inspect_says_what_loading_finds(format: str, tmp_path: Path, monkeypatc
     assert found["num_parameters"] == loaded.num_parameters()
     assert found["num_bytes"] == (tmp_path / "model.safetensors").stat().st_size
     assert found["num_proposals"] == loaded.config.num_proposals(loaded.config.block_size)
-    names = ("target_layer_ids", "mask_token_id", "block_size", "own_lm_head", "num_target_layers", "vocab_size")
-    assert {name: found[name] for name in names} == {name: getattr(loaded.config, name) for name in names}
+    names = (
+        "target_layer_ids",
+        "mask_token_id",
+        "block_size",
+        "own_lm_head",
+        "num_target_layers",
+        "vocab_size",
+    )
+    assert {name: found[name] for name in names} == {
+        name: getattr(loaded.config, name) for name in names
+    }
     assert json.loads(run("inspect", tmp_path, "--json").stdout) == found
 
 
@@ -56,7 +69,12 @@ def test_inspect_fits_the_terminal(columns: int) -> None:
     assert result.exit_code == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= columns
     said = " ".join(result.stdout.split())
-    for words in ("format dflash", "after layers 1, 4, 6, 9 (from 0)", "16 slots, 15 tokens proposed", "mask token 3"):
+    for words in (
+        "format dflash",
+        "after layers 1, 4, 6, 9 (from 0)",
+        "16 slots, 15 tokens proposed",
+        "mask token 3",
+    ):
         assert words in said
 
 
@@ -70,7 +88,9 @@ def test_inspect_fits_the_terminal(columns: int) -> None:
 )
 def test_the_target_that_a_card_names(front: str, named: str | None, tmp_path: Path) -> None:
     shutil.copytree(TOY / "draft", tmp_path / "draft")
-    (tmp_path / "draft" / "README.md").write_text(f"---\n{front}---\n\n# A draft\nbase_model: another/one\n")
+    (tmp_path / "draft" / "README.md").write_text(
+        f"---\n{front}---\n\n# A draft\nbase_model: another/one\n"
+    )
     assert inspect_draft(tmp_path / "draft")["target"] == named
 
 
@@ -78,7 +98,10 @@ def test_inspect_refuses_what_loading_refuses(tmp_path: Path) -> None:
     shutil.copytree(TOY / "draft", tmp_path / "draft")
     file = tmp_path / "draft" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "hidden_size": 64}))
-    for place, message in ((tmp_path / "draft", "expected exactly the weights"), ("/nowhere", "as DRAFT")):
+    for place, message in (
+        (tmp_path / "draft", "expected exactly the weights"),
+        ("/nowhere", "as DRAFT"),
+    ):
         result = run("inspect", place)
         assert (result.exit_code, result.stdout) == (2, "")
         assert message in " ".join(result.stderr.split())
@@ -118,7 +141,15 @@ def test_drafts_fit_the_terminal_and_are_filtered(columns: int) -> None:
 
 def test_a_pushed_draft_decodes_by_one_argument(tmp_path: Path) -> None:
     shutil.copytree(TOY / "draft", tmp_path / "draft", ignore=shutil.ignore_patterns("README.md"))
-    result = run("push", tmp_path / "draft", "--to", tmp_path / "out", "--target", TOY / "target", columns=400)
+    result = run(
+        "push",
+        tmp_path / "draft",
+        "--to",
+        tmp_path / "out",
+        "--target",
+        TOY / "target",
+        columns=400,
+    )
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip() == str(tmp_path / "out")
     before, after = TOY / "draft" / "model.safetensors", tmp_path / "out" / "model.safetensors"
@@ -136,7 +167,9 @@ def test_a_pushed_draft_decodes_by_one_argument(tmp_path: Path) -> None:
     plain = target.generate(**settings)
     forwards: list[int] = []
     target.model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    drafted = target.generate(**settings, custom_generate=str(tmp_path / "out"), trust_remote_code=True)
+    drafted = target.generate(
+        **settings, custom_generate=str(tmp_path / "out"), trust_remote_code=True
+    )
     assert torch.equal(drafted, plain)
     assert 0 < len(forwards) < 24
 
@@ -166,23 +199,31 @@ class Hub:
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
         assert commit_message
         code = (folder_path / "custom_generate" / "generate.py").read_text()
-        self.asked.append((repo_id, {"files": sorted(file.name for file in folder_path.iterdir()), "code": code}))
+        self.asked.append(
+            (repo_id, {"files": sorted(file.name for file in folder_path.iterdir()), "code": code})
+        )
 
 
 def test_push_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     Hub.asked = []
-    result = run("push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target", "--private")
+    result = run(
+        "push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target", "--private"
+    )
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip() == "https://huggingface.co/my-org/my-draft"
     (made, options), (written, content) = Hub.asked
     assert (made, options, written) == (made, {"private": True, "exist_ok": True}, made)
-    assert {"README.md", "config.json", "custom_generate", "model.safetensors"} <= set(content["files"])
+    assert {"README.md", "config.json", "custom_generate", "model.safetensors"} <= set(
+        content["files"]
+    )
     assert "DRAFT = 'my-org/my-draft'" in content["code"]
     monkeypatch.setattr(Hub, "refuses", True)
     result = run("push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "expected to upload to my-org/my-draft, got ConnectionError: no network" in " ".join(result.stderr.split())
+    assert "expected to upload to my-org/my-draft, got ConnectionError: no network" in " ".join(
+        result.stderr.split()
+    )
 
 
 BAD: list[tuple[list[object], str]] = [
@@ -195,7 +236,9 @@ BAD: list[tuple[list[object], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_what_push_refuses(arguments: list[object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_push_refuses(
+    arguments: list[object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", None)
     result = run("push", TOY / "draft", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")

@@ -23,7 +23,10 @@ from helpers.serving import ENGINES, engines, function_of, installed, sglang_dra
 from tiny import draft_config, tiny_target
 
 FULL: dict[str, Any] = {"layer_types": None, "sliding_window": None}
-MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}
+MIXED: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 11,
+}
 NOT_CAUSAL: dict[str, Any] = {**MIXED, "is_causal": False}
 DRAFTS = {"full": FULL, "mixed": MIXED, "not-causal": NOT_CAUSAL}
 # vLLM takes speculators' causality of sliding layers for that of all, and our windows are not from the anchor.
@@ -37,7 +40,9 @@ CASES = [
 
 def needs(name: str) -> None:
     if not installed(name):
-        pytest.skip(f"no {name} in {ENGINES}: pip install --no-deps --target build/engines vllm sglang")
+        pytest.skip(
+            f"no {name} in {ENGINES}: pip install --no-deps --target build/engines vllm sglang"
+        )
 
 
 def exported(folder: Path, kind: str, name: Any) -> tuple[Any, DFlashDraftModel, Path]:
@@ -60,7 +65,9 @@ def weights_of(draft: DFlashDraftModel) -> dict[str, Tensor]:
         parts = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
         state[f"{prefix}.self_attn.qkv_proj.weight"] = torch.cat(parts)
         state[f"{prefix}.self_attn.o_proj.weight"] = attention.o_proj.weight
-        state[f"{prefix}.mlp.gate_up_proj.weight"] = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
+        state[f"{prefix}.mlp.gate_up_proj.weight"] = torch.cat(
+            (mlp.gate_proj.weight, mlp.up_proj.weight)
+        )
         state[f"{prefix}.mlp.down_proj.weight"] = mlp.down_proj.weight
     return state
 
@@ -68,7 +75,11 @@ def weights_of(draft: DFlashDraftModel) -> dict[str, Tensor]:
 def loaded(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """What an engine's model holds; embedding and head are the target's, and mask embeddings are of other drafts."""
     every = {name.removeprefix(prefix): value for name, value in model.named_parameters()}
-    return {name: every[name] for name in every if not name.endswith(("embed_tokens.weight", "lm_head.weight"))}
+    return {
+        name: every[name]
+        for name in every
+        if not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    }
 
 
 def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -90,7 +101,10 @@ def test_vllm_serves_the_draft_that_was_exported(kind: str, name: str, tmp_path:
     assert found.get_draft_attn_causal() == config.is_causal
     # Muse's window is as wide on both sides, and its number one lower: vLLM reads it as any other.
     shift = int(name == "muse")
-    windows = [None if (window := config.attention_kind(at)[0]) is None else window - shift for at in range(2)]
+    windows = [
+        None if (window := config.attention_kind(at)[0]) is None else window - shift
+        for at in range(2)
+    ]
     assert [layer.self_attn.sliding_window for layer in found.model.layers] == windows
     assert found.model.mask_token_id == config.mask_token_id
     theirs = loaded(found, "model.")
@@ -109,12 +123,15 @@ def test_sglang_serves_the_draft_that_was_exported(kind: str, name: str, tmp_pat
         model: Any = sglang_draft(folder)
         model.load_weights(iter(load_file(folder / "model.safetensors").items()))
     # Their number is of the tokens before the query.
-    windows = [-1 if (window := config.attention_kind(at)[0]) is None else window - 1 for at in range(2)]
+    windows = [
+        -1 if (window := config.attention_kind(at)[0]) is None else window - 1 for at in range(2)
+    ]
     if name == "muse":
         windows = [window if window == -1 else window - 1 for window in windows]
     assert [layer.self_attn.sliding_window_size for layer in model.layers] == windows
     kinds = [str(layer.self_attn.attn_type).rpartition(".")[2] for layer in model.layers]
-    if (kind, name) != ("not-causal", "muse"):  # SGLang runs sliding layers causally where the config is silent
+    # SGLang runs sliding layers causally where the config is silent
+    if (kind, name) != ("not-causal", "muse"):
         assert kinds == ["DECODER" if causal else "ENCODER_ONLY" for causal in config.is_causal]
     assert model.block_size == config.block_size
     assert model.draft_config.target_layer_ids == config.target_layer_ids
@@ -131,7 +148,12 @@ def test_taps_of_vllm_are_one_higher(tmp_path: Path) -> None:
             model: Any = vllm_draft(folder, target, written)[0]
             config = model.config
             taps = function_of(
-                "vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py", "get_eagle3_aux_layers_from_config"
+                "vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py",
+                "get_eagle3_aux_layers_from_config",
             )
-            settings = type("Settings", (), {"draft_model_config": type("Config", (), {"hf_config": config})})
-            assert taps(settings) == tuple(index + 1 for index in draft.config.target_layer_ids), name
+            settings = type(
+                "Settings", (), {"draft_model_config": type("Config", (), {"hf_config": config})}
+            )
+            assert taps(settings) == tuple(index + 1 for index in draft.config.target_layer_ids), (
+                name
+            )

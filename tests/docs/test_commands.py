@@ -28,7 +28,9 @@ PROGRAMS = ("dflash-hf", "make", "python")
 
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command in a page, from its program on."""
-    blocks = [line for block in BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    blocks = [
+        line for block in BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()
+    ]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for line in [*blocks, *(span.replace("\n", " ") for span in SPAN.findall(prose))]:
         words = shlex.split(line, comments=True)
@@ -46,8 +48,14 @@ def wrong(words: list[str]) -> str | None:
     """What a command names that is not there."""
     program, *rest = words
     if program == "make":
-        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-        return next((word for word in rest if re.fullmatch(r"[a-z-]+", word) and word not in targets), None)
+        targets = set(
+            re.findall(
+                r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+            )
+        )
+        return next(
+            (word for word in rest if re.fullmatch(r"[a-z-]+", word) and word not in targets), None
+        )
     if program == "python":
         files = [word for word in rest if word.endswith(".py")]
         return next((word for word in files if not (ROOT / word).is_file() and "/" in word), None)
@@ -59,7 +67,11 @@ def wrong(words: list[str]) -> str | None:
         if found is None:
             return rest[0]
         command, rest = found, rest[1:]
-    known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        flag
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
     if command.name == "train":
         known |= {f"--{field.name.replace('_', '-')}" for field in fields(DFlashTrainingArguments)}
     given = [word.partition("=")[0] for word in rest if re.match(r"--[a-z]", word)]
@@ -74,9 +86,15 @@ def test_commands_of_a_page_exist(page: Path) -> None:
 
 
 def test_single_tests_that_the_makefile_names_exist() -> None:
-    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    named = re.findall(
+        r"(tests/[\w/]+\.py)::(\w+)", (ROOT / "Makefile").read_text(encoding="utf-8")
+    )
     assert named
-    missing = [name for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")]
+    missing = [
+        name
+        for path, name in named
+        if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
     assert not missing
 
 

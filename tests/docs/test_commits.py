@@ -17,7 +17,9 @@ def config() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def hook(config: dict[str, Any]) -> dict[str, Any]:
-    [hook] = [hook for repo in config["repos"] for hook in repo["hooks"] if hook["id"] == "commit-subject"]
+    [hook] = [
+        hook for repo in config["repos"] for hook in repo["hooks"] if hook["id"] == "commit-subject"
+    ]
     return hook
 
 
@@ -26,7 +28,9 @@ def is_taken(message: str, hook: dict[str, Any]) -> bool:
     return re.search(hook["entry"].encode(), message.encode(), re.MULTILINE | re.DOTALL) is not None
 
 
-def test_hook_reads_messages_and_fails_where_nothing_matches(config: dict[str, Any], hook: dict[str, Any]) -> None:
+def test_hook_reads_messages_and_fails_where_nothing_matches(
+    config: dict[str, Any], hook: dict[str, Any]
+) -> None:
     assert (hook["language"], hook["args"]) == ("pygrep", ["--multiline", "--negate"])
     assert hook["stages"] == ["commit-msg"]
     assert config["default_install_hook_types"] == ["pre-commit", "commit-msg"]

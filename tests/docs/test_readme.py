@@ -14,13 +14,27 @@ from pathlib import Path
 import pytest
 
 from helpers import examples
-from helpers.examples import SHELLS, Block, blocks_to_run, execute, new_namespace, python_blocks, run_in_shell, split
+from helpers.examples import (
+    SHELLS,
+    Block,
+    blocks_to_run,
+    execute,
+    new_namespace,
+    python_blocks,
+    run_in_shell,
+    split,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 # README is listed whether it is there or not: a missing one is a failure, not one test less.
 EXECUTED = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-LINKED = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "kernels" / "README.md"]
+LINKED = [
+    *EXECUTED,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "kernels" / "README.md",
+]
 
 INLINE_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)")
 REFERENCE_LINK = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s|$)")
@@ -31,7 +45,10 @@ def environment_of_tree(folder: Path) -> dict[str, str]:
     """The environment of a shell block: no network, and this tree's `dflash-hf` and this Python on the path."""
     programs = folder / ".programs"
     programs.mkdir(exist_ok=True)
-    for program, command in (("dflash-hf", f"'{sys.executable}' -m dflash_hf"), ("python", f"'{sys.executable}'")):
+    for program, command in (
+        ("dflash-hf", f"'{sys.executable}' -m dflash_hf"),
+        ("python", f"'{sys.executable}'"),
+    ):
         (programs / program).write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
         (programs / program).chmod(0o755)
     return {
@@ -90,7 +107,9 @@ def test_shell_examples_run(path: Path, linked_root: Path) -> None:
     environment = environment_of_tree(linked_root)
     for block in blocks_to_run(read(path), SHELLS):
         done = run_in_shell(block, linked_root, environment)
-        assert done.returncode == 0, f"{name(path)}:{block.line} ended with {done.returncode}\n{done.stderr}"
+        assert done.returncode == 0, (
+            f"{name(path)}:{block.line} ended with {done.returncode}\n{done.stderr}"
+        )
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name)
@@ -137,13 +156,18 @@ def test_failing_example_is_reported_at_its_line() -> None:
     text = EXAMPLE.replace("x == 2", "x == 3")
     with pytest.raises(AssertionError) as failure:
         execute_all(python_blocks(text), "example.md")
-    assert [(str(entry.path), entry.lineno + 1) for entry in failure.traceback][-1] == ("example.md", 19)
+    assert [(str(entry.path), entry.lineno + 1) for entry in failure.traceback][-1] == (
+        "example.md",
+        19,
+    )
 
 
 def test_failing_shell_example_is_seen(tmp_path: Path) -> None:
     text = "```bash\nfalse | cat\necho reached\n```\n```sh\ndflash-hf --version\npython -c 'print(1)'\n```\n"
     environment = environment_of_tree(tmp_path)
-    failing, fine = (run_in_shell(block, tmp_path, environment) for block in blocks_to_run(text, SHELLS))
+    failing, fine = (
+        run_in_shell(block, tmp_path, environment) for block in blocks_to_run(text, SHELLS)
+    )
     assert (failing.returncode, failing.stdout) == (1, "")
     assert fine.returncode == 0
     assert re.fullmatch(r"dflash-hf \S+\n1\n", fine.stdout)
@@ -178,7 +202,9 @@ assert (number, open("number").read()) == (3, "4\\n")
 def test_page_runs_from_top_to_bottom(text: str, status: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(text, encoding="utf-8")
     command = [sys.executable, "-P", examples.__file__, "page.md"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == status, done
     assert said in done.stdout + done.stderr
 

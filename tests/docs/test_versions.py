@@ -27,7 +27,9 @@ def script() -> ModuleType:
 
 def pinned(file: str) -> dict[str, str]:
     """What a constraints file pins, by package."""
-    return dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE))
+    return dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    )
 
 
 def row_of(script: ModuleType, page: str, name: str) -> dict[str, str]:
@@ -56,7 +58,9 @@ def test_the_newest_tested_transformers_is_the_one_of_the_constraints() -> None:
 def test_versions_are_compared_with_those_of_another_python(script: ModuleType) -> None:
     mine = script.installed()
     assert script.is_same(mine, sys.executable)
-    assert script.is_same(mine | {"Triton": "0"}, sys.executable), "no text on a CPU goes through it"
+    assert script.is_same(mine | {"Triton": "0"}, sys.executable), (
+        "no text on a CPU goes through it"
+    )
     assert not script.is_same(mine | {"Transformers": "0"}, sys.executable)
 
 
@@ -65,7 +69,9 @@ def test_what_passed_is_written_into_its_row_alone(script: ModuleType) -> None:
     page = script.written(PAGE, "constraints-oldest.txt", values)
     before = row_of(script, PAGE, "constraints-oldest.txt")
     assert row_of(script, page, "constraints-oldest.txt") == before | values
-    changed = [old for old, new in zip(PAGE.splitlines(), page.splitlines(), strict=True) if old != new]
+    changed = [
+        old for old, new in zip(PAGE.splitlines(), page.splitlines(), strict=True) if old != new
+    ]
     assert len(changed) == 1
 
 

@@ -36,7 +36,9 @@ def bare_text(lengths: tuple[int, ...]) -> Tensor:
     return tiny_target("qwen3").generate(**prompts(list(lengths), 1), **GREEDY)
 
 
-def check_same(target: PreTrainedModel, caller: Any, lengths: list[int], changes: bool = True, **kwargs: Any) -> None:
+def check_same(
+    target: PreTrainedModel, caller: Any, lengths: list[int], changes: bool = True, **kwargs: Any
+) -> None:
     """Compares `caller.generate` with and without a draft; the text must not be that of the bare target."""
     inputs = prompts(lengths, 1)
     ref = caller.generate(**inputs, **GREEDY, **kwargs)
@@ -54,7 +56,10 @@ def check_same(target: PreTrainedModel, caller: Any, lengths: list[int], changes
         {"target_modules": MODULES, "use_dora": True},
         {"target_modules": [*MODULES, "embed_tokens", "lm_head"]},
         {"target_modules": MODULES, "modules_to_save": ["embed_tokens", "lm_head"]},
-        {"target_modules": MODULES, "trainable_token_indices": {"embed_tokens": list(range(3, 30))}},
+        {
+            "target_modules": MODULES,
+            "trainable_token_indices": {"embed_tokens": list(range(3, 30))},
+        },
     ],
     ids=["lora", "dora", "embedding and head", "saved modules", "tokens"],
 )
@@ -68,7 +73,9 @@ def test_lora(settings: dict[str, Any], lengths: list[int]) -> None:
 
 
 @LENGTHS
-def test_adapters_added_to_the_model_itself(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_added_to_the_model_itself(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     # Transformers may ask for a release of PEFT that is not out yet.
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
@@ -82,7 +89,9 @@ def test_adapters_added_to_the_model_itself(lengths: list[int], monkeypatch: pyt
 @LENGTHS
 def test_ia3(lengths: list[int]) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    config = peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
     target = tiny_target("qwen3")
     check_same(target, adapted(peft.get_peft_model(target, config)), lengths)
 
@@ -90,7 +99,9 @@ def test_ia3(lengths: list[int]) -> None:
 def test_an_adapter_per_row() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     target = tiny_target("qwen3")
-    wrapped = peft.get_peft_model(target, peft.LoraConfig(target_modules=MODULES, r=2), adapter_name="a")
+    wrapped = peft.get_peft_model(
+        target, peft.LoraConfig(target_modules=MODULES, r=2), adapter_name="a"
+    )
     wrapped.add_adapter("b", peft.LoraConfig(target_modules=MODULES, r=3))
     check_same(target, adapted(wrapped), [4, 11, 7], adapter_names=["a", "b", "__base__"])
 
@@ -101,7 +112,9 @@ def test_adapters_that_add_tokens_or_count_them_are_refused_before_any_forward(k
     inputs = prompts([9], 1)
     if kind == "alora":
         start = [int(inputs["input_ids"][0, -2])]
-        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=start)
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=start
+        )
     else:
         config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
     target = tiny_target("qwen3")
@@ -126,11 +139,15 @@ def quantise_torchao(target: PreTrainedModel, config: str) -> PreTrainedModel:
 
 def quantise_bitsandbytes(target: PreTrainedModel, kind: str) -> PreTrainedModel:
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    settings = {"has_fp16_weights": False} if kind == "Linear8bitLt" else {"compute_dtype": torch.float32}
+    settings = (
+        {"has_fp16_weights": False} if kind == "Linear8bitLt" else {"compute_dtype": torch.float32}
+    )
     for layer in find_target(target).layers:
         for name, linear in list(layer.mlp.named_children()):
             if isinstance(linear, nn.Linear):
-                made = getattr(bnb.nn, kind)(linear.in_features, linear.out_features, bias=False, **settings)
+                made = getattr(bnb.nn, kind)(
+                    linear.in_features, linear.out_features, bias=False, **settings
+                )
                 made.load_state_dict(linear.state_dict())
                 setattr(layer.mlp, name, made.to("cpu"))
     return target

@@ -64,7 +64,12 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def ask(processor: Any, image: Any) -> Any:
-    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]}]
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}],
+        }
+    ]
     settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     return processor.apply_chat_template(messages, add_generation_prompt=True, **settings)
 
@@ -80,7 +85,9 @@ def test_odd_files_give_the_plain_text(processor: Any, tmp_path: Path) -> None:
         assert (inputs["input_ids"] == processor.image_token_id).sum() == grid[0] * grid[1] // 4
         texts.append(f"{SIGN} what is {name}?")
         paths.append(str(tmp_path / name))
-    inputs = processor(text=texts, images=[[path] for path in paths], padding=True, return_tensors="pt")
+    inputs = processor(
+        text=texts, images=[[path] for path in paths], padding=True, return_tensors="pt"
+    )
     inputs["pixel_values"] = inputs["pixel_values"].double()
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     rows = zip(ref, inputs["attention_mask"], strict=True)
@@ -95,9 +102,14 @@ def test_pictures_are_turned_and_animations_stand_still(processor: Any, tmp_path
         FILES[name][0](tmp_path / name)
     with Image.open(tmp_path / "rotated.jpg") as image:
         turned = image.transpose(Image.Transpose.ROTATE_270)
-    pixels = [ask(processor, image)["pixel_values"] for image in (str(tmp_path / "rotated.jpg"), turned)]
+    pixels = [
+        ask(processor, image)["pixel_values"] for image in (str(tmp_path / "rotated.jpg"), turned)
+    ]
     assert torch.equal(*pixels)
-    pixels = [ask(processor, str(tmp_path / name))["pixel_values"] for name in ("animated.webp", "plain.png")]
+    pixels = [
+        ask(processor, str(tmp_path / name))["pixel_values"]
+        for name in ("animated.webp", "plain.png")
+    ]
     assert torch.equal(*pixels)
 
 
@@ -127,7 +139,8 @@ def test_files_that_cannot_be_read_are_refused_in_a_sentence(
 
 
 @pytest.mark.skipif(
-    not hasattr(ProcessorMixin, "_adjust_assistant_masks_indices"), reason="older Transformers do not count the signs"
+    not hasattr(ProcessorMixin, "_adjust_assistant_masks_indices"),
+    reason="older Transformers do not count the signs",
 )
 def test_pictures_and_signs_that_do_not_fit_are_refused_by_the_processor(processor: Any) -> None:
     one = picture(16, 24)
@@ -149,9 +162,18 @@ def test_tensors_that_do_not_fit_are_refused_before_any_forward(name: str) -> No
     for module in (target, target.model.visual):
         module.register_forward_pre_hook(lambda module, args: calls.append(1))
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({**text, **pictures}, r"expected 7 image tokens \(58\) for the 2 images of image_grid_thw, got 0"),
-        ({**two, **pictures}, r"expected 7 image tokens \(58\) for the 2 images of image_grid_thw, got 8"),
-        ({**good, "pixel_values": good["pixel_values"][:-4]}, "expected pixel_values of 28 patches, .* got 24"),
+        (
+            {**text, **pictures},
+            r"expected 7 image tokens \(58\) for the 2 images of image_grid_thw, got 0",
+        ),
+        (
+            {**two, **pictures},
+            r"expected 7 image tokens \(58\) for the 2 images of image_grid_thw, got 8",
+        ),
+        (
+            {**good, "pixel_values": good["pixel_values"][:-4]},
+            "expected pixel_values of 28 patches, .* got 24",
+        ),
         ({**good, "pixel_values": None}, "expected pixel_values of 28 patches, .* got None"),
     ]
     for inputs, message in wrong:
@@ -169,4 +191,6 @@ def test_signs_without_any_picture_are_text_as_in_plain_generate(name: str) -> N
     ref = target.generate(**bare, max_new_tokens=NEW, do_sample=False)
     rows = zip(ref, bare["attention_mask"], strict=True)
     draft = oracle_draft(target, [row[int(mask.argmax()) :].tolist() for row, mask in rows], 0, 5)
-    assert torch.equal(target.generate(**bare, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**bare, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )

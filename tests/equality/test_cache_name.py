@@ -35,7 +35,9 @@ def test_a_cache_is_taken_under_every_name_that_plain_generate_takes(name: str) 
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Transformers' own, about the old names
-        plain = target.generate(**inputs, **GREEDY, return_dict_in_generate=True, **{name: caches[0]})
+        plain = target.generate(
+            **inputs, **GREEDY, return_dict_in_generate=True, **{name: caches[0]}
+        )
         draft = oracle_draft(target, truth_of(inputs, plain.sequences), 0)
         settings = {"assistant_model": draft, "return_dict_in_generate": True, name: caches[1]}
         ours = target.generate(**inputs, **GREEDY, **settings)
@@ -52,7 +54,9 @@ def test_an_output_has_plain_generates_fields_and_the_statistics(returned: bool)
     given = {CACHE_NAME: DynamicCache(config=target.config)} if returned else {}
     plain = target.generate(**inputs, **GREEDY, return_dict_in_generate=True)
     draft = tiny_draft(target)
-    ours = target.generate(**inputs, **GREEDY, return_dict_in_generate=True, assistant_model=draft, **given)
+    ours = target.generate(
+        **inputs, **GREEDY, return_dict_in_generate=True, assistant_model=draft, **given
+    )
     assert set(ours.keys()) == set(plain.keys()) | {"speculative"}
 
 
@@ -97,8 +101,14 @@ def test_a_call_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
         warnings.simplefilter("error")
         plain = target.generate(**inputs, **GREEDY)
         draft = oracle_draft(target, truth_of(inputs, plain), 0)
-        settings: dict[str, Any] = {**GREEDY, "assistant_model": draft, "return_dict_in_generate": True}
+        settings: dict[str, Any] = {
+            **GREEDY,
+            "assistant_model": draft,
+            "return_dict_in_generate": True,
+        }
         for extra in ({}, {"do_sample": True}, {CACHE_NAME: DynamicCache(config=target.config)}):
             target.generate(**inputs, **{**settings, **extra})
         list(iterate(target, draft, **inputs, **GREEDY))
-    assert not [record.message for record in caplog.records if "deprecated" in record.message.lower()]
+    assert not [
+        record.message for record in caplog.records if "deprecated" in record.message.lower()
+    ]

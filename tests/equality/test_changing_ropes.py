@@ -38,7 +38,9 @@ def built(name: str) -> PreTrainedModel:
     return TARGETS[name]()
 
 
-def texts(target: PreTrainedModel, inputs: dict[str, Tensor], block: int, **settings: Any) -> list[Tensor]:
+def texts(
+    target: PreTrainedModel, inputs: dict[str, Tensor], block: int, **settings: Any
+) -> list[Tensor]:
     """Plain `generate`'s text and ours, each from a fresh copy of the target."""
     try:
         plain = copy.deepcopy(target).generate(**{**inputs, **settings}, **GREEDY)
@@ -56,9 +58,13 @@ def test_shifted_positions_reach_the_boundary(name: str, shift: str) -> None:
     inputs, new, block = prompts([NUM], 0), 10, 5
     room = BOUNDARY - NUM - new - (block - 1)
     for num in (0, room):
-        assert torch.equal(*texts(built(name), inputs, block, max_new_tokens=new, **SHIFTS[shift](num)))
+        assert torch.equal(
+            *texts(built(name), inputs, block, max_new_tokens=new, **SHIFTS[shift](num))
+        )
     for num in (room + 1, 12, 22):
-        with pytest.raises(ValueError, match=rf"stays within 32 positions.* got a prompt up to {NUM + num} and"):
+        with pytest.raises(
+            ValueError, match=rf"stays within 32 positions.* got a prompt up to {NUM + num} and"
+        ):
             texts(built(name), inputs, block, max_new_tokens=new, **SHIFTS[shift](num))
 
 
@@ -77,7 +83,9 @@ def test_every_kind_of_layer_has_a_boundary_of_its_own() -> None:
 
 
 def test_what_each_type_compares_with() -> None:
-    found = {name: [tuple(rope) for rope in changing_ropes(find_target(built(name)))] for name in TARGETS}
+    found = {
+        name: [tuple(rope) for rope in changing_ropes(find_target(built(name)))] for name in TARGETS
+    }
     dynamic, long = ("dynamic", BOUNDARY, False), ("longrope", BOUNDARY, True)
     assert found == {
         **{name: [dynamic if name.endswith("dynamic") else long] for name in TARGETS},
@@ -85,11 +93,18 @@ def test_what_each_type_compares_with() -> None:
         "gemma3-longrope-longrope": [("longrope", 48, True), long],
     }
     assert not changing_ropes(find_target(per_layer(DEFAULT, DEFAULT, 256)))
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     assert not changing_ropes(find_target(flat("llama", yarn, 128)))
 
 
-def with_cache(name: str, inputs: dict[str, Tensor], past: int) -> tuple[PreTrainedModel, dict[str, Any]]:
+def with_cache(
+    name: str, inputs: dict[str, Tensor], past: int
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A copy of a target, and what its `generate` is given with `past` of the columns in a cache."""
     target = copy.deepcopy(built(name))
     cache = DynamicCache(config=target.config)
@@ -122,12 +137,18 @@ def test_a_cache_that_plain_generate_makes_anew_is_refused() -> None:
     assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.uint8, torch.int16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.int8, torch.uint8, torch.int16]
+)
 def test_positions_that_are_counted_on_otherwise_are_refused(dtype: torch.dtype) -> None:
     target, inputs = tiny_target("llama"), prompts([NUM], 0)
     positions = torch.arange(NUM, dtype=dtype)[None]
-    with pytest.raises(ValueError, match=rf"expected position_ids of dtype int64 or int32, got {dtype}"):
-        target.generate(**inputs, position_ids=positions, assistant_model=tiny_draft(target), **GREEDY)
+    with pytest.raises(
+        ValueError, match=rf"expected position_ids of dtype int64 or int32, got {dtype}"
+    ):
+        target.generate(
+            **inputs, position_ids=positions, assistant_model=tiny_draft(target), **GREEDY
+        )
 
 
 def outcomes(seeds: range) -> collections.Counter[bool | None]:

@@ -62,7 +62,11 @@ def test_a_streamer_gets_the_prompt_and_every_accepted_run() -> None:
     draft = oracle_draft(target, truth_of(inputs, ref), 3)
     target.generate(**inputs, **GREEDY, streamer=ours, assistant_model=draft)
     assert ours.runs[0] == plain.runs[0] == inputs["input_ids"][0].tolist()
-    assert [t for run in ours.runs for t in run] == [t for run in plain.runs for t in run] == ref[0].tolist()
+    assert (
+        [t for run in ours.runs for t in run]
+        == [t for run in plain.runs for t in run]
+        == ref[0].tolist()
+    )
     assert ours.ended == 1
     assert [len(run) for run in ours.runs[2:]] == draft.last_stats.num_committed[0]
 
@@ -87,7 +91,9 @@ def test_the_result_has_sequences_and_statistics() -> None:
 
 
 def test_statistics_by_hand() -> None:
-    stats = SpeculativeStats(num_committed=[[3, 1, 2], [4]], num_accepted=[[2, 0, 3], [3]], num_proposed=3)
+    stats = SpeculativeStats(
+        num_committed=[[3, 1, 2], [4]], num_accepted=[[2, 0, 3], [3]], num_proposed=3
+    )
     assert stats.acceptance_length == 10 / 4
     assert stats.acceptance_length_per_row == [2.0, 4.0]
     assert stats.num_new_tokens == 12
@@ -112,7 +118,12 @@ def test_custom_stopping_criteria_stop_inside_a_block() -> None:
     free = target.generate(**inputs, **GREEDY)
     criteria = StoppingCriteriaList([StopAfter(int(free[0, -8]))])
     # Plain `generate` pads finished rows only when it knows an EOS; one that never occurs makes it do so.
-    settings = {**GREEDY, "stopping_criteria": criteria, "eos_token_id": VOCAB - 1, "pad_token_id": 0}
+    settings = {
+        **GREEDY,
+        "stopping_criteria": criteria,
+        "eos_token_id": VOCAB - 1,
+        "pad_token_id": 0,
+    }
     ref = target.generate(**inputs, **settings)
     draft = oracle_draft(target, truth_of(inputs, free), 1)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
@@ -134,7 +145,11 @@ def test_num_return_sequences_greedy_and_sampled() -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 7], 4)
     out = target.generate(
-        **inputs, max_new_tokens=9, do_sample=True, num_return_sequences=3, assistant_model=tiny_draft(target)
+        **inputs,
+        max_new_tokens=9,
+        do_sample=True,
+        num_return_sequences=3,
+        assistant_model=tiny_draft(target),
     )
     assert out.shape == (6, 16)
     assert len({tuple(row) for row in out[:3].tolist()}) > 1
@@ -181,7 +196,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dola": ({"dola_layers": "low"}, "dola_layers"),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale"),
     "no cache": ({"use_cache": False}, "use_cache=True"),
-    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "attentions": (
+        {"output_attentions": True, "return_dict_in_generate": True},
+        "output_attentions",
+    ),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "cache": ({CACHE_NAME: ()}, CACHE_NAME),
     "stop strings": ({"stop_strings": ["x"]}, "tokenizer="),
@@ -197,7 +215,9 @@ def test_what_cannot_be_honoured_is_refused_before_any_forward(case: str) -> Non
     target.register_forward_pre_hook(lambda *args: calls.append(1))
     arguments, match = REFUSED[case]
     with pytest.raises(ValueError, match=match):
-        target.generate(**prompts([6], 0), **{"max_new_tokens": 5, **arguments}, assistant_model=draft)
+        target.generate(
+            **prompts([6], 0), **{"max_new_tokens": 5, **arguments}, assistant_model=draft
+        )
     assert not calls
 
 
@@ -207,9 +227,17 @@ def misfits() -> dict[str, tuple[Callable[[], Any], Callable[[Any], DFlashDraftM
 
     return {
         "width": (target, lambda t: tiny_draft(t, hidden_size=16), "hidden size 32"),
-        "depth": (target, lambda t: tiny_draft(t, num_target_layers=9, target_layer_ids=[1, 7]), "taps below 4"),
+        "depth": (
+            target,
+            lambda t: tiny_draft(t, num_target_layers=9, target_layer_ids=[1, 7]),
+            "taps below 4",
+        ),
         "vocabulary": (target, lambda t: tiny_draft(t, vocab_size=100), "vocabulary of 64"),
-        "mask": (target, lambda t: tiny_draft(t, vocab_size=100, mask_token_id=99), "mask_token_id below 64"),
+        "mask": (
+            target,
+            lambda t: tiny_draft(t, vocab_size=100, mask_token_id=99),
+            "mask_token_id below 64",
+        ),
     }
 
 
@@ -227,7 +255,10 @@ def test_a_draft_for_another_target_is_refused(case: str) -> None:
         ({"block_size": 9}, "block_size at most 8"),
         ({"block_size": 0}, "a number of tokens, at least 1, as block_size, got 0"),
         ({"verify_width": 9}, "verify_width between"),
-        ({"verify_width": "wide"}, "a number of tokens, at least 1, or 'auto' as verify_width, got 'wide'"),
+        (
+            {"verify_width": "wide"},
+            "a number of tokens, at least 1, or 'auto' as verify_width, got 'wide'",
+        ),
         ({"verify_width": True}, "as verify_width, got True"),
         ({"verify_width": 0}, "as verify_width, got 0"),
         ({"block_size": "8"}, "a number of tokens, at least 1, as block_size, got '8'"),
@@ -262,12 +293,23 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "alibi": ("Bloom", {"n_layer": 4, "n_head": 4}, "(ALiBi|AttentionInterface)"),
     "recurrent": (
         "FalconH1",
-        {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 2,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+        },
         "recurrent layers are gated delta nets",
     ),
     "shared": (
         "Gemma3nText",
-        {"head_dim": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 4},
+        {
+            "head_dim": 8,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 4,
+        },
         "shared-K/V",
     ),
     "keywords": ("Nemotron", {}, "layers that do not hand keywords of the forward down"),
@@ -299,8 +341,20 @@ def test_a_soft_cap_that_plain_generate_leaves_out_is_refused() -> None:
     ("inputs", "match"),
     [
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
-        ({"input_ids": torch.full((2, 3), 5), "attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, "row of zeros"),
-        ({"input_ids": torch.full((2, 3), 5), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, "left-padded"),
+        (
+            {
+                "input_ids": torch.full((2, 3), 5),
+                "attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]]),
+            },
+            "row of zeros",
+        ),
+        (
+            {
+                "input_ids": torch.full((2, 3), 5),
+                "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
+            },
+            "left-padded",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_decoded_are_refused(inputs: dict[str, Any], match: str) -> None:
@@ -322,7 +376,9 @@ class Failing(LogitsProcessor):
 
 @pytest.mark.parametrize("after", [0, 1, 6])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_or_interrupt_leaves_the_models_as_they_were(after: int, error: type[BaseException]) -> None:
+def test_an_error_or_interrupt_leaves_the_models_as_they_were(
+    after: int, error: type[BaseException]
+) -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target)
     inputs = prompts([6], 0)
@@ -330,7 +386,10 @@ def test_an_error_or_interrupt_leaves_the_models_as_they_were(after: int, error:
     hooks = hooks_of(target) + hooks_of(draft)
     with pytest.raises(error, match="on purpose"):
         target.generate(
-            **inputs, **GREEDY, logits_processor=LogitsProcessorList([Failing(after, error)]), assistant_model=draft
+            **inputs,
+            **GREEDY,
+            logits_processor=LogitsProcessorList([Failing(after, error)]),
+            assistant_model=draft,
         )
     assert hooks_of(target) + hooks_of(draft) == hooks
     assert target.config._attn_implementation == "sdpa"
@@ -345,7 +404,9 @@ def test_two_threads_with_drafts_on_one_target_are_serialised() -> None:
     outs: dict[int, torch.Tensor] = {}
 
     def work(index: int) -> None:
-        outs[index] = target.generate(**batches[index], **GREEDY, assistant_model=tiny_draft(target, 4))
+        outs[index] = target.generate(
+            **batches[index], **GREEDY, assistant_model=tiny_draft(target, 4)
+        )
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -405,7 +466,9 @@ def test_the_prefill_cache_is_gone_before_decoding_starts(monkeypatch: pytest.Mo
     original = RaggedCache.take_prefill.__func__
 
     def spy(cls: type, prefill: Any, *args: Any, **kwargs: Any) -> Any:
-        references = [weakref.ref(tensor) for layer in prefill.layers for tensor in (layer.keys, layer.values)]
+        references = [
+            weakref.ref(tensor) for layer in prefill.layers for tensor in (layer.keys, layer.values)
+        ]
         cache = original(cls, prefill, *args, **kwargs)
         alive.append(sum(reference() is not None for reference in references))
         return cache

@@ -27,7 +27,12 @@ from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 ENGINES = ("eager", "static")
 # Weights and buffers go where the model is built, as Transformers' own do.
-BUILT = {"dflash_hf.modeling_dflash", "dflash_hf.draft_layers", "dflash_hf.norm_and_rope", "dflash_hf.dflash2"}
+BUILT = {
+    "dflash_hf.modeling_dflash",
+    "dflash_hf.draft_layers",
+    "dflash_hf.norm_and_rope",
+    "dflash_hf.dflash2",
+}
 MAKERS = "empty|zeros|ones|full|arange|linspace|eye|rand|randn|randint|randperm|tensor|as_tensor"
 
 
@@ -73,7 +78,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefix": {"do_sample": True, "repetition_penalty": 1.3},
     "criterion": {"stopping_criteria": [rows]},
     "time": {"max_time": 100.0},
-    "outputs": {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
+    "outputs": {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_hidden_states": True,
+    },
 }
 
 
@@ -106,15 +115,25 @@ def test_one_row_and_two_turns(engine: Any) -> None:
     with under_meta():
         ids = target.generate(**inputs, **settings, **{CACHE_NAME: cache})
         assert torch.equal(ids, ref)
-        more = target.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE_NAME: cache}, assistant_model=draft)
-        steps = list(iterate(target, draft, **inputs, **GREEDY, output_logits=True, output_hidden_states=True))
+        more = target.generate(
+            ids, max_new_tokens=6, do_sample=False, **{CACHE_NAME: cache}, assistant_model=draft
+        )
+        steps = list(
+            iterate(
+                target, draft, **inputs, **GREEDY, output_logits=True, output_hidden_states=True
+            )
+        )
     assert torch.equal(more, target.generate(ids, max_new_tokens=6, do_sample=False))
     assert torch.equal(torch.cat([step.committed[0] for step in steps]), more[0, 9:])
 
 
 def test_files(tmp_path: Path) -> None:
     target = tiny_target("qwen3")
-    settings: dict[str, Any] = {"own_embed_tokens": True, "own_lm_head": True, "draft_vocab_size": 32}
+    settings: dict[str, Any] = {
+        "own_embed_tokens": True,
+        "own_lm_head": True,
+        "draft_vocab_size": 32,
+    }
     draft = tiny_draft(target, sliding_window=None, layer_types=None, is_causal=False, **settings)
     with under_meta():
         save_draft(draft, tmp_path / "ours")
@@ -144,4 +163,7 @@ def test_every_tensor_names_its_device() -> None:
         for call in unnamed(module.tree)
     ]
     assert not found
-    assert len(list(unnamed(ast.parse("torch.zeros(2); torch.zeros(2, device=d); x.new_zeros(2)")))) == 1
+    assert (
+        len(list(unnamed(ast.parse("torch.zeros(2); torch.zeros(2, device=d); x.new_zeros(2)"))))
+        == 1
+    )

@@ -21,17 +21,23 @@ from tiny import OracleDraft, oracle_draft, prompts, tiny_target, truth_of
 class Recording(OracleDraft):
     """Keeps every block it runs."""
 
-    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
+    def forward_block(
+        self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None
+    ) -> Tensor:
         hidden = super().forward_block(noise_embeds, cache, context)
         assert cache.block is not None
         rows = self.rows_of(len(hidden))
-        self.blocks.append((rows, cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
+        self.blocks.append(
+            (rows, cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone())
+        )
         return hidden
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3-sliding", "llama"])
 @pytest.mark.parametrize(("block_size", "width"), [(8, 8), (8, 3), (16, 16)])
-def test_every_block_equals_one_forward_over_the_committed_text(family: str, block_size: int, width: int) -> None:
+def test_every_block_equals_one_forward_over_the_committed_text(
+    family: str, block_size: int, width: int
+) -> None:
     target = tiny_target(family)
     inputs = prompts([4, 17, 9], 6)
     ref = target.generate(**inputs, max_new_tokens=30, do_sample=False)
@@ -45,12 +51,20 @@ def test_every_block_equals_one_forward_over_the_committed_text(family: str, blo
     assert draft.last_stats.acceptance_length > 1.3
     with torch.no_grad():
         features = [
-            torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i] for i in (1, 3)], -1)
+            torch.cat(
+                [
+                    target(torch.tensor([row]), output_hidden_states=True).hidden_states[i]
+                    for i in (1, 3)
+                ],
+                -1,
+            )
             for row in truth
         ]
         for rows, lengths, noise, hidden in draft.blocks:
             for place, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
-                once = draft(noise[place : place + 1], features[row][:, :length]).last_hidden_state[0]
+                once = draft(noise[place : place + 1], features[row][:, :length]).last_hidden_state[
+                    0
+                ]
                 assert (once - hidden[place]).abs().max() < 1e-9 * once.abs().max()
 
 
@@ -59,7 +73,8 @@ def test_a_tap_records_the_output_of_its_layer() -> None:
     ids = prompts([7, 7], 0)["input_ids"]
     states = target(ids, output_hidden_states=True).hidden_states
     layers = find_target(target).layers
-    hooks = [len(layer._forward_hooks) for layer in layers]  # recording hidden states leaves hooks of its own
+    # Recording hidden states leaves hooks of its own
+    hooks = [len(layer._forward_hooks) for layer in layers]
     with Taps(layers, [2, 0]).open() as taps:
         target(ids)
         taken = taps.take()

@@ -20,7 +20,11 @@ from helpers.vision import vision_prompts, vision_target
 from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
-SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [9, 33, 40, 41, 42], "pad_token_id": 0}
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 30,
+    "eos_token_id": [9, 33, 40, 41, 42],
+    "pad_token_id": 0,
+}
 LENGTHS = [4, 11, 7, 2, 9]
 
 
@@ -39,11 +43,20 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def counts_of(draft: DFlashDraftModel) -> list[Any]:
     stats = draft.last_stats
-    return [stats.num_committed, stats.num_accepted, stats.num_accepted_by_node, stats.num_target_forwards]
+    return [
+        stats.num_committed,
+        stats.num_accepted,
+        stats.num_accepted_by_node,
+        stats.num_target_forwards,
+    ]
 
 
 def check(
-    target: PreTrainedModel, draft: DFlashDraftModel, inputs: dict[str, Tensor], sizes: list[int], **settings: Any
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    inputs: dict[str, Tensor],
+    sizes: list[int],
+    **settings: Any,
 ) -> None:
     """The text is plain `generate`'s, with and without rows that are dropped, and so is what was accepted."""
     ref: Any = target.generate(**inputs, **settings)
@@ -87,7 +100,9 @@ def test_pictures(sizes: list[int]) -> None:
     target: Any = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(4, 8), (4, 4)]], 0)
     ref = target.generate(**inputs, do_sample=False, max_new_tokens=30)
-    ends = [int(row[inputs["input_ids"].shape[1] + 4 + 6 * index]) for index, row in enumerate(ref[:2])]
+    ends = [
+        int(row[inputs["input_ids"].shape[1] + 4 + 6 * index]) for index, row in enumerate(ref[:2])
+    ]
     draft = oracle_draft(target, [], 0, 6)
     use_whole_blocks(draft)
     check(target, draft, inputs, sizes, do_sample=False, **SETTINGS | {"eos_token_id": ends})
@@ -96,7 +111,10 @@ def test_pictures(sizes: list[int]) -> None:
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize(
     ("proposal", "options"),
-    half([("argmax", 0), ("shared_noise", 12), ("argmax", 12), ("sample", 0)], {"dflash": {}, "dflash2": DFLASH2}),
+    half(
+        [("argmax", 0), ("shared_noise", 12), ("argmax", 12), ("sample", 0)],
+        {"dflash": {}, "dflash2": DFLASH2},
+    ),
 )
 def test_sampled_texts_do_not_follow_from_where_rows_stand(
     proposal: tuple[Any, int], options: dict[str, Any], sizes: list[int]
@@ -113,8 +131,15 @@ def test_sampled_texts_do_not_follow_from_where_rows_stand(
                     patch.setattr(decode, "drop_finished", lambda run: None)
                 torch.manual_seed(seed)
                 draft = tiny_draft(target, 6, **options)
-                draft.generation_config.proposal, draft.generation_config.num_tree_nodes = rule, nodes
-                texts.append(target.generate(**inputs, **SETTINGS, do_sample=True, top_k=5, assistant_model=draft))
+                draft.generation_config.proposal, draft.generation_config.num_tree_nodes = (
+                    rule,
+                    nodes,
+                )
+                texts.append(
+                    target.generate(
+                        **inputs, **SETTINGS, do_sample=True, top_k=5, assistant_model=draft
+                    )
+                )
             counts.append(counts_of(draft))
             assert (sizes[-1] < len(LENGTHS)) is drops
         assert torch.equal(*texts)
@@ -136,14 +161,22 @@ def test_a_rope_that_follows_the_longest_row_keeps_it(lengths: list[int], sizes:
     inputs = prompts(lengths, 0)
     text = target.generate(**inputs, do_sample=False, max_new_tokens=12)
     end = int(text[lengths.index(30), 31])  # the long row's second token
-    settings = {**inputs, "do_sample": False, "max_new_tokens": 12, "eos_token_id": end, "pad_token_id": 0}
+    settings = {
+        **inputs,
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "eos_token_id": end,
+        "pad_token_id": 0,
+    }
     ref = target.generate(**settings)
     draft = oracle_draft(target, truth_of(inputs, ref), 0, 4)
     assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
     assert set(sizes) == {len(lengths)}
 
 
-def test_buffers_that_are_kept_keep_their_rows(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_are_kept_keep_their_rows(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a run that was to be captured and cannot be: they are for the next call."""
     target, inputs = tiny_target("qwen3"), prompts(LENGTHS, 0)
     ref = target.generate(**inputs, **SETTINGS, do_sample=False)
@@ -151,7 +184,9 @@ def test_buffers_that_are_kept_keep_their_rows(sizes: list[int], monkeypatch: py
     set_engine(draft, "static")
     monkeypatch.setattr(decode, "start_engine", lambda run: None)
     for _ in range(2):
-        assert torch.equal(target.generate(**inputs, **SETTINGS, do_sample=False, assistant_model=draft), ref)
+        assert torch.equal(
+            target.generate(**inputs, **SETTINGS, do_sample=False, assistant_model=draft), ref
+        )
         assert [kept.shape.batch for kept in kept_buffers(draft)] == [len(LENGTHS)]
     assert set(sizes) == {len(LENGTHS)}
 

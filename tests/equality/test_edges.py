@@ -65,7 +65,9 @@ def test_padding_that_generate_infers_is_checked_too() -> None:
         target.generate(ids, **GREEDY, pad_token_id=0, eos_token_id=63, assistant_model=draft)
     ids = torch.tensor([[0, 0, 27, 11, 46, 7], [5, 9, 0, 11, 46, 7]])
     ref = target.generate(ids, **GREEDY, pad_token_id=0, eos_token_id=63)
-    assert torch.equal(target.generate(ids, **GREEDY, pad_token_id=0, eos_token_id=63, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(ids, **GREEDY, pad_token_id=0, eos_token_id=63, assistant_model=draft), ref
+    )
 
 
 def test_a_criterion_with_an_eos_attribute_of_its_own_is_called() -> None:
@@ -78,7 +80,11 @@ def test_a_criterion_with_an_eos_attribute_of_its_own_is_called() -> None:
     assert 6 < ref.shape[1] < free.shape[1]
     draft = oracle_draft(target, truth_of(inputs, free), 1)
     out = target.generate(
-        **inputs, max_new_tokens=60, do_sample=False, stopping_criteria=criteria, assistant_model=draft
+        **inputs,
+        max_new_tokens=60,
+        do_sample=False,
+        stopping_criteria=criteria,
+        assistant_model=draft,
     )
     assert torch.equal(out, ref)
 
@@ -90,11 +96,15 @@ def test_processors_and_streamers_may_run_the_target() -> None:
     ref = target.generate(**inputs, **settings)
     streamer = Rereading(target)
     draft = oracle_draft(target, truth_of(inputs, ref), 2)
-    assert torch.equal(target.generate(**inputs, **settings, streamer=streamer, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, **settings, streamer=streamer, assistant_model=draft), ref
+    )
     assert streamer.num == ref.shape[1]
 
 
-def test_a_forward_keyword_of_the_callers_reaches_every_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_keyword_of_the_callers_reaches_every_verify(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = tiny_target("qwen3")
     forward = type(target).forward
 
@@ -112,7 +122,9 @@ def test_a_forward_keyword_of_the_callers_reaches_every_verify(monkeypatch: pyte
     assert torch.equal(out, ref)
 
 
-def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop(deprecations: DeprecationLog) -> None:
+def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop(
+    deprecations: DeprecationLog,
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
@@ -123,13 +135,19 @@ def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop(deprecat
     ref = target.generate(**inputs, **GREEDY, stop_strings=[stop], tokenizer=tokenizer)
     draft = oracle_draft(target, truth_of(inputs, free), 1)
     config = GenerationConfig(**GREEDY, stop_strings=[stop])
-    out = target.generate(**inputs, generation_config=config, tokenizer=tokenizer, assistant_model=draft)
+    out = target.generate(
+        **inputs, generation_config=config, tokenizer=tokenizer, assistant_model=draft
+    )
     assert torch.equal(out, ref)
     assert not deprecations.messages
     target.generation_config.stop_strings = [stop]
-    assert torch.equal(target.generate(**inputs, **GREEDY, tokenizer=tokenizer, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, **GREEDY, tokenizer=tokenizer, assistant_model=draft), ref
+    )
     assert target.generation_config.stop_strings == [stop]
-    out = target.generate(**inputs, generation_config=config, tokenizer=tokenizer, assistant_model=draft)
+    out = target.generate(
+        **inputs, generation_config=config, tokenizer=tokenizer, assistant_model=draft
+    )
     assert torch.equal(out, ref)
     assert config.stop_strings == [stop]
     # Only an argument beside the config keeps the model's own strings from being filled in again.
@@ -151,7 +169,9 @@ def test_a_length_criterion_below_the_prompt_still_gives_one_token(length: int) 
     settings = {**GREEDY, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)])}
     ref = target.generate(**inputs, **settings)
     assert ref.shape[1] == 7
-    assert torch.equal(target.generate(**inputs, **settings, assistant_model=tiny_draft(target)), ref)
+    assert torch.equal(
+        target.generate(**inputs, **settings, assistant_model=tiny_draft(target)), ref
+    )
 
 
 def test_noise_is_finite_so_that_no_forbidden_token_can_tie() -> None:
@@ -183,7 +203,9 @@ def test_statistics_of_a_failed_run_are_not_the_last_ones() -> None:
     draft = tiny_draft(target)
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
     assert draft.last_stats is not None
-    target.model.layers[1].register_forward_pre_hook(lambda *args: (_ for _ in ()).throw(RuntimeError("on purpose")))
+    target.model.layers[1].register_forward_pre_hook(
+        lambda *args: (_ for _ in ()).throw(RuntimeError("on purpose"))
+    )
     with pytest.raises(RuntimeError, match="on purpose"):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
     assert draft.last_stats is None

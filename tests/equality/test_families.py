@@ -58,7 +58,12 @@ def test_a_family_gives_the_plain_text_or_is_refused_before_any_forward(name: st
     refusal = None
     with counted(target) as calls:
         try:
-            target.generate(**prompts([5], 0), max_new_tokens=2, do_sample=False, assistant_model=tiny_draft(target))
+            target.generate(
+                **prompts([5], 0),
+                max_new_tokens=2,
+                do_sample=False,
+                assistant_model=tiny_draft(target),
+            )
         except ValueError as error:
             refusal = str(error)
         except RuntimeError as error:
@@ -77,7 +82,11 @@ def test_a_family_gives_the_plain_text_or_is_refused_before_any_forward(name: st
         draft = oracle_draft(target, truth_of(inputs, ref), seed)
         for engine in ("eager", "static"):
             set_engine(draft, engine)
-            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+            out = target.generate(
+                **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft
+            )
             assert torch.equal(out, ref), engine
             assert draft.last_stats.engine == engine
-            assert 1.0 < draft.last_stats.acceptance_length < 8.0, "the oracle has to be partly right"
+            assert 1.0 < draft.last_stats.acceptance_length < 8.0, (
+                "the oracle has to be partly right"
+            )

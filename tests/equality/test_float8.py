@@ -16,7 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel, free_buffers
 from dflash_hf.generation import float8
-from dflash_hf.generation.float8 import Float8Linear, drafting_copy, round_rows, scaled_linear_in_float32
+from dflash_hf.generation.float8 import (
+    Float8Linear,
+    drafting_copy,
+    round_rows,
+    scaled_linear_in_float32,
+)
 from dflash_hf.target_model.parts import find_target
 from helpers.float8 import use_emulation
 from helpers.static import TapeStep, set_engine, tensor_oracle, use_tapes
@@ -51,7 +56,9 @@ def state_of(*models: nn.Module) -> list[Tensor]:
 
 
 def layers_of(drafter: nn.Module) -> dict[str, Float8Linear]:
-    return {name: module for name, module in drafter.named_modules() if isinstance(module, Float8Linear)}
+    return {
+        name: module for name, module in drafter.named_modules() if isinstance(module, Float8Linear)
+    }
 
 
 # ---- the numbers
@@ -92,12 +99,19 @@ def test_a_product_is_close_to_that_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_rows", "sizes"), [(1, (48, 32)), (16, (576, 1536)), (17, (1536, 576))])
-def test_torchs_own_product_is_the_definition(num_rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "sizes"), [(1, (48, 32)), (16, (576, 1536)), (17, (1536, 576))]
+)
+def test_torchs_own_product_is_the_definition(
+    num_rows: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
     """Torch has that product on a CPU too; sums of another order may be rounded to another number of bfloat16."""
     torch.manual_seed(0)
     states, weight = torch.randn(1, num_rows, sizes[1]).to(dtype), round_rows(torch.randn(sizes))
-    product, wanted = float8.scaled_linear(states, *weight), scaled_linear_in_float32(states, *weight)
+    product, wanted = (
+        float8.scaled_linear(states, *weight),
+        scaled_linear_in_float32(states, *weight),
+    )
     assert product.dtype == dtype
     assert product.shape == (1, num_rows, sizes[0])
     assert bool((product - wanted).norm() < 1e-3 * wanted.norm())
@@ -128,7 +142,9 @@ def test_the_text_is_plain_generates(kind: str, dtype: torch.dtype, emulated: No
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert draft.last_stats.float8_bytes > 0
     assert draft.last_stats.num_draft_forwards > 0
-    assert all(torch.equal(old, new) for old, new in zip(before, state_of(target, draft), strict=True))
+    assert all(
+        torch.equal(old, new) for old, new in zip(before, state_of(target, draft), strict=True)
+    )
     assert torch.equal(target.generate(**inputs, **GREEDY), ref)
 
 
@@ -197,12 +213,16 @@ def toy(dtype: torch.dtype) -> tuple[Any, DFlashDraftModel, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nodes", [0, 16])
-def test_a_trained_draft_is_about_as_often_right(dtype: torch.dtype, nodes: int, emulated: None) -> None:
+def test_a_trained_draft_is_about_as_often_right(
+    dtype: torch.dtype, nodes: int, emulated: None
+) -> None:
     target, draft, tokenizer = toy(dtype)
     options = draft.generation_config
     options.num_tree_nodes = nodes
     message = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
-    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     settings: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
     found: list[tuple[Tensor, float]] = []
     for options.draft_dtype in (None, "float8_e4m3fn"):
@@ -223,7 +243,11 @@ def test_the_copy_has_the_drafts_products_and_the_head_and_shares_the_rest(emula
     drafter = drafting_copy(draft, find_target(target))
     per_layer = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     per_layer += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    wanted = {"fc", "lm_head", *(f"layers.{index}.{name}" for index in range(2) for name in per_layer)}
+    wanted = {
+        "fc",
+        "lm_head",
+        *(f"layers.{index}.{name}" for index in range(2) for name in per_layer),
+    }
     assert set(layers_of(drafter)) == wanted
     assert not layers_of(draft)
     assert not layers_of(target)
@@ -232,7 +256,9 @@ def test_the_copy_has_the_drafts_products_and_the_head_and_shares_the_rest(emula
     assert drafter.norm is draft.norm
     own = {id(parameter) for parameter in draft.parameters()}
     assert {id(parameter) for parameter in drafter.parameters()} <= own
-    numbers = sum(layer.weight.numel() + 4 * layer.weight.shape[0] for layer in layers_of(drafter).values())
+    numbers = sum(
+        layer.weight.numel() + 4 * layer.weight.shape[0] for layer in layers_of(drafter).values()
+    )
     assert float8.float8_bytes(drafter) == numbers
     assert float8.float8_bytes(draft) == 0
 
@@ -246,7 +272,9 @@ def test_what_cannot_be_multiplied_or_was_changed_stays_as_it_is(emulated: None)
     attention.q_proj.register_forward_hook(lambda *args: calls.append(1))
     layers[0].self_attn.o_proj = nn.Sequential(layers[0].self_attn.o_proj)
     drafter = drafting_copy(draft, find_target(target))
-    assert not [name for name in layers_of(drafter) if "mlp" in name or name.endswith("0.self_attn.o_proj")]
+    assert not [
+        name for name in layers_of(drafter) if "mlp" in name or name.endswith("0.self_attn.o_proj")
+    ]
     copied: Any = drafter.layers
     assert copied[1].self_attn.q_proj is attention.q_proj
     assert copied[0].self_attn.o_proj is layers[0].self_attn.o_proj
@@ -267,7 +295,10 @@ def test_a_head_with_a_hook_is_called_as_ever(emulated: None) -> None:
 def rounded_of(draft: DFlashDraftModel, target: Any) -> dict[str, tuple[int, Tensor]]:
     """Where the copy's weights are, and what they are."""
     found = layers_of(drafting_copy(draft, find_target(target)))
-    return {name: (layer.weight.data_ptr(), layer.weight.float() * layer.scales) for name, layer in found.items()}
+    return {
+        name: (layer.weight.data_ptr(), layer.weight.float() * layer.scales)
+        for name, layer in found.items()
+    }
 
 
 def test_the_copy_is_made_once_and_anew_where_weights_change(emulated: None) -> None:
@@ -275,7 +306,9 @@ def test_the_copy_is_made_once_and_anew_where_weights_change(emulated: None) -> 
     draft = asked(tiny_draft(target, **SIZES))
     first = rounded_of(draft, target)
     again = rounded_of(draft, target)
-    assert {name: place for name, (place, _) in first.items()} == {name: place for name, (place, _) in again.items()}
+    assert {name: place for name, (place, _) in first.items()} == {
+        name: place for name, (place, _) in again.items()
+    }
     other = {name: -weight for name, weight in draft.state_dict().items()}
     draft.load_state_dict(other)
     loaded = rounded_of(draft, target)
@@ -298,14 +331,20 @@ def test_the_copy_goes_with_the_draft_or_on_request(emulated: None) -> None:
     target = tiny_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
-    held = [weakref.ref(layer.weight) for layer in layers_of(drafting_copy(draft, find_target(target))).values()]
+    held = [
+        weakref.ref(layer.weight)
+        for layer in layers_of(drafting_copy(draft, find_target(target))).values()
+    ]
     gc.collect()
     assert all(one() is not None for one in held)
     free_buffers(draft)
     gc.collect()
     assert all(one() is None for one in held)
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
-    held = [weakref.ref(layer.weight) for layer in layers_of(drafting_copy(draft, find_target(target))).values()]
+    held = [
+        weakref.ref(layer.weight)
+        for layer in layers_of(drafting_copy(draft, find_target(target))).values()
+    ]
     del draft
     gc.collect()
     assert all(one() is None for one in held)
@@ -318,7 +357,10 @@ def test_training_saving_and_copying_know_nothing_of_it(emulated: None, tmp_path
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
     assert list(draft.state_dict()) == names
     assert list(copy.deepcopy(draft).state_dict()) == names
-    block, context = torch.randn(1, 8, 32, dtype=draft.dtype), torch.randn(1, 3, 64, dtype=draft.dtype)
+    block, context = (
+        torch.randn(1, 8, 32, dtype=draft.dtype),
+        torch.randn(1, 3, 64, dtype=draft.dtype),
+    )
     draft(block, context).last_hidden_state.sum().backward()
     assert draft.fc.weight.grad is not None
     draft.save_pretrained(tmp_path)
@@ -327,7 +369,9 @@ def test_training_saving_and_copying_know_nothing_of_it(emulated: None, tmp_path
     assert torch.equal(loaded.fc.weight, draft.fc.weight)
 
 
-def test_graphs_are_captured_again_for_another_copy(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_again_for_another_copy(
+    emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_tapes(monkeypatch)
     target, inputs = tiny_target("qwen3"), prompts([9], 3)
     ref = target.generate(**inputs, **GREEDY)
@@ -358,15 +402,22 @@ def test_a_device_without_it_is_refused_before_any_work() -> None:
     with pytest.raises(ValueError, match=what):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
     assert not calls
-    assert all(torch.equal(old, new) for old, new in zip(before, state_of(target, draft), strict=True))
+    assert all(
+        torch.equal(old, new) for old, new in zip(before, state_of(target, draft), strict=True)
+    )
     assert draft not in float8._kept
 
 
-@pytest.mark.parametrize("value", ["float8", "fp8", True, 8, torch.float8_e4m3fn, ["float8_e4m3fn"], ""])
+@pytest.mark.parametrize(
+    "value", ["float8", "fp8", True, 8, torch.float8_e4m3fn, ["float8_e4m3fn"], ""]
+)
 def test_other_values_are_refused(value: Any) -> None:
     target = tiny_target("qwen3")
     draft = asked(tiny_draft(target), value)
-    with pytest.raises(ValueError, match=r"^expected draft_dtype left out or 'float8_e4m3fn', got .*; leave it out$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^expected draft_dtype left out or 'float8_e4m3fn', got .*; leave it out$",
+    ):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
 
 

@@ -45,13 +45,17 @@ class WriteOnly(DynamicCache):
         super().__init__()
         self.other = other
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Writes, and does not read."""
         self.other.update(keys, values, *args, **kwargs)
         return keys, values
 
 
-def wrap(module: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]], only_verifies: bool) -> None:
+def wrap(
+    module: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]], only_verifies: bool
+) -> None:
     """Has a module's forward called with other keywords, from now on or in verifies alone."""
     original: Any = module.forward
 
@@ -91,7 +95,9 @@ FAULTS: dict[str, Callable[[Any, bool], None]] = {
     "renames": lambda target, late: wrap(target, renames, late),
     "drops": lambda target, late: wrap(target, drops, late),
     "use_cache=False": lambda target, late: wrap(target, uses_none, late),
-    "replaces": lambda target, late: wrap(target, replaced_by(DynamicCache(config=target.config)), late),
+    "replaces": lambda target, late: wrap(
+        target, replaced_by(DynamicCache(config=target.config)), late
+    ),
     "inner model replaces": lambda target, late: wrap(
         target.model, replaced_by(DynamicCache(config=target.config)), late
     ),
@@ -100,14 +106,18 @@ FAULTS: dict[str, Callable[[Any, bool], None]] = {
         target.model.layers[1].self_attn, replaced_by(DynamicCache(config=target.config)), late
     ),
     "a layer drops": lambda target, late: wrap(target.model.layers[3], drops, late),
-    "a layer only writes": lambda target, late: wrap(target.model.layers[2].self_attn, writes_only, late),
+    "a layer only writes": lambda target, late: wrap(
+        target.model.layers[2].self_attn, writes_only, late
+    ),
 }
 
 
 @pytest.mark.parametrize("only_verifies", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("family", "engine"), WAYS)
-def test_no_token_comes_from_another_cache(family: str, fault: str, only_verifies: bool, engine: str) -> None:
+def test_no_token_comes_from_another_cache(
+    family: str, fault: str, only_verifies: bool, engine: str
+) -> None:
     target = tiny_target(family)
     inputs = prompts([9], 0)
     plain = target.generate(**inputs, **GREEDY)

@@ -24,7 +24,9 @@ def target_of(family: str) -> PreTrainedModel:
     return tiny_target(family)
 
 
-def check_same(target: PreTrainedModel, draft: DFlashDraftModel, inputs: dict, ref: torch.Tensor, **kwargs) -> None:
+def check_same(
+    target: PreTrainedModel, draft: DFlashDraftModel, inputs: dict, ref: torch.Tensor, **kwargs
+) -> None:
     attention = target.config._attn_implementation
     out = target.generate(**inputs, **kwargs, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(out.sequences, ref)
@@ -36,7 +38,9 @@ def check_partly_right(draft: DFlashDraftModel) -> None:
     """Where verifies are of one width: by default they are of none at all while that pays better."""
     width = draft.generation_config.verify_width
     lengths = draft.last_stats.acceptance_length_per_row
-    assert width is None or 1.0 < sum(lengths) / len(lengths) < width, "the oracle has to be partly right"
+    assert width is None or 1.0 < sum(lengths) / len(lengths) < width, (
+        "the oracle has to be partly right"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,7 +54,9 @@ def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
         inputs = prompts(LENGTHS[batch], seed)
         ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         seen |= set(ref[:, -NEW:].flatten().tolist())
-        assert target(**inputs).logits[:, -1].isfinite().all(), "equal texts made of NaN would mean nothing"
+        assert target(**inputs).logits[:, -1].isfinite().all(), (
+            "equal texts made of NaN would mean nothing"
+        )
         draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size)
         draft.generation_config.verify_width = width
         check_same(target, draft, inputs, ref, max_new_tokens=NEW, do_sample=False)
@@ -73,7 +79,8 @@ def test_greedy_with_dflash2_equals_plain_generate(family: str, batch: str) -> N
         draft = oracle_draft(target, truth_of(inputs, ref), seed, block_size, **DFLASH2)
         draft.generation_config.verify_width = width
         if block_size == 8:
-            draft.to(torch.bfloat16)  # the selector works in the draft's dtype, the head in the target's
+            # The selector works in the draft's dtype, the head in the target's
+            draft.to(torch.bfloat16)
         check_same(target, draft, inputs, ref, max_new_tokens=NEW, do_sample=False)
         check_partly_right(draft)
 
@@ -94,9 +101,16 @@ def test_eos_inside_a_block_ends_the_row_there(family: str) -> None:
         free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         # Tokens that really occur, so that rows end inside blocks, at different steps, and one perhaps never.
         eos = [int(free[0, -NEW + 3 + seed]), int(free[1, -5])]
-        ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=0)
+        ref = target.generate(
+            **inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=0
+        )
         draft = oracle_draft(target, truth_of(inputs, free), seed, 8)
-        settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            "eos_token_id": eos,
+            "pad_token_id": 0,
+        }
         check_same(target, draft, inputs, ref, **settings)
 
 
@@ -144,7 +158,8 @@ def test_rows_longer_than_the_ring_keep_only_their_window() -> None:
     draft = oracle_draft(target, truth_of(inputs, ref), 4, 8)
     check_same(target, draft, inputs, ref, max_new_tokens=60, do_sample=False)
     ring = [7 + 8 if kind == "sliding_attention" else 60 + 60 + 8 for kind in MIXED]
-    target_bytes = sum(n * 2 * 2 * 2 * 16 * 8 for n in ring)  # rows, K and V, heads, head size, float64
+    # Rows, K and V, heads, head size, float64
+    target_bytes = sum(n * 2 * 2 * 2 * 16 * 8 for n in ring)
     draft_bytes = sum(n * 2 * 2 * 2 * 8 * 8 for n in (11 + 8, 60 + 60 + 8))
     assert draft.last_stats.cache_bytes == target_bytes + draft_bytes
 
@@ -156,7 +171,9 @@ def test_length_dependent_rope_is_exact_or_refused(rope_type: str) -> None:
         rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
         target = tiny_target("phi3", rope_parameters=rope, original_max_position_embeddings=24)
     else:
-        target = tiny_target("llama", rope_parameters={**rope, "factor": 2.0}, max_position_embeddings=24)
+        target = tiny_target(
+            "llama", rope_parameters={**rope, "factor": 2.0}, max_position_embeddings=24
+        )
     draft = tiny_draft(target, 4)
     below = prompts([6, 9], 0)
     ref = target.generate(**below, max_new_tokens=12, do_sample=False)

@@ -68,7 +68,9 @@ def test_bytes_are_those_that_are_held(grown: list[int]) -> None:
     assert draft.last_stats.cache_bytes == whole.last_stats.cache_bytes
 
 
-@pytest.mark.parametrize("name", ["criterion", "processor", "scores", "streamer", "iterate", "rows-end"])
+@pytest.mark.parametrize(
+    "name", ["criterion", "processor", "scores", "streamer", "iterate", "rows-end"]
+)
 def test_what_looks_at_the_ids(name: str, grown: list[int]) -> None:
     target, inputs = tiny_target("qwen3-sliding"), prompts([4, 11, 7], 0)
 
@@ -88,7 +90,9 @@ def test_what_looks_at_the_ids(name: str, grown: list[int]) -> None:
     if name == "iterate":
         steps = list(iterate(target, draft, **settings))
         for row in range(3):
-            assert torch.equal(torch.cat([step.committed[row] for step in steps]), sequences[row, 11:])
+            assert torch.equal(
+                torch.cat([step.committed[row] for step in steps]), sequences[row, 11:]
+            )
         return
     out: Any = target.generate(**settings, assistant_model=draft)
     assert torch.equal(out if isinstance(out, Tensor) else out.sequences, sequences)
@@ -114,7 +118,9 @@ def test_a_limit_far_beyond_the_answer(limit: int, engine: Any) -> None:
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
     set_engine(draft, engine)
     begun = time.process_time()
-    assert torch.equal(target.generate(**settings, max_new_tokens=limit, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**settings, max_new_tokens=limit, assistant_model=draft), ref
+    )
     assert time.process_time() - begun < 10
     rows = run.FIRST_ROOM if engine == "eager" else run.FIXED_ROOM + 2048
     assert draft.last_stats.cache_bytes < 2 * 8 * (rows + 20) * 6 * (2 * 2 * 16)
@@ -126,7 +132,9 @@ def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, grown: list[int]) -> N
     cache = DynamicCache(config=target.config)
     draft = tiny_draft(target)
     monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: 20_000)
-    with pytest.raises(OutOfRoomError, match=r"rows can have at most [\d,]+ tokens: lower max_new_tokens"):
+    with pytest.raises(
+        OutOfRoomError, match=r"rows can have at most [\d,]+ tokens: lower max_new_tokens"
+    ):
         target.generate(**inputs, **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft)
     assert cache.get_seq_length() == 0
 

@@ -47,8 +47,14 @@ def work_of(target: PreTrainedModel, name: str) -> Work:
 
     def in_turns() -> Tensor:
         cache = DynamicCache(config=target.config)
-        model(OTHER["input_ids"][:, :9], attention_mask=OTHER["attention_mask"][:, :9], **{CACHE_NAME: cache})
-        return model(OTHER["input_ids"][:, 9:], attention_mask=OTHER["attention_mask"], **{CACHE_NAME: cache}).logits
+        model(
+            OTHER["input_ids"][:, :9],
+            attention_mask=OTHER["attention_mask"][:, :9],
+            **{CACHE_NAME: cache},
+        )
+        return model(
+            OTHER["input_ids"][:, 9:], attention_mask=OTHER["attention_mask"], **{CACHE_NAME: cache}
+        ).logits
 
     works: dict[str, Work] = {
         "call": lambda: model(**OTHER).logits,
@@ -58,7 +64,9 @@ def work_of(target: PreTrainedModel, name: str) -> Work:
         "sibling": lambda: sibling(**OTHER).logits,
         "sibling's decoder": lambda: sibling.model(**OTHER).last_hidden_state,
         "sibling's text": lambda: sibling.generate(**OTHER, max_new_tokens=4, do_sample=False),
-        "another draft": lambda: model.generate(**DRAFTED, max_new_tokens=8, do_sample=False, assistant_model=inner),
+        "another draft": lambda: model.generate(
+            **DRAFTED, max_new_tokens=8, do_sample=False, assistant_model=inner
+        ),
     }
     return works[name]
 
@@ -77,7 +85,9 @@ def hooked(module: nn.Module, work: Work, before: bool) -> Iterator[list[Tensor]
         finally:
             busy[0] = False
 
-    handle = module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+    handle = (
+        module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+    )
     try:
         yield seen
     finally:
@@ -90,7 +100,9 @@ def module_of(target: PreTrainedModel, place: str) -> nn.Module:
         return target
     if place == "within":  # the last part of what mixes the second layer's tokens
         names = ("self_attn", "linear_attn", "conv", "mamba")
-        mixer = next(getattr(layers[1], name) for name in names if getattr(layers[1], name, None) is not None)
+        mixer = next(
+            getattr(layers[1], name) for name in names if getattr(layers[1], name, None) is not None
+        )
         return list(mixer.children())[-1]
     return layers[int(place)]
 
@@ -104,7 +116,9 @@ def exact_target(monkeypatch: pytest.MonkeyPatch, family: str) -> PreTrainedMode
 
 
 @torch.no_grad()
-def check(target: PreTrainedModel, name: str, place: str, before: bool, engine: Any = "eager") -> None:
+def check(
+    target: PreTrainedModel, name: str, place: str, before: bool, engine: Any = "eager"
+) -> None:
     inputs = prompts([4, 9, 7], 0)
     work = work_of(target, name)
     module = module_of(target, place)
@@ -124,7 +138,16 @@ def check(target: PreTrainedModel, name: str, place: str, before: bool, engine: 
     check_blocks(draft, target, truth, [0, 0, 0])
 
 
-NAMES = ["call", "decoder", "cache", "generate", "sibling", "sibling's decoder", "sibling's text", "another draft"]
+NAMES = [
+    "call",
+    "decoder",
+    "cache",
+    "generate",
+    "sibling",
+    "sibling's decoder",
+    "sibling's text",
+    "another draft",
+]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +169,8 @@ def test_one_layer_called_by_a_hook(attention: str, place: str) -> None:
     angles = target.model.rotary_emb(states, torch.arange(states.shape[1])[None])
 
     def work() -> Tensor:
-        return target.model.layers[3](states, position_embeddings=angles, attention_mask=None)  # no tap is on it
+        # No tap is on it
+        return target.model.layers[3](states, position_embeddings=angles, attention_mask=None)
 
     expected = work()
     module = module_of(target, place)
@@ -159,9 +183,12 @@ def test_one_layer_called_by_a_hook(attention: str, place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "before"), half(WHOLLY, ["call", "decoder", "generate", "sibling"], [False, True])
+    ("family", "name", "before"),
+    half(WHOLLY, ["call", "decoder", "generate", "sibling"], [False, True]),
 )
-def test_around_the_model(monkeypatch: pytest.MonkeyPatch, family: str, name: str, before: bool) -> None:
+def test_around_the_model(
+    monkeypatch: pytest.MonkeyPatch, family: str, name: str, before: bool
+) -> None:
     check(exact_target(monkeypatch, family), name, "model", before)
 
 

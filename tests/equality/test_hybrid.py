@@ -47,7 +47,9 @@ def check_greedy(family: str, batch: str, block_size: int, seed: int) -> float:
     """Compares the text, returns the acceptance length."""
     inputs, ref = plain(family, batch, seed)
     draft = oracle_draft(target_of(family), truth_of(inputs, ref), seed, block_size)
-    assert torch.equal(target_of(family).generate(**inputs, **GREEDY, assistant_model=draft), ref), (block_size, seed)
+    assert torch.equal(
+        target_of(family).generate(**inputs, **GREEDY, assistant_model=draft), ref
+    ), (block_size, seed)
     return draft.last_stats.acceptance_length
 
 
@@ -55,8 +57,12 @@ def check_greedy(family: str, batch: str, block_size: int, seed: int) -> float:
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
     for block_size in (2, 8, 16):
-        assert 1.0 < check_greedy(family, batch, block_size, 0) < block_size, "the oracle has to be partly right"
-    assert len(set(plain(family, batch, 0)[1][:, -NEW:].flatten().tolist())) > 8, "repetitions would hide errors"
+        assert 1.0 < check_greedy(family, batch, block_size, 0) < block_size, (
+            "the oracle has to be partly right"
+        )
+    assert len(set(plain(family, batch, 0)[1][:, -NEW:].flatten().tolist())) > 8, (
+        "repetitions would hide errors"
+    )
 
 
 @pytest.mark.slow
@@ -68,7 +74,9 @@ def test_greedy_equals_plain_generate_fifty_times(family: str, batch: str, block
     assert 1.0 < sum(lengths) / len(lengths) < block_size
 
 
-def test_an_oracle_shows_states_that_keep_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oracle_shows_states_that_keep_what_was_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What the tests here would miss if the oracle were not partly right: it is what they are for."""
     replay = RecurrentGroup.replay
 
@@ -79,7 +87,9 @@ def test_an_oracle_shows_states_that_keep_what_was_rejected(monkeypatch: pytest.
     monkeypatch.setattr(RecurrentGroup, "replay", all_kept)
     inputs, ref = plain("qwen3.5", "three", 0)
     draft = oracle_draft(target_of("qwen3.5"), truth_of(inputs, ref), 0, 8)
-    assert not torch.equal(target_of("qwen3.5").generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert not torch.equal(
+        target_of("qwen3.5").generate(**inputs, **GREEDY, assistant_model=draft), ref
+    )
 
 
 # ---- states
@@ -144,7 +154,9 @@ def test_the_prefills_states_are_given_back() -> None:
         assert not filled.has_previous_state(index)
 
 
-def test_a_replay_is_a_small_part_of_a_verify(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_replay_is_a_small_part_of_a_verify(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     """Thread time on a CPU, which other programs do not lengthen."""
     layer_types = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2
     target = tiny_target("qwen3.5", layer_types=layer_types, num_hidden_layers=8).float()
@@ -169,7 +181,9 @@ def test_a_replay_is_a_small_part_of_a_verify(capsys: pytest.CaptureFixture[str]
         target.generate(**inputs, **settings, assistant_model=draft)
     share = spent["replay"] / spent["verify"]
     with capsys.disabled():
-        print(f"\nreplay: {share:.1%} of a verify's thread time, 6 linear and 2 full layers, block 16")
+        print(
+            f"\nreplay: {share:.1%} of a verify's thread time, 6 linear and 2 full layers, block 16"
+        )
     assert share < 0.4
 
 
@@ -178,7 +192,9 @@ def test_a_replay_is_a_small_part_of_a_verify(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2", "bamba"])
-def test_the_static_step_gives_the_plain_text(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_static_step_gives_the_plain_text(
+    family: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of(family)
     inputs, ref = plain(family, "three", 0)
@@ -220,7 +236,9 @@ def test_sampling_gives_one_text_whatever_the_engine(proposal: Any) -> None:
         torch.manual_seed(5)
         texts.append(target.generate(**inputs, **settings, assistant_model=draft))
     assert torch.equal(texts[0], texts[1])
-    assert proposal == "sample" or torch.equal(texts[0], texts[2]), "noise belongs to positions, not to blocks"
+    assert proposal == "sample" or torch.equal(texts[0], texts[2]), (
+        "noise belongs to positions, not to blocks"
+    )
 
 
 class Nudge(LogitsProcessor):
@@ -242,7 +260,9 @@ def test_rows_in_step_keep_what_the_slowest_keeps(family: str) -> None:
         draft = tensor_oracle(target, truth_of(inputs, ref), 1, 8)
         set_engine(draft, engine)
         processors = LogitsProcessorList([Nudge()])
-        out = target.generate(**inputs, **GREEDY, logits_processor=processors, assistant_model=draft)
+        out = target.generate(
+            **inputs, **GREEDY, logits_processor=processors, assistant_model=draft
+        )
         assert torch.equal(out, ref)
         assert draft.last_stats.acceptance_length > 1.0
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    Cache,
+    DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -19,7 +26,17 @@ from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine
-from helpers.turns import CACHES, GREEDY, answer_mask, arm, check_caches, next_turn, real_tokens, recording_draft, turn
+from helpers.turns import (
+    CACHES,
+    GREEDY,
+    answer_mask,
+    arm,
+    check_caches,
+    next_turn,
+    real_tokens,
+    recording_draft,
+    turn,
+)
 from tiny import COMMON, HYBRIDS, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 KINDS = {name: make for name, make in CACHES.items() if name != "no-config"}
@@ -69,12 +86,16 @@ def test_rows_that_end_early(kind: str, target: PreTrainedModel) -> None:
         settings = {"eos_token_id": eos, "pad_token_id": 0, "check_draft": seed == 0}
         ids, mask = turn(target, draft, caches, ids, mask, seed=seed, **settings)
         assert len(set(mask[:, prompt:].sum(dim=1).tolist())) > 1
-        assert draft.last_stats.num_target_forwards > 1 + max(len(row) for row in draft.last_stats.num_committed)
+        assert draft.last_stats.num_target_forwards > 1 + max(
+            len(row) for row in draft.last_stats.num_committed
+        )
         ids, mask = next_turn(ids, mask, seed)
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
-def test_the_cache_that_is_returned_is_plain_generates(engine: Any, target: PreTrainedModel) -> None:
+def test_the_cache_that_is_returned_is_plain_generates(
+    engine: Any, target: PreTrainedModel
+) -> None:
     inputs = prompts([4, 11], 5)
     mask = inputs["attention_mask"]
     settings = {**GREEDY, "return_dict_in_generate": True}
@@ -83,7 +104,8 @@ def test_the_cache_that_is_returned_is_plain_generates(engine: Any, target: PreT
     set_engine(draft, engine)
     columns = torch.ones(2, plain.sequences.shape[1] - 1)
     columns[:, : mask.shape[1]] = mask
-    for seed in range(2):  # the second time over kept buffers, which the first one's cache must not share
+    # The second time over kept buffers, which the first one's cache must not share
+    for seed in range(2):
         arm(draft, real_tokens(plain.sequences, answer_mask(plain.sequences, mask, None)), seed)
         ours = target.generate(**inputs, **settings, assistant_model=draft)
         assert torch.equal(ours.sequences, plain.sequences)
@@ -92,7 +114,9 @@ def test_the_cache_that_is_returned_is_plain_generates(engine: Any, target: PreT
         check_caches(ours[CACHE_NAME], plain[CACHE_NAME], columns)
 
 
-def test_a_state_stops_where_a_criterion_shortened_its_row(target: PreTrainedModel, monkeypatch: Any) -> None:
+def test_a_state_stops_where_a_criterion_shortened_its_row(
+    target: PreTrainedModel, monkeypatch: Any
+) -> None:
     """What a step accepted is taken back in part on the host, after the step: the replay counts what is left."""
     inputs = prompts([4, 11, 7], 3)
     free = target.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
@@ -105,9 +129,13 @@ def test_a_state_stops_where_a_criterion_shortened_its_row(target: PreTrainedMod
     )
     settings = {**GREEDY, "eos_token_id": 1, "pad_token_id": 0}
     caches = (DynamicCache(config=target.config), DynamicCache(config=target.config))
-    ref = target.generate(**inputs, **settings, **{CACHE_NAME: caches[0]}, stopping_criteria=[StopStringCriteria()])
+    ref = target.generate(
+        **inputs, **settings, **{CACHE_NAME: caches[0]}, stopping_criteria=[StopStringCriteria()]
+    )
     assert ref.shape[1] > inputs["input_ids"].shape[1] + 5
-    draft = oracle_draft(target, truth_of(inputs, torch.cat([inputs["input_ids"], free], dim=1)), 0, 8)
+    draft = oracle_draft(
+        target, truth_of(inputs, torch.cat([inputs["input_ids"], free], dim=1)), 0, 8
+    )
     out = target.generate(
         **inputs,
         **settings,
@@ -139,9 +167,17 @@ def contents(cache: Cache) -> list[Any]:
     held: list[Any] = []
     for layer in cache.layers:
         values = vars(layer)
-        states = [*values.get("conv_states", {}).values(), *values.get("recurrent_states", {}).values()]
+        states = [
+            *values.get("conv_states", {}).values(),
+            *values.get("recurrent_states", {}).values(),
+        ]
         tensors = [values.get("keys"), values.get("values"), *states]
-        held.append((dict(values.get("has_previous_state", {})), *[None if t is None else t.clone() for t in tensors]))
+        held.append(
+            (
+                dict(values.get("has_previous_state", {})),
+                *[None if t is None else t.clone() for t in tensors],
+            )
+        )
     return held
 
 
@@ -165,10 +201,16 @@ def test_an_error_leaves_the_cache_as_it_was(
     arm(draft, [[]], 0)
     with pytest.raises(error, match="on purpose"):
         target.generate(
-            ids, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft, streamer=Failing(after, error)
+            ids,
+            **GREEDY,
+            **{CACHE_NAME: caches[1]},
+            assistant_model=draft,
+            streamer=Failing(after, error),
         )
     now = contents(caches[1])
-    assert all(same(x, y) for a, b in zip(now, before, strict=True) for x, y in zip(a, b, strict=True))
+    assert all(
+        same(x, y) for a, b in zip(now, before, strict=True) for x, y in zip(a, b, strict=True)
+    )
     turn(target, draft, caches, ids, mask)
 
 
@@ -195,12 +237,18 @@ def recording(target: PreTrainedModel) -> Cache:
 
 CACHES_REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Cache], str]] = {
     "no config": (lambda target: DynamicCache(), "DynamicCache\\(config=model.config\\)"),
-    "of attention": (lambda target: DynamicCache(config=tiny_target("qwen3").config), "a LinearAttentionLayer in"),
+    "of attention": (
+        lambda target: DynamicCache(config=tiny_target("qwen3").config),
+        "a LinearAttentionLayer in",
+    ),
     "static of attention": (
         lambda target: StaticCache(config=tiny_target("qwen3").config, max_cache_len=60),
         "a LinearAttentionLayer in layer 0",
     ),
-    "in other places": (lambda target: DynamicCache(config=tiny_target("lfm2").config), f"in layer 1 of {CACHE_NAME}"),
+    "in other places": (
+        lambda target: DynamicCache(config=tiny_target("lfm2").config),
+        f"in layer 1 of {CACHE_NAME}",
+    ),
     "other rows": (lambda target: filled(target, 2), "1 rows"),
     "interrupted": (without_states, "a state wherever there are keys"),
     "recording": (recording, "recording its past"),
@@ -265,14 +313,24 @@ def test_modules_without_what_a_replay_needs_are_refused(change: str) -> None:
 
 def test_another_releases_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("transformers.models.qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule")
-    refused(tiny_target("qwen3.5"), "does not use torch_chunk_gated_delta_rule; Transformers 5.16 to 5.24 have it")
+    refused(
+        tiny_target("qwen3.5"),
+        "does not use torch_chunk_gated_delta_rule; Transformers 5.16 to 5.24 have it",
+    )
 
 
 def test_other_recurrences_are_refused_by_name() -> None:
-    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    sizes = {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 2,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+    }
     config = FalconH1Config(**COMMON, **sizes)
     refused(
-        FalconH1ForCausalLM(config).eval(), "gated delta nets.*short convolutions.*Mamba-2.*got FalconH1ForCausalLM"
+        FalconH1ForCausalLM(config).eval(),
+        "gated delta nets.*short convolutions.*Mamba-2.*got FalconH1ForCausalLM",
     )
 
 
@@ -305,5 +363,9 @@ def test_an_offloaded_target_gives_the_plain_text(family: str) -> None:
 
 
 def test_every_kind_has_a_family_here() -> None:
-    found = {kind.rule for family in HYBRIDS for kind in find_target(tiny_target(family)).recurrences.values()}
+    found = {
+        kind.rule
+        for family in HYBRIDS
+        for kind in find_target(tiny_target(family)).recurrences.values()
+    }
     assert found == set(RULES.values())

@@ -49,7 +49,9 @@ def test_pictures_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatc
     assert 1.0 < draft.last_stats.acceptance_length < 8.0
 
 
-def test_the_cache_of_a_conversation_with_pictures_is_plain_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_a_conversation_with_pictures_is_plain_generates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = vision_target("qwen3.5-vl")
     use_float64_rules(monkeypatch, target)
     inputs = vision_prompts(target, "qwen3.5-vl", [[(4, 4)]], 0)

@@ -73,14 +73,22 @@ def settings_of(case: str) -> tuple[dict[str, Any], list[Any]]:
         "processor": {"logits_processor": LogitsProcessorList([processor])},
         "criterion": {"stopping_criteria": StoppingCriteriaList([criterion])},
         "streamer": {"streamer": streamer},
-        "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 5], ngram_len=3)},
+        "SynthID": {
+            "watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 5], ngram_len=3)
+        },
         "time": {"max_time": 1e6},
     }
     found["all"] = {**found["processor"], **found["criterion"], **found["streamer"]}
-    return {"max_new_tokens": NEW, "do_sample": False, **found[case]}, [processor, criterion, streamer]
+    return {"max_new_tokens": NEW, "do_sample": False, **found[case]}, [
+        processor,
+        criterion,
+        streamer,
+    ]
 
 
-@pytest.mark.parametrize(("case", "rows", "eos"), half(list(CASES), [1, 3], {"no eos": None, "eos": EOS}))
+@pytest.mark.parametrize(
+    ("case", "rows", "eos"), half(list(CASES), [1, 3], {"no eos": None, "eos": EOS})
+)
 def test_what_sees_the_whole_batch_is_called_as_plain_generate_calls_it(
     case: str, rows: int, eos: list[int] | None
 ) -> None:
@@ -109,7 +117,9 @@ def test_what_sees_the_whole_batch_is_called_as_plain_generate_calls_it(
             ours[2].got, plain[2].got = (
                 [torch.cat([v.flatten() for v in s.got] or [out])] for s in (ours[2], plain[2])
             )
-        assert [value.tolist() for value in ours[2].got] == [value.tolist() for value in plain[2].got]
+        assert [value.tolist() for value in ours[2].got] == [
+            value.tolist() for value in plain[2].got
+        ]
         most = max(most, draft.last_stats.acceptance_length)
     assert most > 1.5
     assert num_stopped or case not in ("criterion", "all")
@@ -124,7 +134,13 @@ def test_sampled_texts_in_step_are_the_same_at_every_block_size(proposal: Any) -
         draft = oracle_draft(target, [[5] * 60] * 3, 3, 8)
         draft.generation_config.block_size = block_size
         draft.generation_config.proposal = proposal
-        settings = {**settings_of("all")[0], "do_sample": True, "top_k": 20, "eos_token_id": EOS, "pad_token_id": 0}
+        settings = {
+            **settings_of("all")[0],
+            "do_sample": True,
+            "top_k": 20,
+            "eos_token_id": EOS,
+            "pad_token_id": 0,
+        }
         torch.manual_seed(4)
         texts.append(target.generate(**inputs, **settings, assistant_model=draft))
     assert torch.equal(texts[0], texts[1])
@@ -138,7 +154,9 @@ def test_rejection_sampling_in_step_stops_where_a_row_is_refused() -> None:
     draft.generation_config.proposal = "sample"
     torch.manual_seed(0)
     streamer = Columns()
-    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, streamer=streamer, assistant_model=draft)
+    out = target.generate(
+        **inputs, max_new_tokens=NEW, do_sample=True, streamer=streamer, assistant_model=draft
+    )
     assert torch.equal(torch.stack(streamer.got[1:-1], dim=1), out[:, 7:])
     assert out.shape == (2, 7 + NEW)
     stats = draft.last_stats
@@ -161,17 +179,26 @@ class RowByRow(StoppingCriteria):
 
 
 @pytest.mark.parametrize("eos", [None, EOS], ids=["no eos", "eos"])
-def test_a_criterion_that_looks_at_rows_alone_keeps_none_of_them_back(eos: list[int] | None) -> None:
+def test_a_criterion_that_looks_at_rows_alone_keeps_none_of_them_back(
+    eos: list[int] | None,
+) -> None:
     target = tiny_target("qwen3")
     num_stopped, is_apart = 0, False
     for seed in range(6):
         inputs = prompts([7, 4, 6], seed)
-        settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            "eos_token_id": eos,
+            "pad_token_id": 0,
+        }
         settings |= {"stopping_criteria": StoppingCriteriaList([RowByRow()])}
         ref = target.generate(**inputs, **settings)
         draft = oracle_draft(target, truth_of(inputs, ref), seed, 8)
         assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
         num_stopped += sum(row[-1] == 0 for row in ref.tolist())
         is_apart |= not advanced_together(draft.last_stats)
-    assert is_apart == (eos is not None), "without an end token stopped rows go on, so that all advance together"
+    assert is_apart == (eos is not None), (
+        "without an end token stopped rows go on, so that all advance together"
+    )
     assert num_stopped or eos is None

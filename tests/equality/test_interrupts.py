@@ -31,7 +31,9 @@ CASES = {
         cache="dynamic",
         turns=(Turn(new=3, engine="static"), Turn(typed=2, new=7, engine="static")),
     ),
-    "hooks of the user's": Case("qwen3", lengths=(3,), context="hooks", turns=(Turn(new=7, criterion="token"),)),
+    "hooks of the user's": Case(
+        "qwen3", lengths=(3,), context="hooks", turns=(Turn(new=7, criterion="token"),)
+    ),
     "tape": Case(
         "qwen3",
         lengths=(3, 6),
@@ -58,7 +60,9 @@ def interrupt(case: Case, num_points: int | None) -> None:
     _, truth = conversation.reference(turn, given, copy.deepcopy(conversation.caches[0]))
 
     def call(**around: Any) -> torch.Tensor:
-        return sequences_of(conversation.drafted(turn, given, copy.deepcopy(cache), truth, **around)[0])
+        return sequences_of(
+            conversation.drafted(turn, given, copy.deepcopy(cache), truth, **around)[0]
+        )
 
     call()  # what happens once in a process has happened then
     seen = Tracer()

@@ -26,7 +26,9 @@ def target_of(family: str) -> PreTrainedModel:
     return tiny_target(family)
 
 
-def armed(target: PreTrainedModel, inputs: dict[str, Tensor], seed: int, block_size: int = 8) -> OracleDraft:
+def armed(
+    target: PreTrainedModel, inputs: dict[str, Tensor], seed: int, block_size: int = 8
+) -> OracleDraft:
     ref = target.generate(**inputs, **GREEDY)
     return oracle_draft(target, truth_of(inputs, ref), seed, block_size)
 
@@ -39,7 +41,10 @@ def joined(steps: list[dflash_hf.DFlashStep]) -> list[list[int]]:
 
 def new_tokens(sequences: Tensor, inputs: dict[str, Tensor], counts: list[int]) -> list[list[int]]:
     columns = inputs["input_ids"].shape[1]
-    return [row[columns : columns + count].tolist() for row, count in zip(sequences, counts, strict=True)]
+    return [
+        row[columns : columns + count].tolist()
+        for row, count in zip(sequences, counts, strict=True)
+    ]
 
 
 class Recorder(BaseStreamer):
@@ -55,7 +60,8 @@ class Recorder(BaseStreamer):
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "eos"), pairs(["qwen3", "gemma3"], {"one": ([9], 8), "three": ([4, 11, 7], 5)}, [False, True])
+    ("family", "sizes", "eos"),
+    pairs(["qwen3", "gemma3"], {"one": ([9], 8), "three": ([4, 11, 7], 5)}, [False, True]),
 )
 def test_committed_tokens_and_statistics_are_those_of_generate(
     family: str, sizes: tuple[list[int], int], eos: bool
@@ -79,7 +85,9 @@ def test_committed_tokens_and_statistics_are_those_of_generate(
     for row, accepted in enumerate(stats.num_accepted):
         assert [int(s.num_accepted[row]) for s in steps[1:]][: len(accepted)] == accepted
         assert max(accepted, default=0) > 0, "the oracle has to be partly right"
-        assert not any(int(s.num_accepted[row]) for s in steps[1 + len(accepted) :]), "finished rows accept nothing"
+        assert not any(int(s.num_accepted[row]) for s in steps[1 + len(accepted) :]), (
+            "finished rows accept nothing"
+        )
     assert bool(steps[-1].done.all())
     assert not any(bool(s.done.all()) for s in steps[:-1])
     assert [s.index for s in steps] == list(range(len(steps)))
@@ -90,12 +98,16 @@ def test_a_step_says_what_was_proposed_checked_and_kept() -> None:
     draft = armed(target, inputs, 2)
     full = target.generate(**inputs, **GREEDY)
     starts = inputs["attention_mask"].argmax(dim=1)
-    with dflash_hf.target_model.hidden_states.Taps(target.model.layers, draft.config.target_layer_ids).open() as taps:
+    with dflash_hf.target_model.hidden_states.Taps(
+        target.model.layers, draft.config.target_layer_ids
+    ).open() as taps:
         positions = (torch.arange(full.shape[1]) - starts[:, None]).clamp_min(0)
         mask = torch.arange(full.shape[1]) >= starts[:, None]
         whole = target(full, attention_mask=mask.long(), position_ids=positions)
         states = taps.take()
-    run = dflash_hf.iterate(target, draft, **inputs, **GREEDY, output_logits=True, output_hidden_states=True)
+    run = dflash_hf.iterate(
+        target, draft, **inputs, **GREEDY, output_logits=True, output_hidden_states=True
+    )
     first = next(run)
     assert (first.proposals.shape, first.tokens.shape) == ((2, 0), (2, 1))
     assert torch.equal(first.anchor, inputs["input_ids"][:, -1])
@@ -118,8 +130,12 @@ def test_a_step_says_what_was_proposed_checked_and_kept() -> None:
             kept = len(step.committed[row])
             assert torch.equal(step.committed[row], step.tokens[row, :kept])
             at = int(starts[row] + position[row])
-            assert torch.allclose(step.logits[row, :kept], whole.logits[row, at : at + kept], atol=1e-8)
-            assert torch.allclose(step.hidden_states[row, :kept], states[row, at : at + kept], atol=1e-8)
+            assert torch.allclose(
+                step.logits[row, :kept], whole.logits[row, at : at + kept], atol=1e-8
+            )
+            assert torch.allclose(
+                step.hidden_states[row, :kept], states[row, at : at + kept], atol=1e-8
+            )
             anchor[row], position[row] = step.committed[row][-1], step.positions[row, kept - 1]
     step.logits.requires_grad_().sum().backward()  # normal tensors: autograd takes them
 
@@ -135,7 +151,9 @@ def test_nothing_is_held_between_steps_and_after_closing() -> None:
         assert target.config._attn_implementation == attention
         assert not any(layer._forward_hooks for layer in target.model.layers)
         got: list[bool] = []
-        other = threading.Thread(target=lambda: got.append(torch.equal(target.generate(**inputs, **GREEDY), ref)))
+        other = threading.Thread(
+            target=lambda: got.append(torch.equal(target.generate(**inputs, **GREEDY), ref))
+        )
         other.start()
         other.join()
         assert got == [True]
@@ -149,7 +167,9 @@ def test_nothing_is_held_between_steps_and_after_closing() -> None:
     # Between two steps the target and the draft may do anything, also generate.
     other = prompts([5], 6)
     plain = target.generate(**other, **GREEDY)
-    assert torch.equal(target.generate(**other, **GREEDY, assistant_model=tiny_draft(target)), plain)
+    assert torch.equal(
+        target.generate(**other, **GREEDY, assistant_model=tiny_draft(target)), plain
+    )
     assert not torch.equal(target(**other).logits, target(**inputs).logits[:, :5])
     check()
     next(run)
@@ -191,9 +211,16 @@ def test_streamer_criteria_and_processors_are_generates() -> None:
             return torch.full((len(input_ids),), input_ids.shape[1] >= stop)
 
     streamer = Recorder()
-    steps = list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, stopping_criteria=[At()], streamer=streamer))
+    steps = list(
+        dflash_hf.iterate(
+            target, draft, **inputs, **GREEDY, stopping_criteria=[At()], streamer=streamer
+        )
+    )
     assert joined(steps) == [ref[0, 8:stop].tolist()]
-    assert ([token for put in streamer.got for token in put], streamer.ended) == (ref[0, :stop].tolist(), 1)
+    assert ([token for put in streamer.got for token in put], streamer.ended) == (
+        ref[0, :stop].tolist(),
+        1,
+    )
     processors = [RepetitionPenaltyLogitsProcessor(1.7)]
     ref = target.generate(**inputs, **GREEDY, logits_processor=processors)
     draft.arm(truth_of(inputs, ref), 3)
@@ -206,7 +233,8 @@ def test_sampling_is_that_of_generate_under_the_same_seed(proposal: str) -> None
     target, inputs = target_of("qwen3"), prompts([8, 5], 4)
     draft = tiny_draft(target)
     draft.generation_config.proposal = proposal
-    use_whole_blocks(draft)  # what is looked at is a chain, and rejection would draw another text of trees
+    # What is looked at is a chain, and rejection would draw another text of trees
+    use_whole_blocks(draft)
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 20}
     torch.manual_seed(1)
     out = target.generate(**inputs, **kwargs, assistant_model=draft)
@@ -230,7 +258,9 @@ def test_any_proposal_rule_keeps_the_text() -> None:
     draft = armed(target, inputs, 2)
     ref = target.generate(**inputs, **GREEDY)
     for rule in (second_best, lambda logits, anchor: logits.topk(2, dim=-1).indices[..., 1]):
-        steps = list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, propose=rule, output_logits=True))
+        steps = list(
+            dflash_hf.iterate(target, draft, **inputs, **GREEDY, propose=rule, output_logits=True)
+        )
         assert joined(steps) == new_tokens(ref, inputs, [NEW] * 3)
         for step in steps[1:]:
             assert torch.equal(step.proposals, rule(step.draft_logits, step.anchor))
@@ -248,13 +278,17 @@ def test_a_lossy_rule_commits_proposals_and_then_the_targets_own_token() -> None
         return (chosen >= share * probs.amax(dim=-1)).long().cumprod(dim=1).sum(dim=1)
 
     exact = list(dflash_hf.iterate(target, draft, **inputs, **GREEDY))
-    steps = list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, accept=typical, output_logits=True))
+    steps = list(
+        dflash_hf.iterate(target, draft, **inputs, **GREEDY, accept=typical, output_logits=True)
+    )
     assert joined(steps) != joined(exact)
     assert len(steps) < len(exact), "a laxer rule needs fewer verifies"
     lossy = 0
     for step in steps[1:]:
         assert step.logits is not None
-        assert torch.equal(step.tokens, step.logits.argmax(-1)), "the target's tokens, not what was committed"
+        assert torch.equal(step.tokens, step.logits.argmax(-1)), (
+            "the target's tokens, not what was committed"
+        )
         for row in range(2):
             kept = len(step.committed[row])
             right = int(typical(step.proposals, step.tokens, step.logits)[row])
@@ -267,7 +301,9 @@ def test_a_lossy_rule_commits_proposals_and_then_the_targets_own_token() -> None
     assert lossy > 2
     # What was committed is what the target goes on from: every last token is its own after the committed prefix.
     rows = joined(steps)
-    inputs_of = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in range(2)]
+    inputs_of = [
+        inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in range(2)
+    ]
     for row in range(2):
         logits = target(torch.tensor([inputs_of[row] + rows[row]])).logits[0].argmax(-1).tolist()
         at = len(inputs_of[row])
@@ -297,7 +333,10 @@ def test_the_exact_rule_given_by_hand_changes_nothing() -> None:
         ({"propose": lambda logits, anchor: logits[..., 0]}, r"got torch.float64 \(1, 7\)"),
         ({"propose": lambda logits, anchor: logits.argmax(-1) + 64}, r"values in \[0, 63\]"),
         ({"accept": lambda proposals, tokens, logits: 1}, "got int"),
-        ({"accept": lambda proposals, tokens, logits: tokens.new_full((1,), 8)}, r"values in \[0, 7\], got 8"),
+        (
+            {"accept": lambda proposals, tokens, logits: tokens.new_full((1,), 8)},
+            r"values in \[0, 7\], got 8",
+        ),
     ],
 )
 def test_rules_that_return_something_else_are_refused(rules: dict[str, Any], message: str) -> None:
@@ -306,7 +345,9 @@ def test_rules_that_return_something_else_are_refused(rules: dict[str, Any], mes
         list(dflash_hf.iterate(target, tiny_draft(target), **inputs, **GREEDY, **rules))
 
 
-def test_what_cannot_be_honoured_is_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_honoured_is_refused_before_any_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, inputs = target_of("qwen3"), prompts([8], 4)
     draft = tiny_draft(target)
     monkeypatch.setattr(target, "forward", lambda **_: pytest.fail("a forward ran"))

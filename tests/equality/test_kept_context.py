@@ -11,7 +11,17 @@ from transformers import DynamicCache
 
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import user_cache
-from helpers.turns import GREEDY, NEW, answer_mask, arm, check_caches, first_turn, next_turn, recording_draft, turn
+from helpers.turns import (
+    GREEDY,
+    NEW,
+    answer_mask,
+    arm,
+    check_caches,
+    first_turn,
+    next_turn,
+    recording_draft,
+    turn,
+)
 from helpers.whole_blocks import use_whole_blocks
 from tiny import prompts, tiny_draft, tiny_target
 
@@ -66,7 +76,9 @@ def test_a_cropped_cache(num: int, kept: bool, reasons: list[str]) -> None:
 
 def test_cropped_to_where_it_had_no_context_yet(reasons: list[str]) -> None:
     # No sliding layer: the draft's rings would have lost what was before.
-    target, draft, caches, ids, mask = first_turn("qwen3", [9, 4], layer_types=["full_attention"] * 2)
+    target, draft, caches, ids, mask = first_turn(
+        "qwen3", [9, 4], layer_types=["full_attention"] * 2
+    )
     del caches[1].dflash_context
     past = mask[:, :-1].sum(dim=1).tolist()
     ids, mask = next_turn(ids, mask, 1)
@@ -102,7 +114,9 @@ def test_one_row_that_cannot_use_its_context_leaves_the_others_theirs(reasons: l
     given = {"input_ids": ids, "attention_mask": mask, **GREEDY}
     ref = target.generate(**given, **{CACHE_NAME: caches[0]})
     arm(draft, [[], [], []], 0)
-    assert torch.equal(target.generate(**given, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**given, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref
+    )
     assert len(reasons) == 1
     # It counts from its first new tokens: the last one of the answer before, and the user's five.
     assert draft.blocks[0][0].tolist() == [int(mask[0].sum()), 6, int(mask[2].sum())]
@@ -137,9 +151,16 @@ def test_options_may_change_between_turns(after: str, reasons: list[str]) -> Non
     assert not reasons
 
 
-def test_windows_that_count_from_the_anchor_and_a_block_that_proposes_from_it(reasons: list[str]) -> None:
+def test_windows_that_count_from_the_anchor_and_a_block_that_proposes_from_it(
+    reasons: list[str],
+) -> None:
     target = tiny_target("qwen3")
-    settings = {"window_from_anchor": True, "sample_from_anchor": True, "is_causal": True, "sliding_window": 5}
+    settings = {
+        "window_from_anchor": True,
+        "sample_from_anchor": True,
+        "is_causal": True,
+        "sliding_window": 5,
+    }
     draft = recording_draft(target, 4, **settings)
     caches = (DynamicCache(), DynamicCache())
     inputs = prompts([9, 15], 3)
@@ -188,7 +209,9 @@ def test_num_return_sequences_with_an_empty_cache() -> None:
     assert torch.equal(target.generate(**inputs, **settings, **{CACHE_NAME: cache}), ref)
     assert cache.layers[0].keys.shape[:3:2] == (4, ref.shape[1] - 1)
     with pytest.raises(ValueError, match="batch_repeat_interleave"):
-        target.generate(**prompts([30, 30], 1), **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft)
+        target.generate(
+            **prompts([30, 30], 1), **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft
+        )
 
 
 @pytest.mark.parametrize("proposal", ["argmax", "shared_noise", "sample"])
@@ -218,9 +241,13 @@ def test_a_cache_that_records_its_past_can_be_rolled_back() -> None:
         cache.activate_past_recording()
     ids, mask = next_turn(ids, mask, 1)
     try:
-        target.generate(ids, attention_mask=mask, **GREEDY, **{CACHE_NAME: copy.deepcopy(caches[0])})
+        target.generate(
+            ids, attention_mask=mask, **GREEDY, **{CACHE_NAME: copy.deepcopy(caches[0])}
+        )
     except RuntimeError:
-        pytest.skip("plain generate of this Transformers cannot go on from a cache that records its past")
+        pytest.skip(
+            "plain generate of this Transformers cannot go on from a cache that records its past"
+        )
     ids, mask = turn(target, draft, caches, ids, mask)
     for cache in caches:
         cache.crop(-4)

@@ -33,11 +33,20 @@ def target_of(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("family", "lengths", "num", "engine"),
-    pairs(["qwen3", "qwen3-sliding", "gpt2", "opt"], [[9], [4, 9, 6]], [1, 12, 30], ["eager", "static"]),
+    pairs(
+        ["qwen3", "qwen3-sliding", "gpt2", "opt"],
+        [[9], [4, 9, 6]],
+        [1, 12, 30],
+        ["eager", "static"],
+    ),
 )
 def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engine: Any) -> None:
     target, inputs = target_of(family), prompts(lengths, 0)
-    settings: dict[str, Any] = {**inputs, **GREEDY, "attention_mask": longer(inputs["attention_mask"], num)}
+    settings: dict[str, Any] = {
+        **inputs,
+        **GREEDY,
+        "attention_mask": longer(inputs["attention_mask"], num),
+    }
     ref = target.generate(**settings)
     if family == "gpt2":
         assert not torch.equal(ref, target.generate(**inputs, **GREEDY))
@@ -52,7 +61,11 @@ def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engin
 def test_one_row_of_a_mask_may_stand_for_all(value: int, num: int) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([9, 9], 0)
-    settings: dict[str, Any] = {**inputs, "attention_mask": torch.full((1, 9 + num), value), **GREEDY}
+    settings: dict[str, Any] = {
+        **inputs,
+        "attention_mask": torch.full((1, 9 + num), value),
+        **GREEDY,
+    }
     ref = target.generate(**settings)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
     assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
@@ -62,7 +75,11 @@ def test_one_row_of_a_mask_may_stand_for_all(value: int, num: int) -> None:
 @pytest.mark.parametrize("family", ["qwen3-sliding", "gpt2"])
 def test_other_ways(family: str, name: str) -> None:
     target, inputs = target_of(family), prompts([4, 9], 0)
-    settings: dict[str, Any] = {**inputs, **GREEDY, "attention_mask": longer(inputs["attention_mask"], 5)}
+    settings: dict[str, Any] = {
+        **inputs,
+        **GREEDY,
+        "attention_mask": longer(inputs["attention_mask"], 5),
+    }
     if name == "chunks":
         settings["prefill_chunk_size"] = 4
     if name == "embeds":
@@ -87,5 +104,7 @@ def test_masks_that_hide_tokens_to_come_are_refused() -> None:
     mask = longer(inputs["attention_mask"], 5)
     mask[1, 11] = 0
     draft = tensor_oracle(target, truth_of(inputs, inputs["input_ids"]), 0)
-    with pytest.raises(ValueError, match="expected ones behind the 9 columns of the prompt in attention_mask"):
+    with pytest.raises(
+        ValueError, match="expected ones behind the 9 columns of the prompt in attention_mask"
+    ):
         target.generate(inputs["input_ids"], attention_mask=mask, **GREEDY, assistant_model=draft)

@@ -39,7 +39,9 @@ def lengths_of(sequences: Tensor, columns: int, eos: list[int] | None) -> list[i
     if eos is None:
         return [sequences.shape[1] - columns] * sequences.shape[0]
     answers = sequences[:, columns:].tolist()
-    return [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in answers]
+    return [
+        next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in answers
+    ]
 
 
 def assert_rows_equal(ours: Any, plain: Any, lengths: list[int]) -> None:
@@ -62,7 +64,12 @@ def test_scores_logits_and_hidden_states_equal_plain_generates(
 ) -> None:
     target = tiny_target(family)
     inputs = prompts([7, 4, 6][:rows], 2)
-    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "eos_token_id": eos,
+        "pad_token_id": 0,
+    }
     settings |= {**WANTED, "repetition_penalty": 1.2}
     if in_step:
         settings["max_time"] = 1e6
@@ -83,7 +90,8 @@ def test_scores_logits_and_hidden_states_equal_plain_generates(
             [length - 1 for length in lengths],
         )
     transitions = [
-        target.compute_transition_scores(out.sequences, out.scores, normalize_logits=True) for out in (ours, plain)
+        target.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        for out in (ours, plain)
     ]
     for row, length in enumerate(lengths):
         torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length])
@@ -92,7 +100,9 @@ def test_scores_logits_and_hidden_states_equal_plain_generates(
 def test_only_what_was_asked_for_is_returned() -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target)
-    out = target.generate(**prompts([6], 0), max_new_tokens=6, return_dict_in_generate=True, assistant_model=draft)
+    out = target.generate(
+        **prompts([6], 0), max_new_tokens=6, return_dict_in_generate=True, assistant_model=draft
+    )
     assert out.scores is None
     assert out.logits is None
     assert out.hidden_states is None
@@ -106,7 +116,9 @@ def test_only_what_was_asked_for_is_returned() -> None:
         )
 
 
-@pytest.mark.parametrize(("family", "rows", "with_ids"), half(["qwen3", "gemma3", "gpt-oss"], [1, 3], [False, True]))
+@pytest.mark.parametrize(
+    ("family", "rows", "with_ids"), half(["qwen3", "gemma3", "gpt-oss"], [1, 3], [False, True])
+)
 def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
     target = tiny_target(family)
     inputs = prompts([7, 4, 6][:rows], 2)
@@ -117,7 +129,12 @@ def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
     given: dict[str, Any] = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
     if with_ids:
         given["input_ids"] = inputs["input_ids"]
-    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
     ref = target.generate(**given, **settings)
     whole = ref if with_ids else torch.cat([inputs["input_ids"], ref], dim=1)
     draft = oracle_draft(target, truth_of(inputs, whole), 1, 8)
@@ -132,7 +149,12 @@ def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
     """Plain `generate` cuts the ids beside them: most releases fail then, so that a draft is refused on all."""
     target, inputs = tiny_target(family), prompts([9, 4], 0)
     embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
-    beside: dict[str, Any] = {**inputs, "inputs_embeds": embeds, "max_new_tokens": 12, "do_sample": False}
+    beside: dict[str, Any] = {
+        **inputs,
+        "inputs_embeds": embeds,
+        "max_new_tokens": 12,
+        "do_sample": False,
+    }
     alone = {name: value for name, value in beside.items() if name != "input_ids"}
     ref = target.generate(**beside)
     draft = oracle_draft(target, truth_of(inputs, ref), 1, 6)
@@ -153,7 +175,9 @@ def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
         assert torch.equal(text, ref)  # Transformers 5.16
     forwards.clear()
     for given, size in ((beside, 1), (beside, 8), (alone, 4), (alone, 20)):
-        with pytest.raises(ValueError, match=f"expected no prefill_chunk_size beside inputs_embeds .*, got {size}"):
+        with pytest.raises(
+            ValueError, match=f"expected no prefill_chunk_size beside inputs_embeds .*, got {size}"
+        ):
             target.generate(**given, prefill_chunk_size=size, assistant_model=draft)
     assert not forwards
 
@@ -164,7 +188,12 @@ def test_embeddings_behind_a_cache_are_not_cut_into_chunks() -> None:
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(inputs["input_ids"][:, :5], **{CACHE_NAME: cache})
-    given: dict[str, Any] = {**inputs, "inputs_embeds": embeds, CACHE_NAME: cache, "prefill_chunk_size": 20}
+    given: dict[str, Any] = {
+        **inputs,
+        "inputs_embeds": embeds,
+        CACHE_NAME: cache,
+        "prefill_chunk_size": 20,
+    }
     with pytest.raises(ValueError, match="expected no prefill_chunk_size beside inputs_embeds"):
         target.generate(**given, assistant_model=tiny_draft(target))
     assert cache.get_seq_length() == 5
@@ -173,7 +202,9 @@ def test_embeddings_behind_a_cache_are_not_cut_into_chunks() -> None:
 def test_token_healing() -> None:
     target = AutoModelForCausalLM.from_pretrained(TOY / "target")
     draft = DFlashDraftModel.from_pretrained(TOY / "draft")
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "target", padding_side="left", bos_token="<|MASK|>")
+    tokenizer = AutoTokenizer.from_pretrained(
+        TOY / "target", padding_side="left", bos_token="<|MASK|>"
+    )
     settings: dict[str, Any] = {
         "max_new_tokens": 12,
         "do_sample": False,
@@ -211,14 +242,23 @@ class Wider(LogitsProcessor):
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
 def test_scores_of_processors_that_work_in_place_or_widen(lengths: list[int], engine: Any) -> None:
     target, inputs = tiny_target("qwen3"), prompts(lengths, 0)
-    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
     settings |= {"output_scores": True, "output_logits": True}
     for processors in ([InPlace()], [Wider()], [InPlace(), Wider()]):
-        ref: Any = target.generate(**inputs, **settings, logits_processor=LogitsProcessorList(processors))
+        ref: Any = target.generate(
+            **inputs, **settings, logits_processor=LogitsProcessorList(processors)
+        )
         draft = oracle_draft(target, truth_of(inputs, ref.sequences), 0)
         set_engine(draft, engine)
         out: Any = target.generate(
-            **inputs, **settings, logits_processor=LogitsProcessorList(processors), assistant_model=draft
+            **inputs,
+            **settings,
+            logits_processor=LogitsProcessorList(processors),
+            assistant_model=draft,
         )
         assert torch.equal(out.sequences, ref.sequences)
         for ours, plain in zip(out.scores, ref.scores, strict=True):
@@ -227,17 +267,25 @@ def test_scores_of_processors_that_work_in_place_or_widen(lengths: list[int], en
         # Plain `generate` keeps the very tensor that a processor has written into.
         logits: Any = target(out.sequences[-1:, :-1]).logits  # the last row is not padded
         for ours, plain in zip(out.logits, ref.logits, strict=True):
-            assert torch.allclose(ours, plain, rtol=0, atol=1e-6) == (type(processors[0]) is not InPlace)
+            assert torch.allclose(ours, plain, rtol=0, atol=1e-6) == (
+                type(processors[0]) is not InPlace
+            )
         assert torch.allclose(out.logits[-1][-1], logits[-1, -1].float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding"])
 def test_the_cache_that_comes_back_is_dynamic(family: str) -> None:
     target, inputs = tiny_target(family), prompts([9], 0)
-    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
     ref: Any = target.generate(**inputs, **settings, cache_implementation="static")
     draft = oracle_draft(target, truth_of(inputs, ref.sequences), 0)
-    out: Any = target.generate(**inputs, **settings, cache_implementation="static", assistant_model=draft)
+    out: Any = target.generate(
+        **inputs, **settings, cache_implementation="static", assistant_model=draft
+    )
     assert torch.equal(out.sequences, ref.sequences)
     assert (type(ref[CACHE_NAME]), type(out[CACHE_NAME])) == (StaticCache, DynamicCache)
     assert int(out[CACHE_NAME].get_seq_length()) == int(ref[CACHE_NAME].get_seq_length()) == 20
@@ -267,7 +315,12 @@ def test_a_streamer_that_raises_and_a_cache(at_end: bool) -> None:
     caches = DynamicCache(config=target.config), DynamicCache(config=target.config)
     for cache, assistant in zip(caches, (None, draft), strict=True):
         with pytest.raises(KeyError, match="end" if at_end else "put"):
-            target.generate(**settings, **{CACHE_NAME: cache}, streamer=Raising(at_end), assistant_model=assistant)
+            target.generate(
+                **settings,
+                **{CACHE_NAME: cache},
+                streamer=Raising(at_end),
+                assistant_model=assistant,
+            )
     assert draft.last_stats is not None
     lengths = [int(cache.get_seq_length()) for cache in caches]
     assert lengths == ([20, 20] if at_end else [10, 0])

@@ -29,7 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own embedding": {"own_embed_tokens": True},
     "reduced": REDUCED,
     "from the anchor": {"sample_from_anchor": True},
-    "speculators": {**REDUCED, "sample_from_anchor": True, "window_from_anchor": True, "target_layer_ids": [-1, 2]},
+    "speculators": {
+        **REDUCED,
+        "sample_from_anchor": True,
+        "window_from_anchor": True,
+        "target_layer_ids": [-1, 2],
+    },
     "deepspec": {
         **OWN,
         "sample_from_anchor": True,
@@ -59,7 +64,9 @@ def set_widths(draft: DFlashDraftModel, block_size: int, width: int | None) -> N
 @cache
 def plain_text(lengths: tuple[int, ...]) -> Tensor:
     """What plain `generate` says."""
-    return tiny_target("gemma3").generate(**prompts(list(lengths), 1), max_new_tokens=16, do_sample=False)
+    return tiny_target("gemma3").generate(
+        **prompts(list(lengths), 1), max_new_tokens=16, do_sample=False
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -71,7 +78,9 @@ def test_greedy(variant: str) -> None:
         lengths = ([7], [5, 12, 2])[(place + list(VARIANTS).index(variant)) % 2]
         set_widths(draft, block_size, width)
         plain = plain_text(tuple(lengths))
-        out = target.generate(**prompts(lengths, 1), max_new_tokens=16, do_sample=False, assistant_model=draft)
+        out = target.generate(
+            **prompts(lengths, 1), max_new_tokens=16, do_sample=False, assistant_model=draft
+        )
         assert torch.equal(out, plain), (lengths, block_size, width)
 
 
@@ -82,7 +91,9 @@ def test_greedy_with_a_draft_that_is_partly_right(variant: str) -> None:
     inputs = prompts([4, 9, 6], 3)
     plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
     for seed, block_size in enumerate((8, 5, 1)):
-        oracle = oracle_draft(target, truth_of(inputs, plain), seed, block_size, **VARIANTS[variant])
+        oracle = oracle_draft(
+            target, truth_of(inputs, plain), seed, block_size, **VARIANTS[variant]
+        )
         out = target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=oracle)
         assert torch.equal(out, plain)
         assert oracle.last_stats.num_proposed == block_size
@@ -95,12 +106,20 @@ def test_the_same_sampled_text_at_every_block_size(variant: str) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 9], 3)
     texts: list[Tensor] = []
-    for rule, (block_size, width) in (*(("shared_noise", widths) for widths in WIDTHS), ("argmax", WIDTHS[0])):
+    for rule, (block_size, width) in (
+        *(("shared_noise", widths) for widths in WIDTHS),
+        ("argmax", WIDTHS[0]),
+    ):
         draft = draft_for(target, VARIANTS[variant])
         set_widths(draft, block_size, width)
         draft.generation_config.proposal = rule
         torch.manual_seed(11)
-        settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "top_k": 20, "temperature": 0.8}
+        settings: dict[str, Any] = {
+            "max_new_tokens": 12,
+            "do_sample": True,
+            "top_k": 20,
+            "temperature": 0.8,
+        }
         texts.append(target.generate(**inputs, **settings, assistant_model=draft))
     assert all(torch.equal(texts[0], text) for text in texts)
 
@@ -149,16 +168,24 @@ def test_which_slots_propose(from_anchor: bool, monkeypatch: pytest.MonkeyPatch)
     made: list[Tensor] = []
     used: list[Tensor] = []
     forward_block, compute_logits = draft.forward_block, draft.compute_logits
-    monkeypatch.setattr(draft, "forward_block", lambda *args: made.append(forward_block(*args)) or made[-1])
-    monkeypatch.setattr(draft, "compute_logits", lambda *args: used.append(args[0]) or compute_logits(*args))
+    monkeypatch.setattr(
+        draft, "forward_block", lambda *args: made.append(forward_block(*args)) or made[-1]
+    )
+    monkeypatch.setattr(
+        draft, "compute_logits", lambda *args: used.append(args[0]) or compute_logits(*args)
+    )
     target.generate(**prompts([5], 2), max_new_tokens=6, do_sample=False, assistant_model=draft)
     assert made
     for states, given in zip(made, used, strict=True):
         assert torch.equal(given, states[:, :3] if from_anchor else states[:, 1:4])
 
 
-@pytest.mark.parametrize("overrides", [{}, {"sample_from_anchor": True}, {**OWN, "sample_from_anchor": True}])
-def test_shared_noise_is_the_noise_of_the_position_that_a_slot_proposes(overrides: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [{}, {"sample_from_anchor": True}, {**OWN, "sample_from_anchor": True}]
+)
+def test_shared_noise_is_the_noise_of_the_position_that_a_slot_proposes(
+    overrides: dict[str, Any],
+) -> None:
     """Where target and draft find all tokens equally likely the noise alone decides, and every proposal stands."""
     target: Any = tiny_target("qwen3")
     target.model.norm.weight.data.zero_()
@@ -167,7 +194,13 @@ def test_shared_noise_is_the_noise_of_the_position_that_a_slot_proposes(override
     draft.generation_config.proposal = "shared_noise"
     use_whole_blocks(draft)
     torch.manual_seed(1)
-    target.generate(**prompts([5, 8], 2), max_new_tokens=1 + 2 * 9, do_sample=True, top_k=0, assistant_model=draft)
+    target.generate(
+        **prompts([5, 8], 2),
+        max_new_tokens=1 + 2 * 9,
+        do_sample=True,
+        top_k=0,
+        assistant_model=draft,
+    )
     width = draft.config.num_proposals(8)
     assert all(counts[0] == width for counts in draft.last_stats.num_accepted)
 
@@ -182,7 +215,12 @@ def test_rejection_has_the_targets_distribution(from_anchor: bool) -> None:
     rows = 2000
     inputs = {name: tensor.expand(rows, -1) for name, tensor in prompts([5], 2).items()}
     torch.manual_seed(5)
-    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "top_k": 6, "temperature": 1.0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 3,
+        "do_sample": True,
+        "top_k": 6,
+        "temperature": 1.0,
+    }
     out = target.generate(**inputs, **settings, assistant_model=draft, return_dict_in_generate=True)
     assert out.speculative.acceptance_length > 1.05  # some proposals stand, some are redrawn
     torch.manual_seed(6)
@@ -246,16 +284,27 @@ def test_widths_beyond_the_block_are_refused_without_sample_from_anchor() -> Non
         draft.generation_config.verify_width = limit
         target.generate(**inputs, max_new_tokens=3, assistant_model=draft)
         draft.generation_config.verify_width = limit + 1
-        with pytest.raises(ValueError, match=f"verify_width between 1 and {limit} .block size 8., got {limit + 1}"):
+        with pytest.raises(
+            ValueError, match=f"verify_width between 1 and {limit} .block size 8., got {limit + 1}"
+        ):
             target.generate(**inputs, max_new_tokens=3, assistant_model=draft)
 
 
 @pytest.mark.parametrize(
-    "field", ["own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack"]
+    "field",
+    [
+        "own_embed_tokens",
+        "own_lm_head",
+        "sample_from_anchor",
+        "window_from_anchor",
+        "tap_after_deepstack",
+    ],
 )
 def test_transformers_own_path_is_refused(field: str) -> None:
     target = tiny_target("qwen3")
-    with pytest.raises(ValueError, match=f"speculation_type='dflash' can run, got '{field} in its config"):
+    with pytest.raises(
+        ValueError, match=f"speculation_type='dflash' can run, got '{field} in its config"
+    ):
         target.generate(
             **prompts([5], 1),
             max_new_tokens=3,

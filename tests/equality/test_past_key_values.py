@@ -54,7 +54,8 @@ def test_three_turns(family: str, lengths: list[int], kind: str, whole: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "whole"), half(["qwen3", "llama"], list(CACHES), {"whole": True, "new": False})
+    ("family", "kind", "whole"),
+    half(["qwen3", "llama"], list(CACHES), {"whole": True, "new": False}),
 )
 def test_rows_that_end_early(family: str, kind: str, whole: bool) -> None:
     target = tiny_target(family)
@@ -68,9 +69,21 @@ def test_rows_that_end_early(family: str, kind: str, whole: bool) -> None:
         free = target.generate(input_ids=ids, attention_mask=mask, **GREEDY)[:, ids.shape[1] :]
         eos = [int(free[0, 2]), int(free[1, 6])]
         prompt = ids.shape[1]
-        ids, mask = turn(target, draft, caches, ids, mask, seed=seed, whole=whole, eos_token_id=eos, pad_token_id=0)
+        ids, mask = turn(
+            target,
+            draft,
+            caches,
+            ids,
+            mask,
+            seed=seed,
+            whole=whole,
+            eos_token_id=eos,
+            pad_token_id=0,
+        )
         ends.append((mask[:, prompt:].sum(dim=1)).tolist())
-        assert draft.last_stats.num_target_forwards > 1 + max(len(row) for row in draft.last_stats.num_committed)
+        assert draft.last_stats.num_target_forwards > 1 + max(
+            len(row) for row in draft.last_stats.num_committed
+        )
         ids, mask = next_turn(ids, mask, seed)
     assert all(len(set(turn_ends)) > 1 for turn_ends in ends)
 
@@ -103,7 +116,9 @@ def test_padding_that_is_called_real_is_attended_to_as_plain_generate_does() -> 
     for seed in range(2):
         mask = torch.ones_like(ids)
         ref = target.generate(ids, attention_mask=mask, **settings, **{CACHE_NAME: caches[0]})
-        out = target.generate(ids, attention_mask=mask, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft)
+        out = target.generate(
+            ids, attention_mask=mask, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft
+        )
         assert torch.equal(out, ref)
         check_caches(caches[1], caches[0])
         ids, _ = next_turn(ref, torch.ones_like(ref), seed)
@@ -120,7 +135,9 @@ def test_the_cache_that_is_returned_is_plain_generates(family: str) -> None:
         settings |= {"eos_token_id": int(free[0, 15]), "pad_token_id": 0}
     draft = recording_draft(target)
     plain = target.generate(**inputs, **settings)
-    after = answer_mask(plain.sequences, mask, [settings["eos_token_id"]] if family == "qwen3" else None)
+    after = answer_mask(
+        plain.sequences, mask, [settings["eos_token_id"]] if family == "qwen3" else None
+    )
     arm(draft, real_tokens(plain.sequences, after), 1)
     ours = target.generate(**inputs, **settings, assistant_model=draft)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -134,13 +151,17 @@ def test_the_cache_that_is_returned_is_plain_generates(family: str) -> None:
     ref = target.generate(**given, **GREEDY, **{CACHE_NAME: caches[0]})
     truth = real_tokens(ref, answer_mask(ref, mask, None))
     arm(draft, truth, 2)
-    assert torch.equal(target.generate(**given, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**given, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref
+    )
     check_blocks(draft, target, truth, [0, 0])
 
 
 def test_no_cache_is_kept_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3")
-    monkeypatch.setattr(user_cache.UserCache, "__init__", lambda *args: pytest.fail("made a cache to keep"))
+    monkeypatch.setattr(
+        user_cache.UserCache, "__init__", lambda *args: pytest.fail("made a cache to keep")
+    )
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
 
 
@@ -157,7 +178,10 @@ def test_prefill_in_chunks(kind: str) -> None:
         truth = real_tokens(ref, answer_mask(ref, mask, None))
         arm(draft, truth, seed)
         settings = {**GREEDY, "prefill_chunk_size": 4}
-        assert torch.equal(target.generate(**given, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft), ref)
+        assert torch.equal(
+            target.generate(**given, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft),
+            ref,
+        )
         check_caches(caches[1], caches[0])
         check_blocks(draft, target, truth, [0, 0])
         ids, mask = next_turn(ref, answer_mask(ref, mask, None), seed, num=11)
@@ -170,7 +194,10 @@ def test_embeddings_of_the_whole_conversation() -> None:
     caches = (DynamicCache(), DynamicCache())
     draft = recording_draft(target)
     for seed in range(2):
-        given = {"inputs_embeds": target.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+        given = {
+            "inputs_embeds": target.get_input_embeddings()(ids).detach(),
+            "attention_mask": mask,
+        }
         ref = target.generate(**given, **GREEDY, **{CACHE_NAME: caches[0]})
         ids, mask = torch.cat([ids, ref], dim=1), torch.cat([mask, torch.ones_like(ref)], dim=1)
         truth = real_tokens(ids, mask)
@@ -211,9 +238,15 @@ def contents(cache: Cache) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("failure", "kind", "turns"),
-    half({"1-RuntimeError": (1, RuntimeError), "4-KeyboardInterrupt": (4, KeyboardInterrupt)}, list(CACHES), [0, 1]),
+    half(
+        {"1-RuntimeError": (1, RuntimeError), "4-KeyboardInterrupt": (4, KeyboardInterrupt)},
+        list(CACHES),
+        [0, 1],
+    ),
 )
-def test_an_error_leaves_the_cache_as_it_was(failure: tuple[int, type[BaseException]], kind: str, turns: int) -> None:
+def test_an_error_leaves_the_cache_as_it_was(
+    failure: tuple[int, type[BaseException]], kind: str, turns: int
+) -> None:
     after, error = failure
     target = tiny_target("gemma3")
     caches = (CACHES[kind](target), CACHES[kind](target))
@@ -227,7 +260,11 @@ def test_an_error_leaves_the_cache_as_it_was(failure: tuple[int, type[BaseExcept
     arm(draft, [[]], 0)
     with pytest.raises(error, match="on purpose"):
         target.generate(
-            ids, **GREEDY, **{CACHE_NAME: caches[1]}, assistant_model=draft, streamer=Failing(after, error)
+            ids,
+            **GREEDY,
+            **{CACHE_NAME: caches[1]},
+            assistant_model=draft,
+            streamer=Failing(after, error),
         )
     assert int(caches[1].get_seq_length()) == length
     now = contents(caches[1])
@@ -263,7 +300,11 @@ def interrupted(target: PreTrainedModel) -> Cache:
 
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], int, str]] = {
     "tuple": (lambda target: ((torch.zeros(1), torch.zeros(1)),), 8, "DynamicCache or StaticCache"),
-    "offloaded": (lambda target: DynamicCache(config=target.config, offloading=True), 8, "an offloaded cache"),
+    "offloaded": (
+        lambda target: DynamicCache(config=target.config, offloading=True),
+        8,
+        "an offloaded cache",
+    ),
     "other layers": (lambda target: quantised(), 8, f"layer 0 in {CACHE_NAME}, got 'Layer'"),
     "other window": (wrong_window, 8, "to keep all tokens"),
     "other depth": (
@@ -275,7 +316,11 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], int, str]] = {
     "nothing new": (filled, 6, "whole conversation"),
     "new without a mask": (filled, 3, "whole conversation"),
     "interrupted": (interrupted, 8, "interrupted"),
-    "too short": (lambda target: StaticCache(config=target.config, max_cache_len=20), 8, "room for the longest"),
+    "too short": (
+        lambda target: StaticCache(config=target.config, max_cache_len=20),
+        8,
+        "room for the longest",
+    ),
 }
 
 
@@ -312,7 +357,9 @@ def test_a_static_cache_shorter_than_the_window_is_refused_when_it_would_overflo
     target = tiny_target("mistral")
     cache = StaticCache(config=target.config, max_cache_len=8)
     with pytest.raises(ValueError, match="room for the longest"):
-        target.generate(**prompts([4], 1), **GREEDY, **{CACHE_NAME: cache}, assistant_model=tiny_draft(target))
+        target.generate(
+            **prompts([4], 1), **GREEDY, **{CACHE_NAME: cache}, assistant_model=tiny_draft(target)
+        )
 
 
 def test_gaps_under_sliding_windows_are_refused() -> None:

@@ -12,7 +12,8 @@ from dflash_hf import DFlashDraftModel
 from tiny import OracleDraft, oracle_draft
 
 CHATS = [
-    [{"role": "user", "content": text}] for text in ("Hello! How are you today?", "Count to ten.", "What is 3+4?")
+    [{"role": "user", "content": text}]
+    for text in ("Hello! How are you today?", "Count to ten.", "What is 3+4?")
 ]
 
 
@@ -31,7 +32,8 @@ def test_answers_are_the_same(pair: tuple[Any, DFlashDraftModel, Any], batch_siz
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
     ours = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
     draft.last_stats = None
-    wanted = plain(CHATS, **settings)  # first: what pipelines do that is deprecated is said once, of these
+    # First: what pipelines do that is deprecated is said once, of these
+    wanted = plain(CHATS, **settings)
     assert ours(CHATS, **settings) == wanted
     assert draft.last_stats is not None
     assert len(draft.last_stats.num_committed) == batch_size
@@ -56,7 +58,9 @@ def test_a_draft_that_states_no_vocabulary_takes_the_targets_tokenizer(
     assert ours("Hello there", max_new_tokens=20) == wanted
 
 
-def test_special_tokens_are_the_targets_and_never_saved(pair: tuple[Any, DFlashDraftModel, Any]) -> None:
+def test_special_tokens_are_the_targets_and_never_saved(
+    pair: tuple[Any, DFlashDraftModel, Any],
+) -> None:
     target, draft, _ = pair
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(target.config, name) == getattr(draft.config, name)
@@ -69,7 +73,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, list[A
     from dflash_hf.processing_qwen3_vl import Qwen3VLProcessor
     from helpers.processors import picture, published_folder, qwen_target
 
-    processor = Qwen3VLProcessor.from_pretrained(published_folder(tmp_path_factory.mktemp("qwen3-vl")))
+    processor = Qwen3VLProcessor.from_pretrained(
+        published_folder(tmp_path_factory.mktemp("qwen3-vl"))
+    )
     return qwen_target(processor), processor, [picture(16, 24), picture(40, 16, 1)]
 
 
@@ -77,12 +83,17 @@ def talk(*turns: Any) -> list[dict[str, Any]]:
     """Turns of user and assistant: lists of texts and pictures."""
     parts = [
         [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": part}
             for part in turn
         ]
         for turn in turns
     ]
-    return [{"role": ("user", "assistant")[index % 2], "content": part} for index, part in enumerate(parts)]
+    return [
+        {"role": ("user", "assistant")[index % 2], "content": part}
+        for index, part in enumerate(parts)
+    ]
 
 
 def both(pipe: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, OracleDraft]:
@@ -92,9 +103,15 @@ def both(pipe: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, OracleDraft]:
     pad = pipe.processor.tokenizer.pad_token_id
     rows = [row["generated_token_ids"].tolist() for row in found]
     # Ids in front that are padding are not in the text.
-    draft = oracle_draft(pipe.model, [[token for token in row if token != pad] for row in rows], 0, 5)
+    draft = oracle_draft(
+        pipe.model, [[token for token in row if token != pad] for row in rows], 0, 5
+    )
     plain = pipe(*args, **kwargs, generate_kwargs=dict(settings))
-    return pipe(*args, **kwargs, generate_kwargs={**settings, "assistant_model": draft}), plain, draft
+    return (
+        pipe(*args, **kwargs, generate_kwargs={**settings, "assistant_model": draft}),
+        plain,
+        draft,
+    )
 
 
 def test_answers_about_pictures_are_the_same(pictures: tuple[Any, Any, list[Any]]) -> None:
@@ -133,5 +150,8 @@ def test_several_rows_with_pictures_are_the_same(pictures: tuple[Any, Any, list[
     settings = {"max_new_tokens": 24, "do_sample": False}
     draft = oracle_draft(target, [[0], [0]], 0, 5)
     plain = pipe(text=chats, batch_size=2, generate_kwargs=dict(settings))
-    assert pipe(text=chats, batch_size=2, generate_kwargs={**settings, "assistant_model": draft}) == plain
+    assert (
+        pipe(text=chats, batch_size=2, generate_kwargs={**settings, "assistant_model": draft})
+        == plain
+    )
     assert len(draft.last_stats.num_committed) == 2

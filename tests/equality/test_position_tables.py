@@ -17,7 +17,12 @@ from helpers.static import set_engine, tensor_oracle
 from tiny import DEPTH, VOCAB, oracle_draft, prompts, tiny_target, truth_of
 
 NUM = 40
-TOKENS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TOKENS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 GPT: dict[str, Any] = {"n_positions": NUM, "n_embd": 32, "n_layer": DEPTH, "n_head": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT),
@@ -54,7 +59,9 @@ def tabled_target(family: str) -> PreTrainedModel:
     ("family", "length", "lengths", "engine"),
     pairs(list(FAMILIES), [NUM, NUM + 1], {"one": [9], "three": [3, 9, 6]}, ["eager", "static"]),
 )
-def test_text_up_to_the_last_position(family: str, length: int, lengths: list[int], engine: Any) -> None:
+def test_text_up_to_the_last_position(
+    family: str, length: int, lengths: list[int], engine: Any
+) -> None:
     target = tabled_target(family)
     inputs = prompts(lengths, 0)
     settings: dict[str, Any] = {**inputs, "max_length": length, "do_sample": False}
@@ -74,7 +81,9 @@ def test_iterate_and_a_kept_cache(family: str) -> None:
     settings: dict[str, Any] = {**inputs, "max_length": NUM, "do_sample": False}
     ref = target.generate(**settings)
     draft = oracle_draft(target, truth_of(inputs, ref), 0)
-    tokens = [token for step in iterate(target, draft, **settings) for token in step.committed[0].tolist()]
+    tokens = [
+        token for step in iterate(target, draft, **settings) for token in step.committed[0].tolist()
+    ]
     assert tokens == ref[0, 9:].tolist()
     draft = oracle_draft(target, truth_of(inputs, ref), 0)
     out = target.generate(**settings, assistant_model=draft, return_dict_in_generate=True)
@@ -95,7 +104,9 @@ def test_what_plain_generate_fails_on_is_said(engine: Any) -> None:
         for seed in range(4):
             draft = tensor_oracle(target, truth, seed, 8)
             set_engine(draft, engine)
-            with pytest.raises(ValueError, match=r"expected rows of at most 41 tokens .* lower max_new_tokens"):
+            with pytest.raises(
+                ValueError, match=r"expected rows of at most 41 tokens .* lower max_new_tokens"
+            ):
                 target.generate(**settings, max_length=NUM + extra, assistant_model=draft)
 
 

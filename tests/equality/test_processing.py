@@ -25,7 +25,9 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from helpers.processors import FAMILIES, PICTURES, picture, published_folder
 
-without_torchvision = pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+without_torchvision = pytest.mark.skipif(
+    is_torchvision_available(), reason="torchvision is installed"
+)
 
 
 class Unchecked:
@@ -64,8 +66,12 @@ def processor(family: str, folder: Path) -> Any:
 def upstream(processor: Any) -> Any:
     """With Qwen3-VL's video processor for both: the other one cannot be imported, and no video comes here."""
     kind = Upstream3 if isinstance(processor, Qwen3VLProcessor) else Upstream2
-    video = Qwen3VLVideoProcessor(**{name: PICTURES[name] for name in ("patch_size", "merge_size", "size")})
-    return kind(processor.image_processor, processor.tokenizer, video, chat_template=processor.chat_template)
+    video = Qwen3VLVideoProcessor(
+        **{name: PICTURES[name] for name in ("patch_size", "merge_size", "size")}
+    )
+    return kind(
+        processor.image_processor, processor.tokenizer, video, chat_template=processor.chat_template
+    )
 
 
 def assert_same(left: Any, right: Any) -> None:
@@ -73,13 +79,19 @@ def assert_same(left: Any, right: Any) -> None:
     for name, value in left.items():
         if name in ("pixel_values", "image_grid_thw"):  # arrays, unless tensors are asked for
             value, right = torch.as_tensor(value), {**right, name: torch.as_tensor(right[name])}
-        assert torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name]
+        assert (
+            torch.equal(value, right[name])
+            if isinstance(value, torch.Tensor)
+            else value == right[name]
+        )
 
 
 def user(*parts: Any) -> dict[str, Any]:
     return {
         "role": "user",
-        "content": [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts],
+        "content": [
+            part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts
+        ],
     }
 
 
@@ -99,7 +111,11 @@ CHATS: dict[str, Any] = {
     "a string": [{"role": "user", "content": "hello"}],
     "pictures of two sizes": [user(shown(ONE), "and", shown(WIDE), "differ?")],
     "several turns": [user(shown(WIDE), "what?"), answer("a dog."), user("and", shown(ONE), "?")],
-    "batch": [[user(shown(ONE), "what?")], [user("hello")], [user(shown(WIDE), shown(ONE), "which?")]],
+    "batch": [
+        [user(shown(ONE), "what?")],
+        [user("hello")],
+        [user(shown(WIDE), shown(ONE), "which?")],
+    ],
     "batch without pictures": [[user("hello")], [user("what is it?")]],
 }
 
@@ -116,9 +132,13 @@ def test_chats_become_the_same_tensors(processor: Any, chat: Any) -> None:
     made = processor.apply_chat_template(chat, **settings)
     assert_same(made, upstream(processor).apply_chat_template(chat, **settings))
     tokens = (made["input_ids"] == processor.image_token_id).sum()
-    patches = made["image_grid_thw"].prod(dim=1).sum() if "image_grid_thw" in made else torch.tensor(0)
+    patches = (
+        made["image_grid_thw"].prod(dim=1).sum() if "image_grid_thw" in made else torch.tensor(0)
+    )
     assert tokens == patches // 4
-    assert torch.equal(made["mm_token_type_ids"] == 1, made["input_ids"] == processor.image_token_id)
+    assert torch.equal(
+        made["mm_token_type_ids"] == 1, made["input_ids"] == processor.image_token_id
+    )
     assert made["attention_mask"][:, -1].all()
 
 
@@ -126,25 +146,38 @@ def test_paths_urls_and_pictures_are_the_same(processor: Any, tmp_path: Path) ->
     ONE.save(tmp_path / "one.png")
     made = [
         processor.apply_chat_template([user({"type": "image", **where}, "what?")], **TENSORS)
-        for where in ({"image": ONE}, {"image": str(tmp_path / "one.png")}, {"path": str(tmp_path / "one.png")})
+        for where in (
+            {"image": ONE},
+            {"image": str(tmp_path / "one.png")},
+            {"path": str(tmp_path / "one.png")},
+        )
     ]
     assert_same(made[0], made[1])
     assert_same(made[0], made[2])
 
 
 def test_answers_are_marked(processor: Any) -> None:
-    settings: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    settings: dict[str, Any] = {
+        "tokenize": True,
+        "return_dict": True,
+        "return_assistant_tokens_mask": True,
+    }
     chat = CHATS["several turns"]
     made = processor.apply_chat_template(chat, **settings)
     assert_same(made, upstream(processor).apply_chat_template(chat, **settings))
     if not hasattr(ProcessorMixin, "_adjust_assistant_masks_indices"):
-        return  # older Transformers count characters before pictures are written out: the wrong tokens, there too
+        # Older Transformers count characters before pictures are written out: the wrong tokens, there too
+        return
     row = zip(made["input_ids"][0], made["assistant_masks"][0], strict=True)
     assert processor.decode([token for token, marked in row if marked]) == "a dog.<|im_end|>"
 
 
 def test_texts_without_a_template_are_the_same(processor: Any) -> None:
-    inputs: dict[str, Any] = {"text": ["<|image_pad|> what?"], "images": [[ONE]], "return_tensors": "pt"}
+    inputs: dict[str, Any] = {
+        "text": ["<|image_pad|> what?"],
+        "images": [[ONE]],
+        "return_tensors": "pt",
+    }
     assert_same(processor(**inputs), upstream(processor)(**inputs))
 
 
@@ -160,7 +193,9 @@ def test_autoprocessor_finds_it(family: str, folder: Path, tmp_path: Path) -> No
     assert type(AutoProcessor.from_pretrained(bare)) is OURS[family]
 
 
-def test_saved_files_are_those_of_the_original(family: str, folder: Path, processor: Any, tmp_path: Path) -> None:
+def test_saved_files_are_those_of_the_original(
+    family: str, folder: Path, processor: Any, tmp_path: Path
+) -> None:
     processor.save_pretrained(tmp_path / "ours")
     ours = json.loads((tmp_path / "ours" / "processor_config.json").read_text())
     upstream(processor).save_pretrained(tmp_path / "theirs")
@@ -169,23 +204,33 @@ def test_saved_files_are_those_of_the_original(family: str, folder: Path, proces
     assert ours["processor_class"] == FAMILIES[family][0]
     assert ours["image_processor"] == theirs["image_processor"]
     # The settings of videos go through untouched.
-    assert ours["video_processor"] == json.loads((folder / "video_preprocessor_config.json").read_text())
+    assert ours["video_processor"] == json.loads(
+        (folder / "video_preprocessor_config.json").read_text()
+    )
     # Both folders are read, and make the same tensors.
     for name in ("ours", "theirs"):
         again = OURS[family].from_pretrained(tmp_path / name)
         assert again.video_settings == {"ours": ours, "theirs": theirs}[name]["video_processor"]
         chat = CHATS["several turns"]
-        assert_same(again.apply_chat_template(chat, **TENSORS), processor.apply_chat_template(chat, **TENSORS))
+        assert_same(
+            again.apply_chat_template(chat, **TENSORS),
+            processor.apply_chat_template(chat, **TENSORS),
+        )
 
 
 def test_a_processor_from_parts_states_a_video_processor_that_fits(
     family: str, processor: Any, tmp_path: Path
 ) -> None:
-    made = OURS[family](processor.image_processor, processor.tokenizer, chat_template=processor.chat_template)
+    made = OURS[family](
+        processor.image_processor, processor.tokenizer, chat_template=processor.chat_template
+    )
     made.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())["video_processor"]
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
-    assert saved == {"video_processor_type": FAMILIES[family][1], **{name: PICTURES[name] for name in names}}
+    assert saved == {
+        "video_processor_type": FAMILIES[family][1],
+        **{name: PICTURES[name] for name in names},
+    }
 
 
 def test_videos_are_refused(processor: Any) -> None:
@@ -208,7 +253,8 @@ def test_videos_are_refused(processor: Any) -> None:
 )
 def test_pictures_without_pixels_are_refused(processor: Any, empty: Any, sides: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^expected an image of at least one pixel, got one of {sides}; leave it out$"
+        ValueError,
+        match=f"^expected an image of at least one pixel, got one of {sides}; leave it out$",
     ):
         processor.apply_chat_template([user(shown(ONE), shown(empty), "what?")], **TENSORS)
 

@@ -21,7 +21,9 @@ class Shift(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
-        scores.scatter_add_(1, (input_ids[:, -1:] + 1) % scores.shape[1], torch.full_like(scores[:, :1], 1.5))
+        scores.scatter_add_(
+            1, (input_ids[:, -1:] + 1) % scores.shape[1], torch.full_like(scores[:, :1], 1.5)
+        )
         return scores
 
 
@@ -57,9 +59,15 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "decay": {"exponential_decay_length_penalty": (3, 1.2)},
     "invalid values": {"remove_invalid_values": True},
     "prefix function": {
-        "prefix_allowed_tokens_fn": lambda row, ids: [t for t in range(64) if (t + int(ids[-1])) % 4 != row]
+        "prefix_allowed_tokens_fn": lambda row, ids: [
+            t for t in range(64) if (t + int(ids[-1])) % 4 != row
+        ]
     },
-    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash", context_width=2)},
+    "watermark": {
+        "watermarking_config": WatermarkingConfig(
+            bias=2.5, seeding_scheme="selfhash", context_width=2
+        )
+    },
     "own": {"logits_processor": LogitsProcessorList([Shift()])},
     "mixed": {
         "repetition_penalty": 1.2,
@@ -119,5 +127,9 @@ def test_a_warper_changes_what_is_sampled(case: str) -> None:
     texts = []
     for settings in ({"top_k": 0}, WARPERS[case]):
         torch.manual_seed(7)
-        texts.append(target.generate(**inputs, max_new_tokens=NEW, do_sample=True, **settings, assistant_model=draft))
+        texts.append(
+            target.generate(
+                **inputs, max_new_tokens=NEW, do_sample=True, **settings, assistant_model=draft
+            )
+        )
     assert not torch.equal(texts[0], texts[1])

@@ -23,7 +23,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     command = [sys.executable, two_ranks.__file__]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"PYTHONPATH": paths, "TQDM_DISABLE": "1"}
-    return subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=LIMIT, env=environment)
+    return subprocess.run(
+        [*command, str(folder)], capture_output=True, text=True, timeout=LIMIT, env=environment
+    )
 
 
 def test_two_processes_go_the_same_way(run: subprocess.CompletedProcess[str]) -> None:
@@ -35,6 +37,8 @@ def test_two_processes_go_the_same_way(run: subprocess.CompletedProcess[str]) ->
     assert sum(checked[name] for name in ("greedy", "greedy_pair", "shared_noise")) >= 20
 
 
-def test_a_process_that_fails_within_a_forward_ends_the_other(run: subprocess.CompletedProcess[str]) -> None:
+def test_a_process_that_fails_within_a_forward_ends_the_other(
+    run: subprocess.CompletedProcess[str],
+) -> None:
     assert run.returncode != 0
     assert "Broken: of the caller's own" in run.stderr

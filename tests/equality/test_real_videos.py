@@ -28,14 +28,19 @@ def frames(number: int, width: int, height: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """As `AutoProcessor` finds it, which with torchvision is Transformers' own."""
-    found: Any = AutoProcessor.from_pretrained(published_folder(tmp_path_factory.mktemp("qwen3-vl")))
+    found: Any = AutoProcessor.from_pretrained(
+        published_folder(tmp_path_factory.mktemp("qwen3-vl"))
+    )
     assert type(found).__module__.startswith("transformers.")
     return found
 
 
 CASES: dict[str, dict[str, Any]] = {
     "one video": {"text": [f"{CLIP} what?"], "videos": [frames(4, 24, 16)]},
-    "several": {"text": [f"{CLIP} and {CLIP} differ?"], "videos": [frames(4, 24, 16), frames(6, 16, 16)]},
+    "several": {
+        "text": [f"{CLIP} and {CLIP} differ?"],
+        "videos": [frames(4, 24, 16), frames(6, 16, 16)],
+    },
     "beside a picture": {
         "text": [f"{PICTURE} in {CLIP}?"],
         "videos": [frames(4, 16, 24)],

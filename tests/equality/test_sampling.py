@@ -20,7 +20,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warpers": {"temperature": 0.7, "top_k": 10, "top_p": 0.9},
     "hot": {"temperature": 1.7, "top_k": 0, "min_p": 0.05},
-    "prefix": {"temperature": 1.0, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5},
+    "prefix": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 5,
+    },
 }
 
 
@@ -48,12 +53,19 @@ def test_the_same_text_at_every_block_size_and_width(setting: str, kind: str) ->
         torch.manual_seed(11)
         texts.append(
             target.generate(
-                **inputs, max_new_tokens=16, do_sample=True, assistant_model=draft, eos_token_id=9, **SETTINGS[setting]
+                **inputs,
+                max_new_tokens=16,
+                do_sample=True,
+                assistant_model=draft,
+                eos_token_id=9,
+                **SETTINGS[setting],
             )
         )
     assert all(torch.equal(texts[0], text) for text in texts)
     torch.manual_seed(12)
-    other = target.generate(**inputs, max_new_tokens=16, do_sample=True, assistant_model=draft, **SETTINGS[setting])
+    other = target.generate(
+        **inputs, max_new_tokens=16, do_sample=True, assistant_model=draft, **SETTINGS[setting]
+    )
     assert not torch.equal(texts[0], other)
 
 
@@ -64,11 +76,15 @@ def test_the_same_text_with_a_draft_that_is_partly_right(kind: str) -> None:
     draft = tiny_draft(target, 16)
     draft.generation_config.block_size = 1
     torch.manual_seed(4)
-    ref = target.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=draft)
+    ref = target.generate(
+        **inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=draft
+    )
     for seed, block_size in enumerate((2, 7, 16)):
         oracle = oracle_draft(target, truth_of(inputs, ref), seed, block_size, **KINDS[kind])
         torch.manual_seed(4)
-        out = target.generate(**inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=oracle)
+        out = target.generate(
+            **inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=oracle
+        )
         assert torch.equal(out, ref)
         # Rejected noise would be visible here: the oracle knows the samples, so only its wrong slots are refused.
         assert oracle.last_stats.acceptance_length > 1.2
@@ -77,7 +93,9 @@ def test_the_same_text_with_a_draft_that_is_partly_right(kind: str) -> None:
 def test_greedy_leaves_the_random_state_alone() -> None:
     target = tiny_target("qwen2")
     state = torch.random.get_rng_state()
-    target.generate(**prompts([5], 0), max_new_tokens=9, do_sample=False, assistant_model=tiny_draft(target))
+    target.generate(
+        **prompts([5], 0), max_new_tokens=9, do_sample=False, assistant_model=tiny_draft(target)
+    )
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
     draft = tiny_draft(target)
@@ -87,7 +105,9 @@ def test_greedy_leaves_the_random_state_alone() -> None:
     torch.random.set_rng_state(state)
 
 
-def joint_distribution(target: Any, prompt: list[int], temperature: float, top_k: int) -> torch.Tensor:
+def joint_distribution(
+    target: Any, prompt: list[int], temperature: float, top_k: int
+) -> torch.Tensor:
     """The exact distribution of three tokens, `[V, V, V]`, by enumerating every prefix."""
     size = target.config.vocab_size
 
@@ -101,19 +121,33 @@ def joint_distribution(target: Any, prompt: list[int], temperature: float, top_k
         pairs = torch.tensor(list(itertools.product(range(size), repeat=2)))
         one = next_distribution(start)[0]
         two = next_distribution(torch.cat([start.expand(size, -1), torch.arange(size)[:, None]], 1))
-        three = next_distribution(torch.cat([start.expand(size**2, -1), pairs], 1)).view(size, size, size)
+        three = next_distribution(torch.cat([start.expand(size**2, -1), pairs], 1)).view(
+            size, size, size
+        )
     return one[:, None, None] * two[:, :, None] * three
 
 
 def smallest_target() -> Any:
     """A target of eight tokens and a layer, for thousands of rows: what is drawn is tested, not how it is made."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return tiny_target("qwen2", vocab_size=8, num_hidden_layers=1, initializer_range=0.35, **sizes).float()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return tiny_target(
+        "qwen2", vocab_size=8, num_hidden_layers=1, initializer_range=0.35, **sizes
+    ).float()
 
 
 def smallest_draft(target: Any, block_size: int, **options: Any) -> Any:
     """A draft as small."""
-    sizes = {"intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    sizes = {
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+    }
     layers = {"layer_types": ["full_attention"], "target_layer_ids": [0]}
     return tiny_draft(target, block_size, **layers, **sizes, **options)
 
@@ -146,13 +180,17 @@ def chi_square(rule: str, block_size: int, kind: str, top_k: int = 6) -> tuple[f
 @pytest.mark.parametrize(
     ("block_size", "rule", "kind"), half([2, 4], ["shared_noise", "argmax", "sample"], list(KINDS))
 )
-def test_three_tokens_follow_the_targets_joint_distribution(rule: str, block_size: int, kind: str) -> None:
+def test_three_tokens_follow_the_targets_joint_distribution(
+    rule: str, block_size: int, kind: str
+) -> None:
     statistic, freedom, acceptance = chi_square(rule, block_size, kind)
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
     assert 1.02 < acceptance < block_size
 
 
-def test_a_distribution_that_forgets_the_drafted_prefix_fails_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distribution_that_forgets_the_drafted_prefix_fails_that_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # A path's distribution has to be conditional: tokens were not drawn from that of the best predecessor.
     def forgetful(candidates: torch.Tensor, scores: torch.Tensor, best: torch.Tensor) -> Any:
         return follow_path(candidates, scores, best)[0], scores[:, :, 0]
@@ -174,7 +212,11 @@ def test_a_rows_text_does_not_depend_on_how_many_rows_there_are(rule: str, nodes
         for rows in (64, 4, 1):
             torch.manual_seed(seed)
             inputs = {"input_ids": torch.tensor([[3, 5, 4]]).repeat(rows, 1)}
-            texts.append(target.generate(**inputs, max_new_tokens=9, do_sample=True, top_k=6, assistant_model=draft))
+            texts.append(
+                target.generate(
+                    **inputs, max_new_tokens=9, do_sample=True, top_k=6, assistant_model=draft
+                )
+            )
         assert len({tuple(row) for row in texts[0].tolist()}) > 30
         assert torch.equal(texts[0][:4], texts[1])
         assert torch.equal(texts[0][:1], texts[2])
@@ -183,7 +225,9 @@ def test_a_rows_text_does_not_depend_on_how_many_rows_there_are(rule: str, nodes
 def test_a_wrong_distribution_fails_that_test() -> None:
     # The statistic has the power to see a distribution that is a little too cold.
     target = smallest_target()
-    distribution, colder = (joint_distribution(target, [3, 5, 4], t, 6).flatten().double() for t in (1.5, 1.35))
+    distribution, colder = (
+        joint_distribution(target, [3, 5, 4], t, 6).flatten().double() for t in (1.5, 1.35)
+    )
     big = distribution * 20_000 >= 5
     statistic = float(((colder - distribution)[big] ** 2 / distribution[big]).sum() * 20_000)
     assert statistic > 4 * (2 * float(big.sum())) ** 0.5
@@ -206,7 +250,9 @@ def test_a_stateful_processor_sees_exactly_what_plain_generate_shows_it() -> Non
     target = tiny_target("llama")
     inputs = prompts([7], 2)
     plain, ours = Counting(), Counting()
-    ref = target.generate(**inputs, max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([plain]))
+    ref = target.generate(
+        **inputs, max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([plain])
+    )
     draft = oracle_draft(target, truth_of(inputs, ref), 5, 8)
     out = target.generate(
         **inputs,
@@ -249,7 +295,11 @@ def test_keyed_noise_is_exponential_independent_and_repeatable() -> None:
     assert abs(flat.var() - 1) < 0.03
     quantiles = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99], dtype=torch.double)
     assert torch.allclose(1 - torch.exp(-flat.quantile(quantiles)), quantiles, atol=0.005)
-    for left, right in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1]), (noise[..., 1:], noise[..., :-1])):
+    for left, right in (
+        (noise[:, 1:], noise[:, :-1]),
+        (noise[1:], noise[:-1]),
+        (noise[..., 1:], noise[..., :-1]),
+    ):
         pair = torch.stack([left.flatten(), right.flatten()])
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.015
     assert not torch.equal(noise, exponential_noise(key, positions, tokens, stream=1))

@@ -44,7 +44,9 @@ def target_of(family: str) -> PreTrainedModel:
 
 
 @cache
-def plain(family: str, batch: str, has_float_experts: bool) -> tuple[PreTrainedModel, dict[str, Tensor], Tensor]:
+def plain(
+    family: str, batch: str, has_float_experts: bool
+) -> tuple[PreTrainedModel, dict[str, Tensor], Tensor]:
     """A target, prompts, and what plain `generate` makes of them."""
     target, inputs = target_of(family), prompts(LENGTHS[batch], 0)
     if has_float_experts:
@@ -106,17 +108,24 @@ def test_every_kind_of_draft_gives_the_plain_text(kind: dict[str, Any], engine: 
         assert draft.last_stats.acceptance_length > 1.0
 
 
-PICTURES: dict[str, list[list[Grid]]] = {"one picture": [[(4, 4)]], "mixed batch": [[(4, 4)], [], [(2, 8), (6, 4)]]}
+PICTURES: dict[str, list[list[Grid]]] = {
+    "one picture": [[(4, 4)]],
+    "mixed batch": [[(4, 4)], [], [(2, 8), (6, 4)]],
+}
 
 
-@pytest.mark.parametrize(("family", "rows", "engine"), pairs(list(VISION), PICTURES, ["static", "cuda_graph"]))
+@pytest.mark.parametrize(
+    ("family", "rows", "engine"), pairs(list(VISION), PICTURES, ["static", "cuda_graph"])
+)
 def test_pictures_give_the_plain_text(family: str, rows: list[list[Grid]], engine: Any) -> None:
     target = picture_target_of(family)
     if engine == "cuda_graph" and family == "qwen3-vl-moe":
         target = vision_target(family).float()
         target.set_experts_implementation("batched_mm")
     inputs = vision_prompts(target, family, rows, 0)
-    inputs = {name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+    inputs = {
+        name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()
+    }
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
     set_engine(draft, engine)
@@ -133,7 +142,12 @@ def test_eos_inside_a_block_ends_the_row_there(num_ids: int, engine: Any) -> Non
         free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
         # Tokens that occur in the middle of some rows and, with many of them, ids that do not exist.
         eos = [int(free[0, -NEW + 3 + seed]), int(free[1, -5]), *range(100, 120)][:num_ids]
-        settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            "eos_token_id": eos,
+            "pad_token_id": 0,
+        }
         ref = target.generate(**inputs, **settings)
         draft = tensor_oracle(target, truth_of(inputs, free), seed, 8)
         set_engine(draft, engine)
@@ -169,7 +183,9 @@ WARPERS: dict[str, dict[str, Any]] = {
         ["static", "cuda_graph"],
     ),
 )
-def test_a_sampled_text_is_that_of_the_eager_loop(kind: Any, proposal: Any, warpers: Any, engine: Any) -> None:
+def test_a_sampled_text_is_that_of_the_eager_loop(
+    kind: Any, proposal: Any, warpers: Any, engine: Any
+) -> None:
     target = target_of("qwen3")
     inputs = prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6, **kind)
@@ -179,7 +195,13 @@ def test_a_sampled_text_is_that_of_the_eager_loop(kind: Any, proposal: Any, warp
     for chosen in ("eager", engine, engine):
         set_engine(draft, chosen)
         torch.manual_seed(5)
-        settings = {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": [9], "pad_token_id": 0, **warpers}
+        settings = {
+            "max_new_tokens": NEW,
+            "do_sample": True,
+            "eos_token_id": [9],
+            "pad_token_id": 0,
+            **warpers,
+        }
         texts.append(target.generate(**inputs, **settings, assistant_model=draft))
         assert draft.last_stats.engine == chosen
     assert torch.equal(texts[0], texts[1])
@@ -224,14 +246,23 @@ class TenTokens(StoppingCriteria):
 
 @pytest.mark.parametrize(
     ("what", "batch", "engine"),
-    pairs(["prefix", "state", "criterion", "scores", "eta"], list(LENGTHS), ["static", "cuda_graph"]),
+    pairs(
+        ["prefix", "state", "criterion", "scores", "eta"], list(LENGTHS), ["static", "cuda_graph"]
+    ),
 )
-def test_what_the_host_decides_is_decided_between_two_replays(what: str, batch: str, engine: Any) -> None:
+def test_what_the_host_decides_is_decided_between_two_replays(
+    what: str, batch: str, engine: Any
+) -> None:
     target = target_of("qwen3")
     inputs = prompts(LENGTHS[batch], 3)
 
     def settings() -> dict[str, Any]:
-        found: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": [9]}
+        found: dict[str, Any] = {
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": [9],
+        }
         if what == "prefix":
             found |= {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
         elif what == "state":
@@ -254,7 +285,9 @@ def test_what_the_host_decides_is_decided_between_two_replays(what: str, batch: 
             assert len(out.scores) == len(ref.scores)
             ends = (known[0, inputs["input_ids"].shape[1] :] != 0).sum()
             for column in range(int(ends)):
-                torch.testing.assert_close(out.logits[column][0], ref.logits[column][0].float(), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    out.logits[column][0], ref.logits[column][0].float(), rtol=1e-5, atol=1e-5
+                )
 
 
 class Words(TextStreamer):
@@ -279,7 +312,9 @@ def test_a_streamer_gets_the_text_one_step_behind(engine: Any) -> None:
     draft = tensor_oracle(target, truth_of(inputs, ref), 3, 8)
     set_engine(draft, engine)
     streamer = Words()
-    target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, streamer=streamer)
+    target.generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, streamer=streamer
+    )
     assert streamer.got == ref[0].tolist()
     assert streamer.ended
 
@@ -289,7 +324,11 @@ def test_a_streamer_gets_the_text_one_step_behind(engine: Any) -> None:
 def test_a_conversation_over_a_kept_cache_goes_on(family: str, engine: Any) -> None:
     target = target_of(family)
     first = prompts([5, 9], 1)
-    settings: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 13,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
     plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
     ref = target.generate(**first, **settings, **{CACHE_NAME: plain})
     draft = tensor_oracle(target, truth_of(first, ref.sequences), 1, 8)
@@ -299,18 +338,30 @@ def test_a_conversation_over_a_kept_cache_goes_on(family: str, engine: Any) -> N
         assert torch.equal(out.sequences, ref.sequences)
         assert draft.last_stats.engine == engine
         context = ours.dflash_context
-        going = [context.offset, context.positions, context.sample, *(t for pair in context.buffers for t in pair)]
+        going = [
+            context.offset,
+            context.positions,
+            context.sample,
+            *(t for pair in context.buffers for t in pair),
+        ]
         staying = {tensor.data_ptr() for kept in kept_buffers(draft) for tensor in kept.owned()}
-        assert not [tensor for tensor in going if tensor.data_ptr() in staying], "the next call overwrites those"
+        assert not [tensor for tensor in going if tensor.data_ptr() in staying], (
+            "the next call overwrites those"
+        )
         more = torch.randint(3, 60, (2, 4), generator=torch.Generator().manual_seed(turn))
         ids = torch.cat([ref.sequences, more], dim=1)
-        mask = torch.cat([first["attention_mask"], torch.ones(2, ids.shape[1] - 9, dtype=torch.long)], dim=1)
+        mask = torch.cat(
+            [first["attention_mask"], torch.ones(2, ids.shape[1] - 9, dtype=torch.long)], dim=1
+        )
         following = {"input_ids": ids, "attention_mask": mask}
         ref = target.generate(**following, **settings, **{CACHE_NAME: plain})
         # Another call in between fills the kept buffers with something else.
-        target.generate(**prompts([12, 3], 7), max_new_tokens=9, do_sample=False, assistant_model=draft)
+        target.generate(
+            **prompts([12, 3], 7), max_new_tokens=9, do_sample=False, assistant_model=draft
+        )
         draft.arm(truth_of(following, ref.sequences), turn)
-        kept_buffers(draft)[0].graphs = None  # the oracle's new text is not part of what is captured
+        # The oracle's new text is not part of what is captured
+        kept_buffers(draft)[0].graphs = None
         out = target.generate(**following, **settings, **{CACHE_NAME: ours}, assistant_model=draft)
         assert draft.last_stats.acceptance_length > 1.0
     for layer, other in zip(plain.layers, ours.layers, strict=True):
@@ -324,11 +375,15 @@ def test_captured_steps_of_many_rows_verify_fewer_tokens_of_each(engine: str) ->
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, ref), 3, 16)
     set_engine(draft, engine)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )
     assert draft.last_stats.engine == engine
     assert draft.last_stats.num_proposed == (15 if engine == "eager" else 9)
     draft.generation_config.verify_width = {4: 16, 9: 5, 20: 3}
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )
     assert set(draft.last_stats.verify_widths) == {3}
 
 
@@ -339,5 +394,7 @@ def test_no_step_begins_behind_the_one_that_reaches_the_limit(engine: str) -> No
     draft = tensor_oracle(target, truth_of(inputs, ref), 3, 8)
     set_engine(draft, engine)
     draft.generation_config.verify_width = 1
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )
     assert draft.last_stats.num_target_forwards == NEW, "each commits one token of every row"

@@ -30,7 +30,9 @@ NEW = 60
 def pair() -> tuple[Any, DFlashDraftModel, Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(TOY / "target")
     messages = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     target = AutoModelForCausalLM.from_pretrained(TOY / "target")
     return target, DFlashDraftModel.from_pretrained(TOY / "draft"), tokenizer, inputs
 
@@ -46,7 +48,9 @@ class Stop(StoppingCriteria):
         return self.is_set.is_set()
 
 
-def test_text_streamer_prints_what_plain_generate_prints(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_streamer_prints_what_plain_generate_prints(
+    pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, draft, tokenizer, inputs = pair
     printed = []
     for assistant in (None, draft):
@@ -68,7 +72,9 @@ def test_iterator_streamers_give_the_whole_text(pair: Any) -> None:
         thread.start()
         return thread
 
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60, skip_special_tokens=True)
+    streamer = TextIteratorStreamer(
+        tokenizer, skip_prompt=True, timeout=60, skip_special_tokens=True
+    )
     thread = run(streamer)
     pieces = list(streamer)
     thread.join()
@@ -76,7 +82,9 @@ def test_iterator_streamers_give_the_whole_text(pair: Any) -> None:
     assert len(pieces) > 2
 
     async def consume() -> str:
-        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60, skip_special_tokens=True)
+        streamer = AsyncTextIteratorStreamer(
+            tokenizer, skip_prompt=True, timeout=60, skip_special_tokens=True
+        )
         thread = run(streamer)
         found = "".join([piece async for piece in streamer])
         thread.join()
@@ -122,6 +130,8 @@ def test_a_consumer_that_raises_ends_the_run_and_the_next_one_is_right(pair: Any
             raise BrokenPipeError("the reader is gone")
 
     with pytest.raises(BrokenPipeError):
-        target.generate(**inputs, max_new_tokens=NEW, streamer=Broken(tokenizer), assistant_model=draft)
+        target.generate(
+            **inputs, max_new_tokens=NEW, streamer=Broken(tokenizer), assistant_model=draft
+        )
     ref = target.generate(**inputs, max_new_tokens=NEW)
     assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, assistant_model=draft), ref)

@@ -16,7 +16,16 @@ from dflash_hf.attention import RaggedBlock
 from dflash_hf.devices import Inventory, eagerly, execution_device, is_compiled
 from dflash_hf.target_model.parts import find_target
 from helpers.half import pairs
-from tiny import DEPTH, OracleDraft, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import (
+    DEPTH,
+    OracleDraft,
+    draft_config,
+    oracle_draft,
+    prompts,
+    tiny_draft,
+    tiny_target,
+    truth_of,
+)
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 LENGTHS = pytest.mark.parametrize("lengths", [[9], [4, 11, 7]], ids=["one", "three"])
@@ -24,14 +33,23 @@ Prepare = Callable[[OracleDraft], Any]
 
 
 def check_same(
-    target: PreTrainedModel, lengths: list[int], prepare: Prepare = lambda draft: draft, ref: Any = None, **config: Any
+    target: PreTrainedModel,
+    lengths: list[int],
+    prepare: Prepare = lambda draft: draft,
+    ref: Any = None,
+    **config: Any,
 ) -> None:
     """Compares a drafted run with plain `generate` before (or `ref`, however long) and after it."""
     inputs = prompts(lengths, 1)
     ref = target.generate(**inputs, **GREEDY) if ref is None else ref
     settings = {**GREEDY, "max_new_tokens": ref.shape[1] - max(lengths)}
     torch.manual_seed(1)
-    draft = OracleDraft(draft_config(target, 8, **config)).to(target.dtype).eval().arm(truth_of(inputs, ref), 1)
+    draft = (
+        OracleDraft(draft_config(target, 8, **config))
+        .to(target.dtype)
+        .eval()
+        .arm(truth_of(inputs, ref), 1)
+    )
     prepared = prepare(draft)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=prepared), ref)
     assert 1.0 < draft.last_stats.acceptance_length < 8.0
@@ -42,7 +60,9 @@ def check_same(
 
 
 @LENGTHS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_a_draft_may_have_another_dtype(dtype: torch.dtype, lengths: list[int]) -> None:
     check_same(tiny_target("qwen3-sliding"), lengths, lambda draft: draft.to(dtype))
     check_same(tiny_target("qwen3-sliding").float(), lengths, lambda draft: draft.to(dtype))
@@ -50,7 +70,9 @@ def test_a_draft_may_have_another_dtype(dtype: torch.dtype, lengths: list[int]) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt-oss", "llama"])
-def test_a_target_in_half_precision_differs_by_no_more_than_a_rounding(family: str, dtype: torch.dtype) -> None:
+def test_a_target_in_half_precision_differs_by_no_more_than_a_rounding(
+    family: str, dtype: torch.dtype
+) -> None:
     """A verify is a wider forward than plain decoding's, and rounds in another order.
 
     So each text is held to the plain one up to the first token at which the target's two best logits, computed
@@ -88,17 +110,29 @@ def offload(target: PreTrainedModel, how: str, folder: Path) -> PreTrainedModel:
     if how == "disk_offload":
         return disk_offload(target, str(folder), torch.device("cpu"))
     places = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(DEPTH)}
-    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    places |= {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    }
     return dispatch_model(target, places, main_device="cpu", offload_dir=str(folder))
 
 
 @pytest.mark.parametrize(
     ("family", "how", "lengths"),
-    pairs(["qwen3-sliding", "gemma3"], ["dispatch_model", "cpu_offload", "disk_offload"], {"1": [9], "3": [4, 11, 7]}),
+    pairs(
+        ["qwen3-sliding", "gemma3"],
+        ["dispatch_model", "cpu_offload", "disk_offload"],
+        {"1": [9], "3": [4, 11, 7]},
+    ),
 )
-def test_an_offloaded_target_gives_the_plain_text(family: str, how: str, lengths: list[int], tmp_path: Path) -> None:
+def test_an_offloaded_target_gives_the_plain_text(
+    family: str, how: str, lengths: list[int], tmp_path: Path
+) -> None:
     whole = tiny_target(family)
-    ref = whole.generate(**prompts(lengths, 1), max_new_tokens=10, do_sample=False)  # each forward reads all weights
+    # Each forward reads all weights
+    ref = whole.generate(**prompts(lengths, 1), max_new_tokens=10, do_sample=False)
     target = offload(tiny_target(family), how, tmp_path)
     assert any(parameter.is_meta for parameter in target.parameters())
     assert find_target(target).device == torch.device("cpu")
@@ -195,7 +229,9 @@ def test_a_compiled_target_gives_the_plain_text(compiled: Callable[[Any], Any]) 
         draft = oracle_draft(target, truth_of(inputs, ref), 1)
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
         assert 1.0 < draft.last_stats.acceptance_length < 8.0
-        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=compile_wrapper(draft)), ref)
+        assert torch.equal(
+            target.generate(**inputs, **GREEDY, assistant_model=compile_wrapper(draft)), ref
+        )
 
 
 def test_the_stance_is_put_back_after_the_last_of_several_runs() -> None:
@@ -230,7 +266,9 @@ def test_a_model_can_still_be_compiled_whole_after_a_drafted_run() -> None:
     with torch.no_grad():
         logits = target(**inputs, use_cache=False).logits
         target.compile(backend="eager", fullgraph=True)
-        torch.testing.assert_close(target(**inputs, use_cache=False).logits, logits, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            target(**inputs, use_cache=False).logits, logits, rtol=1e-12, atol=1e-12
+        )
 
 
 def test_a_window_that_only_the_cache_knows() -> None:
@@ -240,7 +278,9 @@ def test_a_window_that_only_the_cache_knows() -> None:
     target = build("moshi")
     assert target.config.sliding_window == 6
     try:
-        target.generate(**prompts([9], 1), max_new_tokens=2, do_sample=False, assistant_model=tiny_draft(target))
+        target.generate(
+            **prompts([9], 1), max_new_tokens=2, do_sample=False, assistant_model=tiny_draft(target)
+        )
     except ValueError as error:  # before 5.23 its forward does not hand keywords down
         pytest.skip(str(error))
     check_same(target, [4, 11, 7])

@@ -61,13 +61,17 @@ def in_the_middle(layer: nn.Module, work: Callable[[], Any]) -> Iterator[list[An
         handle.remove()
 
 
-def plain(target: PreTrainedModel, seed: int, lengths: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def plain(
+    target: PreTrainedModel, seed: int, lengths: list[int]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     inputs = prompts(lengths, seed)
     return inputs, target.generate(**inputs, **GREEDY)
 
 
 # Not three rows under eager: in float64 it computes NaN for padding (tiny.py).
-@pytest.mark.parametrize(("attention", "lengths"), [("eager", [6]), ("sdpa", [6]), ("sdpa", [4, 11, 7])])
+@pytest.mark.parametrize(
+    ("attention", "lengths"), [("eager", [6]), ("sdpa", [6]), ("sdpa", [4, 11, 7])]
+)
 def test_anything_may_run_in_the_middle_of_a_verify(attention: str, lengths: list[int]) -> None:
     target = tiny_target("qwen3-sliding")
     target.set_attn_implementation(attention)
@@ -83,7 +87,11 @@ def test_anything_may_run_in_the_middle_of_a_verify(attention: str, lengths: lis
             return [
                 target(**others).logits,
                 target.generate(**others, **GREEDY),
-                target.generate(**others, **GREEDY, assistant_model=oracle_draft(target, truth_of(others, other), 5)),
+                target.generate(
+                    **others,
+                    **GREEDY,
+                    assistant_model=oracle_draft(target, truth_of(others, other), 5),
+                ),
                 twin.generate(**others, **GREEDY),
                 twin.generate(**others, **GREEDY, assistant_model=tiny_draft(twin)),
                 copy.deepcopy(target).generate(**others, **GREEDY),
@@ -140,7 +148,9 @@ def test_a_consumer_may_generate_while_it_is_fed() -> None:
     text = ""
     for piece in streamer:
         assert torch.equal(target.generate(**inputs, **GREEDY), ref)
-        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target)), ref)
+        assert torch.equal(
+            target.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target)), ref
+        )
         text += piece
     run.join(TIMEOUT)
     assert text == tokenizer.decode(ref[0, 6:])
@@ -164,9 +174,13 @@ def test_a_streamer_may_generate_with_a_draft_of_its_own() -> None:
     target = tiny_target("qwen3")
     inputs, ref = plain(target, 0, [6])
     others, other = plain(target, 1, [9])
-    streamer = Waiting(lambda: target.generate(**others, **GREEDY, assistant_model=tiny_draft(target)))
+    streamer = Waiting(
+        lambda: target.generate(**others, **GREEDY, assistant_model=tiny_draft(target))
+    )
     draft = oracle_draft(target, truth_of(inputs, ref), 1)
-    assert torch.equal(target.generate(**inputs, **GREEDY, streamer=streamer, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, **GREEDY, streamer=streamer, assistant_model=draft), ref
+    )
     assert len(streamer.results) > 4
     assert all(torch.equal(result, other) for result in streamer.results)
 

@@ -43,7 +43,12 @@ def check(target: Any, draft: Any, inputs: dict[str, Tensor], ref: Tensor) -> No
         assert 1.0 < stats.acceptance_length < 8.0
 
 
-FAMILIES = ["qwen3-sliding", "qwen3.5", "bamba", *(pytest.param(name, marks=SLOW) for name in ("qwen3-next", "lfm2"))]
+FAMILIES = [
+    "qwen3-sliding",
+    "qwen3.5",
+    "bamba",
+    *(pytest.param(name, marks=SLOW) for name in ("qwen3-next", "lfm2")),
+]
 
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])

@@ -20,7 +20,16 @@ from helpers.half import pairs
 from helpers.static import set_engine, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
-from tiny import DFLASH2, FAMILIES, draft_config, prompts, randomise_dflash2, tiny_draft, tiny_target, truth_of
+from tiny import (
+    DFLASH2,
+    FAMILIES,
+    draft_config,
+    prompts,
+    randomise_dflash2,
+    tiny_draft,
+    tiny_target,
+    truth_of,
+)
 
 NEW = 18
 # Block size, nodes, and lengths of the rows' prompts.
@@ -32,7 +41,9 @@ def target_of(family: str) -> PreTrainedModel:
     return tiny_target(family)
 
 
-def branching(target: PreTrainedModel, truth: list[list[int]], seed: int, nodes: int, **options: Any) -> Oracle:
+def branching(
+    target: PreTrainedModel, truth: list[list[int]], seed: int, nodes: int, **options: Any
+) -> Oracle:
     """A draft that is right in places, and whose second and third choice sometimes are where the first is not."""
     draft = Oracle(draft_config(target, 16, **options)).to(target.dtype).eval()
     randomise_dflash2(draft)
@@ -56,7 +67,9 @@ def test_greedy_equals_plain_generate(family: str) -> None:
         assert 1.0 < stats.acceptance_length < min(nodes, block_size)
         assert stats.num_tried_by_node == [stats.num_verifies] * (nodes - 1)
         assert sum(stats.num_accepted_by_node) == sum(map(sum, stats.num_accepted))
-        is_branched |= stats.num_accepted_by_node != sorted(stats.num_accepted_by_node, reverse=True)
+        is_branched |= stats.num_accepted_by_node != sorted(
+            stats.num_accepted_by_node, reverse=True
+        )
     assert is_branched, "a chain would have done"
 
 
@@ -73,13 +86,17 @@ def test_scores_that_a_processor_widens_are_those_of_the_path() -> None:
         inputs, settings = prompts(lengths, seed), {"max_new_tokens": NEW, "do_sample": False}
         ref = target.generate(**inputs, **settings)
         draft = branching(target, truth_of(inputs, ref), seed, nodes)
-        out = target.generate(**inputs, **settings, logits_processor=[Wider()], assistant_model=draft)
+        out = target.generate(
+            **inputs, **settings, logits_processor=[Wider()], assistant_model=draft
+        )
         assert torch.equal(out, ref)
         assert draft.last_stats.acceptance_length > 1
 
 
 @pytest.mark.parametrize("nodes", [4, 16])
-def test_a_path_has_the_context_that_a_chain_has(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_has_the_context_that_a_chain_has(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the draft sees of a text does not depend on how it was verified: its logits behind each anchor."""
     target = tiny_target("qwen3-sliding")
     inputs, settings = prompts([4, 11, 7], 2), {"max_new_tokens": 24, "do_sample": False}
@@ -115,9 +132,12 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule", "warpers"), pairs(["dflash", "dflash2", "anchor"], ["argmax", "shared_noise"], WARPERS)
+    ("kind", "rule", "warpers"),
+    pairs(["dflash", "dflash2", "anchor"], ["argmax", "shared_noise"], WARPERS),
 )
-def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers: dict[str, Any]) -> None:
+def test_a_sampled_text_is_that_of_block_size_one(
+    kind: str, rule: str, warpers: dict[str, Any]
+) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 9, 6], 3)
     options = {"dflash2": DFLASH2, "anchor": {"sample_from_anchor": True}}.get(kind, {})
@@ -136,9 +156,12 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str, warpers:
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize(
-    ("family", "engine", "seed"), pairs(["qwen3-sliding", "gemma3"], ["static", "cuda_graph"], [0, 1, 2])
+    ("family", "engine", "seed"),
+    pairs(["qwen3-sliding", "gemma3"], ["static", "cuda_graph"], [0, 1, 2]),
 )
-def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_over_fixed_buffers(
+    family: str, engine: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
     target, (block_size, nodes, lengths) = target_of(family), SHAPES[seed]
     inputs = prompts(lengths, seed)
@@ -157,7 +180,9 @@ def test_steps_over_fixed_buffers(family: str, engine: Any, seed: int, monkeypat
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3-next"])
-def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_is_the_default_where_it_may_be(
+    family: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of(family)
     inputs = prompts([4, 11, 7], 5)
@@ -165,7 +190,9 @@ def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeyp
     draft = branching(target, truth_of(inputs, ref), 5, 6)
     draft.generation_config.num_tree_nodes, draft.generation_config.block_size = None, 6
     set_engine(draft, engine)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )
     is_tree = not find_target(target).recurrences
     assert len(draft.last_stats.num_accepted_by_node) == (5 if is_tree else 0)
     # Rejection goes along a chain.
@@ -176,18 +203,25 @@ def test_a_tree_is_the_default_where_it_may_be(family: str, engine: Any, monkeyp
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-def test_how_far_back_is_looked_may_change_between_calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_back_is_looked_may_change_between_calls(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("llama")
     inputs = prompts([9, 30], 8)
     inputs["input_ids"] %= 5  # so that every few tokens come again
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft, accepted = branching(target, truth_of(inputs, ref), 8, 12), dict[tuple[str, int | None], Any]()
+    draft, accepted = (
+        branching(target, truth_of(inputs, ref), 8, 12),
+        dict[tuple[str, int | None], Any](),
+    )
     for name in ("eager", engine):
         set_engine(draft, name)
         for longest in (None, 0):
             draft.generation_config.max_matching_ngram_size = longest
-            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+            out = target.generate(
+                **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft
+            )
             assert torch.equal(out, ref)
             stats = draft.last_stats
             from_text = stats.num_tried_from_text, stats.num_accepted_from_text
@@ -206,10 +240,15 @@ def test_a_tree_whose_proposals_are_drawn_is_refused(nodes: Any) -> None:
     draft = tiny_draft(target, 6)
     draft.generation_config.proposal, draft.generation_config.num_tree_nodes = "sample", nodes
     inputs = prompts([4, 11, 7], 5)
-    with pytest.raises(ValueError, match=r"^expected proposal 'argmax' or 'shared_noise' with num_tree_nodes, got 's"):
+    with pytest.raises(
+        ValueError,
+        match=r"^expected proposal 'argmax' or 'shared_noise' with num_tree_nodes, got 's",
+    ):
         target.generate(**inputs, max_new_tokens=4, do_sample=True, assistant_model=draft)
     target.generate(**inputs, max_new_tokens=4, do_sample=False, assistant_model=draft)
-    assert sum(draft.last_stats.num_tried_by_node), "a greedy call proposes what is likeliest under every rule"
+    assert sum(draft.last_stats.num_tried_by_node), (
+        "a greedy call proposes what is likeliest under every rule"
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
@@ -218,14 +257,18 @@ def test_images(family: str) -> None:
     inputs = vision_prompts(target, family, [[(4, 6)], [(4, 4), (6, 2)]], 1)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = branching(target, truth_of(inputs, ref), 1, 12)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )
     assert draft.last_stats.acceptance_length > 1
 
 
 def test_what_is_returned_belongs_to_the_path() -> None:
     target = target_of("qwen3")
     inputs = prompts([4, 11], 4)
-    asked: dict[str, Any] = {f"output_{name}": True for name in ("scores", "logits", "hidden_states")}
+    asked: dict[str, Any] = {
+        f"output_{name}": True for name in ("scores", "logits", "hidden_states")
+    }
     settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **asked}
     ref = target.generate(**inputs, **settings)
     draft = branching(target, truth_of(inputs, ref.sequences), 4, 16)
@@ -240,7 +283,9 @@ def test_what_is_returned_belongs_to_the_path() -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
-def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_width_that_follows_the_run_takes_the_first_nodes(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("llama")
     inputs = prompts([5, 8], 6)
@@ -251,15 +296,21 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(engine: Any, monkeyp
     widths, seen = iter([16, 1, 1, 1, 4, 2, 1, 12, 3] * 10), list[bool]()
     observe = WidthChooser.observe
 
-    def noted(self: WidthChooser, width: int, accepted: Any, clock: float, nodes: Any, chains: Any) -> None:
+    def noted(
+        self: WidthChooser, width: int, accepted: Any, clock: float, nodes: Any, chains: Any
+    ) -> None:
         seen.append((width == 1 and not nodes) or [len(row) for row in nodes] == list(accepted))
         observe(self, width, accepted, clock, nodes, chains)
 
     monkeypatch.setattr(WidthChooser, "observe", noted)
     monkeypatch.setattr(
-        WidthChooser, "next_width", lambda self: setattr(self, "current", next(widths)) or self.current
+        WidthChooser,
+        "next_width",
+        lambda self: setattr(self, "current", next(widths)) or self.current,
     )
-    assert torch.equal(target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref
+    )
     assert len(set(draft.last_stats.verify_widths)) > 4
     assert all(seen), "a node is no place in a chain"
 
@@ -339,8 +390,13 @@ def test_what_chains_have_shown_says_nothing_of_trees() -> None:
     draft.generation_config.verify_width = "auto"
     for nodes in (0, 16, 0, 16):
         draft.generation_config.num_tree_nodes = nodes
-        assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
-    assert sorted(chooser.is_tree for kept in _kept[draft].values() for chooser in kept.values()) == [False, True]
+        assert torch.equal(
+            target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft),
+            ref,
+        )
+    assert sorted(
+        chooser.is_tree for kept in _kept[draft].values() for chooser in kept.values()
+    ) == [False, True]
 
 
 def test_steps_that_are_looked_at_show_the_path() -> None:
@@ -348,18 +404,24 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
     inputs = prompts([5], 7)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = branching(target, truth_of(inputs, ref), 7, 8)
-    steps = list(iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True))
+    steps = list(
+        iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True)
+    )
     assert torch.equal(torch.cat([step.committed[0] for step in steps])[None], ref[:, 5:])
     for step in steps[1:]:
         num = int(step.num_accepted)
         assert step.proposals[0, :num].tolist() == step.tokens[0, :num].tolist()
         assert step.logits is not None
-        assert step.logits[0, : num + 1].argmax(dim=-1).tolist() == step.tokens[0, : num + 1].tolist()
+        assert (
+            step.logits[0, : num + 1].argmax(dim=-1).tolist() == step.tokens[0, : num + 1].tolist()
+        )
         assert step.node_ids is not None
         assert step.parents is not None
         ids, parents = step.node_ids[0].tolist(), step.parents[0].tolist()
         assert ids[0] == int(step.anchor)
-        assert len({(parent, token) for parent, token in zip(parents[1:], ids[1:], strict=True)}) == 7
+        assert (
+            len({(parent, token) for parent, token in zip(parents[1:], ids[1:], strict=True)}) == 7
+        )
         node = 0
         for token in step.proposals[0, :num].tolist():
             node = next(i for i in range(1, 8) if parents[i] == node and ids[i] == token)
@@ -379,19 +441,35 @@ def test_a_streamer_that_wants_trees_gets_those_that_iterate_shows(
     steps = list(iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False))[1:]
     streamer = Listener()
     set_engine(draft, engine)
-    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, streamer=streamer)
+    out = target.generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, streamer=streamer
+    )
     assert torch.equal(out, ref)
-    assert [what for what, _ in streamer.heard] == ["tokens", "tokens", *["tree", "tokens"] * len(steps)]
-    for step, (_, tree), (_, tokens) in zip(steps, streamer.heard[2::2], streamer.heard[3::2], strict=True):
+    assert [what for what, _ in streamer.heard] == [
+        "tokens",
+        "tokens",
+        *["tree", "tokens"] * len(steps),
+    ]
+    for step, (_, tree), (_, tokens) in zip(
+        steps, streamer.heard[2::2], streamer.heard[3::2], strict=True
+    ):
         assert step.node_ids is not None
         assert step.parents is not None
-        assert (tree["node_ids"], tree["parents"]) == (step.node_ids[0].tolist(), step.parents[0].tolist())
+        assert (tree["node_ids"], tree["parents"]) == (
+            step.node_ids[0].tolist(),
+            step.parents[0].tolist(),
+        )
         num = int(step.num_accepted)
         path = tree["path"]
-        assert [tree["node_ids"][node] for node in path[1 : num + 1]] == step.proposals[0, :num].tolist()
+        assert [tree["node_ids"][node] for node in path[1 : num + 1]] == step.proposals[
+            0, :num
+        ].tolist()
         assert path[num + 1 :] == [0] * (len(path) - num - 1)
         assert tokens == step.committed[0].tolist()
-    assert sum(sum(tree["sources"]) for _, tree in streamer.heard[2::2]) == draft.last_stats.num_tried_from_text
+    assert (
+        sum(sum(tree["sources"]) for _, tree in streamer.heard[2::2])
+        == draft.last_stats.num_tried_from_text
+    )
 
 
 class Listener(BaseStreamer):
@@ -413,19 +491,47 @@ class Listener(BaseStreamer):
 @pytest.mark.parametrize(
     ("options", "settings", "match"),
     [
-        ({"num_tree_nodes": 1}, {}, "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 1"),
-        ({"num_tree_nodes": 65}, {}, "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 65"),
-        ({"num_tree_nodes": True}, {}, "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got True"),
+        (
+            {"num_tree_nodes": 1},
+            {},
+            "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 1",
+        ),
+        (
+            {"num_tree_nodes": 65},
+            {},
+            "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 65",
+        ),
+        (
+            {"num_tree_nodes": True},
+            {},
+            "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got True",
+        ),
         ({"num_tree_nodes": "many"}, {}, "expected num_tree_nodes .* or 'auto', got 'many'"),
-        ({"num_tree_nodes": "auto", "verify_width": 4}, {}, "expected verify_width left out or 'auto' beside"),
+        (
+            {"num_tree_nodes": "auto", "verify_width": 4},
+            {},
+            "expected verify_width left out or 'auto' beside",
+        ),
         (
             {"num_tree_nodes": 8, "verify_width": 4},
             {},
             "expected verify_width left out or 'auto' beside num_tree_nodes",
         ),
-        ({"max_matching_ngram_size": -1}, {}, "expected max_matching_ngram_size between 0 and 4, got -1"),
-        ({"max_matching_ngram_size": 9}, {}, "expected max_matching_ngram_size between 0 and 4, got 9"),
-        ({"max_matching_ngram_size": "2"}, {}, "expected max_matching_ngram_size between 0 and 4, got '2'"),
+        (
+            {"max_matching_ngram_size": -1},
+            {},
+            "expected max_matching_ngram_size between 0 and 4, got -1",
+        ),
+        (
+            {"max_matching_ngram_size": 9},
+            {},
+            "expected max_matching_ngram_size between 0 and 4, got 9",
+        ),
+        (
+            {"max_matching_ngram_size": "2"},
+            {},
+            "expected max_matching_ngram_size between 0 and 4, got '2'",
+        ),
         ({"num_tree_nodes": 8, "block_size": 1}, {}, "expected num_tree_nodes of at most 1 "),
     ],
 )
@@ -437,7 +543,10 @@ def test_what_cannot_be_verified_as_a_tree_is_refused(
     for name, value in options.items():
         setattr(draft.generation_config, name, value)
     ran: list[object] = []
-    with target.register_forward_pre_hook(lambda *_: ran.append(_)), pytest.raises(ValueError, match=match):
+    with (
+        target.register_forward_pre_hook(lambda *_: ran.append(_)),
+        pytest.raises(ValueError, match=match),
+    ):
         target.generate(**prompts([4], 0), max_new_tokens=4, assistant_model=draft, **settings)
     assert not ran
 
@@ -446,8 +555,13 @@ def test_rules_of_the_users_own_are_for_chains() -> None:
     target = target_of("qwen3")
     draft = tiny_draft(target, 8)
     draft.generation_config.num_tree_nodes = 8
-    for rule in ({"propose": lambda logits, anchor: logits.argmax(-1)}, {"accept": lambda *given: given[0][:, 0] * 0}):
-        with pytest.raises(ValueError, match="expected a chain, no num_tree_nodes, beside a rule of your own, got"):
+    for rule in (
+        {"propose": lambda logits, anchor: logits.argmax(-1)},
+        {"accept": lambda *given: given[0][:, 0] * 0},
+    ):
+        with pytest.raises(
+            ValueError, match="expected a chain, no num_tree_nodes, beside a rule of your own, got"
+        ):
             iterate(target, draft, **prompts([4], 0), max_new_tokens=4, **rule)
 
 
@@ -456,6 +570,7 @@ def test_recurrent_targets_are_refused() -> None:
     draft = tiny_draft(target, 8)
     draft.generation_config.num_tree_nodes = 8
     with pytest.raises(
-        ValueError, match="expected a target of attention layers alone with num_tree_nodes, got 'Qwen3Next"
+        ValueError,
+        match="expected a target of attention layers alone with num_tree_nodes, got 'Qwen3Next",
     ):
         target.generate(**prompts([4], 0), max_new_tokens=4, assistant_model=draft)

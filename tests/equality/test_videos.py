@@ -14,7 +14,8 @@ from helpers.vision import END, IMAGE, PATCH, START, VIDEO, WORDS, vision_target
 from tiny import oracle_draft, tiny_draft, truth_of
 
 NEW = 24
-Size = tuple[int, ...]  # patches in height and width of a picture; in time, height and width of a video
+# Patches in height and width of a picture; in time, height and width of a video
+Size = tuple[int, ...]
 ROWS: dict[str, list[list[Size]]] = {
     "one video": [[(2, 4, 4)]],
     "several": [[(1, 2, 6), (3, 4, 2)]],
@@ -28,13 +29,18 @@ def prompts_with_videos(name: str, rows: list[list[Size]], seed: int) -> dict[st
     generator = torch.Generator().manual_seed(seed)
     sizes = [size for row in rows for size in row]
     inputs: dict[str, Any] = {}
-    for dims, pixels, grids in ((2, "pixel_values", "image_grid_thw"), (3, "pixel_values_videos", "video_grid_thw")):
+    for dims, pixels, grids in (
+        (2, "pixel_values", "image_grid_thw"),
+        (3, "pixel_values_videos", "video_grid_thw"),
+    ):
         if found := [(1,) * (3 - dims) + size for size in sizes if len(size) == dims]:
             inputs[grids] = torch.tensor(found)
             shape = int(inputs[grids].prod(dim=1).sum()), 3 * 2 * PATCH * PATCH
             inputs[pixels] = torch.randn(shape, generator=generator, dtype=torch.float64)
     if name == "qwen2.5-vl" and "video_grid_thw" in inputs:
-        inputs["second_per_grid_ts"] = torch.tensor([0.5 + index for index in range(len(inputs["video_grid_thw"]))])
+        inputs["second_per_grid_ts"] = torch.tensor(
+            [0.5 + index for index in range(len(inputs["video_grid_thw"]))]
+        )
 
     def words(num: int) -> list[int]:
         return torch.randint(3, WORDS, (num,), generator=generator).tolist()
@@ -67,7 +73,9 @@ def assert_same_text(target: Any, inputs: dict[str, Any], **settings: Any) -> No
         masks = inputs["attention_mask"].repeat_interleave(num, dim=0)
         truth = [row[int(mask.argmax()) :] for row, mask in zip(truth, masks, strict=True)]
         draft = oracle_draft(target, truth, seed, block_size)
-        out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, **settings)
+        out = target.generate(
+            **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, **settings
+        )
         assert torch.equal(out, ref)
         assert 1.2 < draft.last_stats.acceptance_length < block_size
 
@@ -81,7 +89,9 @@ def test_videos_give_the_plain_text(name: str, rows: list[list[Size]]) -> None:
 def test_a_prompt_may_end_in_a_video() -> None:
     target = vision_target("qwen2.5-vl")
     inputs = prompts_with_videos("qwen2.5-vl", [[(3, 2, 4)], [(2, 4, 4)]], 0)
-    inputs |= {name: inputs[name][:, :-4] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    inputs |= {
+        name: inputs[name][:, :-4] for name in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
     assert (inputs["input_ids"][:, -1] == VIDEO).all()
     assert_same_text(target, inputs)
 
@@ -94,7 +104,9 @@ def test_several_answers_to_each_video(name: str) -> None:
     texts: list[Tensor] = []
     for block_size in (2, 7):
         torch.manual_seed(0)
-        texts.append(target.generate(**inputs, **settings, assistant_model=tiny_draft(target, block_size)))
+        texts.append(
+            target.generate(**inputs, **settings, assistant_model=tiny_draft(target, block_size))
+        )
     assert len(texts[0]) == 8
     assert torch.equal(texts[0], texts[1])
 
@@ -107,7 +119,9 @@ def later_turn(rows: list[list[Size]]) -> tuple[Any, dict[str, Any], dict[str, A
     answer = target.generate(**first, **settings)
     both = {**more, "input_ids": torch.cat([answer, more["input_ids"]], dim=1)}
     both["attention_mask"] = torch.ones_like(both["input_ids"])
-    both["mm_token_type_ids"] = torch.nn.functional.pad(more["mm_token_type_ids"], (answer.shape[1], 0))
+    both["mm_token_type_ids"] = torch.nn.functional.pad(
+        more["mm_token_type_ids"], (answer.shape[1], 0)
+    )
     return target, first, both
 
 

@@ -50,24 +50,33 @@ def test_a_prompt_may_end_in_a_picture() -> None:
     # The last token's rows of positions then differ, and each is counted on.
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 8)], [(8, 2)]], 0, words=(5, 5))
-    inputs |= {name: inputs[name][:, :-5] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    inputs |= {
+        name: inputs[name][:, :-5] for name in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
     assert (inputs["input_ids"][:, -1] == IMAGE).all()
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = oracle_draft(target, truth_of(inputs, ref), 0, 5)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_sliding_windows_under_several_rows_of_positions(rows: list[list[Grid]]) -> None:
     # Windows count columns; the rows of positions count a picture by its sides.
-    target = vision_target("qwen2.5-vl", use_sliding_window=True, sliding_window=9, layer_types=MIXED)
+    target = vision_target(
+        "qwen2.5-vl", use_sliding_window=True, sliding_window=9, layer_types=MIXED
+    )
     inputs = vision_prompts(target, "qwen2.5-vl", rows, 0)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     wide = vision_target("qwen2.5-vl")
     assert not torch.equal(wide.generate(**inputs, max_new_tokens=NEW, do_sample=False), ref)
     for block_size in (4, 16):
         draft = oracle_draft(target, truth_of(inputs, ref), 0, block_size)
-        assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+        assert torch.equal(
+            target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft),
+            ref,
+        )
         assert draft.last_stats.acceptance_length > 1.2
 
 
@@ -94,8 +103,15 @@ def test_a_draft_of_the_text_model_works_on_the_vision_model() -> None:
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     for draft in (tiny_draft(text), oracle_draft(text, truth_of(inputs, ref), 0, 5)):
-        assert text.config.vocab_size == draft.config.vocab_size == target.config.text_config.vocab_size
-        assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+        assert (
+            text.config.vocab_size
+            == draft.config.vocab_size
+            == target.config.text_config.vocab_size
+        )
+        assert torch.equal(
+            target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft),
+            ref,
+        )
     assert draft.last_stats.acceptance_length > 1.2
 
 
@@ -123,7 +139,8 @@ def test_no_picture_reaches_a_verify() -> None:
     handle = target.register_forward_pre_hook(look, with_kwargs=True)
     target.generate(**inputs, max_new_tokens=4, do_sample=False, assistant_model=tiny_draft(target))
     handle.remove()
-    assert seen[0] & {"pixel_values", "mm_encoder_outputs"}  # newer Transformers encode the pictures before
+    # Newer Transformers encode the pictures before
+    assert seen[0] & {"pixel_values", "mm_encoder_outputs"}
     names = {"input_ids", "position_ids", CACHE_NAME, "use_cache", "return_dict", "ragged"}
     assert len(seen) > 1
     assert all(names == verify for verify in seen[1:])
@@ -143,14 +160,24 @@ def test_memory_of_a_prefill_is_the_tapped_layers_and_no_second_copy_of_pictures
     found: list[tuple[str, int, list[int]]] = []
 
     def count(place: str) -> None:
-        if len(found) == 3:  # the prefill and the forward behind it; a look goes through all that Python holds
+        # The prefill and the forward behind it; a look goes through all that Python holds
+        if len(found) == 3:
             return
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
         rows = [tensor for tensor in tensors if tensor.dim() == 2 and tensor.shape[1] == width]
-        rows = [tensor for tensor in rows if len(tensor) <= num_tokens and not isinstance(tensor, nn.Parameter)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // 8 for tensor in rows}
-        found.append((place, sum(storages.values()), [index for index, ref in states if ref() is not None]))
+        rows = [
+            tensor
+            for tensor in rows
+            if len(tensor) <= num_tokens and not isinstance(tensor, nn.Parameter)
+        ]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // 8
+            for tensor in rows
+        }
+        found.append(
+            (place, sum(storages.values()), [index for index, ref in states if ref() is not None])
+        )
 
     def observe(self: Any, taps: Tensor, positions: Tensor) -> None:
         assert taps.shape == (*inputs["input_ids"].shape, 2 * width)
@@ -170,7 +197,9 @@ def test_memory_of_a_prefill_is_the_tapped_layers_and_no_second_copy_of_pictures
     settings = {"max_new_tokens": 6, "do_sample": False}
     target.generate(**inputs, **settings)
     plain, found[:] = found[1], []
-    target.generate(**inputs, **settings, assistant_model=tiny_draft(target, target_layer_ids=[0, 1]))
+    target.generate(
+        **inputs, **settings, assistant_model=tiny_draft(target, target_layer_ids=[0, 1])
+    )
     assert len(calls) == 2  # one look at the pictures each
     assert [place for place, *_ in found[:3]] == ["forward", "taps", "forward"]
     assert found[1][1] >= num_tokens * width
@@ -195,7 +224,8 @@ def test_deepstack_changes_picture_tokens_of_its_layers_only(name: str) -> None:
     layers = find_target(target).layers
     given: list[Tensor] = []
     handles = [
-        layer.register_forward_pre_hook(lambda module, args: given.append(args[0].clone())) for layer in layers[1:]
+        layer.register_forward_pre_hook(lambda module, args: given.append(args[0].clone()))
+        for layer in layers[1:]
     ]
     ids = [-1, 0, 1, 2, 3]
     with (
@@ -215,14 +245,20 @@ def test_deepstack_changes_picture_tokens_of_its_layers_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_decoding_and_training_tap_at_the_side_of_deepstack_that_the_config_says(after: bool) -> None:
+def test_decoding_and_training_tap_at_the_side_of_deepstack_that_the_config_says(
+    after: bool,
+) -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
     layers = find_target(target).layers
     given: list[Tensor] = []
     hooks = {
-        False: lambda index: layers[index].register_forward_hook(lambda *args: given.append(args[-1])),
-        True: lambda index: layers[index + 1].register_forward_pre_hook(lambda *args: given.append(args[-1][0])),
+        False: lambda index: layers[index].register_forward_hook(
+            lambda *args: given.append(args[-1])
+        ),
+        True: lambda index: layers[index + 1].register_forward_pre_hook(
+            lambda *args: given.append(args[-1][0])
+        ),
     }
     handles = [hooks[after](index) for index in (0, 2)]
     with torch.no_grad():
@@ -236,7 +272,9 @@ def test_decoding_and_training_tap_at_the_side_of_deepstack_that_the_config_says
     draft = oracle_draft(target, truth_of(inputs, ref), 0, 5, **overrides)
     seen: list[Tensor] = []
     draft.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), ref
+    )
     # What the draft is given of the prompts, without padding.
     real = inputs["attention_mask"].bool()
     prompts = torch.cat([state.flatten(0, -2) for state in seen])[: real.numel()]
@@ -246,13 +284,17 @@ def test_decoding_and_training_tap_at_the_side_of_deepstack_that_the_config_says
         input_ids=inputs["input_ids"],
         attention_mask=real,
         loss_mask=real,
-        model_inputs={name: inputs[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")},
+        model_inputs={
+            name: inputs[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")
+        },
     )
     features = target_features(find_target(target), [0, 2], batch, after_deepstack=after).taps
     assert torch.equal(features[real], wanted[real])
 
 
-def test_a_target_that_counts_positions_itself_is_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_counts_positions_itself_is_refused_before_any_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # As Qwen2.5-Omni's thinker does.
     target = vision_target("qwen3-vl")
     prepare = type(target).prepare_inputs_for_generation
@@ -269,7 +311,9 @@ def test_a_target_that_counts_positions_itself_is_refused_before_any_forward(mon
     assert not calls
 
 
-def conversation(first: dict[str, Tensor], answer: Tensor, more: dict[str, Tensor], sizes: list[list[int]]) -> Any:
+def conversation(
+    first: dict[str, Tensor], answer: Tensor, more: dict[str, Tensor], sizes: list[list[int]]
+) -> Any:
     """What a Qwen processor makes of both turns: row by row, all pictures of a row, `sizes` of them in either turn."""
     ids = torch.cat([answer, more["input_ids"]], dim=1)
     gap = torch.ones_like(answer[:, first["input_ids"].shape[1] :])
@@ -280,7 +324,9 @@ def conversation(first: dict[str, Tensor], answer: Tensor, more: dict[str, Tenso
     for index, turn in enumerate((first, more)):
         if "pixel_values" in turn:
             grids[index] = list(turn["image_grid_thw"])
-            patches[index] = list(turn["pixel_values"].split(turn["image_grid_thw"].prod(dim=1).tolist()))
+            patches[index] = list(
+                turn["pixel_values"].split(turn["image_grid_thw"].prod(dim=1).tolist())
+            )
     order = [turn for row in range(len(ids)) for turn in (0, 1) for _ in range(sizes[turn][row])]
     if order:
         inputs["image_grid_thw"] = torch.stack([grids[turn].pop(0) for turn in order])
@@ -298,14 +344,21 @@ TURNS: dict[str, tuple[list[list[Grid]], list[list[Grid]]]] = {
 
 @pytest.mark.parametrize(
     ("name", "turns", "whole"),
-    half(["qwen3-vl", "qwen2.5-vl", "qwen3.5-vl"], TURNS, {"all pictures": True, "new pictures": False}),
+    half(
+        ["qwen3-vl", "qwen2.5-vl", "qwen3.5-vl"],
+        TURNS,
+        {"all pictures": True, "new pictures": False},
+    ),
 )
 def test_a_later_turn_brings_pictures_to_a_kept_cache(
     name: str, turns: tuple[list[list[Grid]], list[list[Grid]]], whole: bool
 ) -> None:
     target = vision_target(name)
     settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
-    first, more = vision_prompts(target, name, turns[0], 0), vision_prompts(target, name, turns[1], 1)
+    first, more = (
+        vision_prompts(target, name, turns[0], 0),
+        vision_prompts(target, name, turns[1], 1),
+    )
     answer = target.generate(**first, **settings)
     both = conversation(first, answer, more, [[len(row) for row in turn] for turn in turns])
     ref = target.generate(**both, **settings)
@@ -313,11 +366,16 @@ def test_a_later_turn_brings_pictures_to_a_kept_cache(
     draft.truth = [
         row[keep.bool()].tolist() + tail
         for row, keep, tail in zip(
-            both["input_ids"], both["attention_mask"], ref[:, both["input_ids"].shape[1] :].tolist(), strict=True
+            both["input_ids"],
+            both["attention_mask"],
+            ref[:, both["input_ids"].shape[1] :].tolist(),
+            strict=True,
         )
     ]
     cache = DynamicCache(config=target.config.get_text_config())
-    assert torch.equal(target.generate(**first, **settings, assistant_model=draft, **{CACHE_NAME: cache}), answer)
+    assert torch.equal(
+        target.generate(**first, **settings, assistant_model=draft, **{CACHE_NAME: cache}), answer
+    )
     # Another conversation in between leaves its positions in the model.
     target.generate(**vision_prompts(target, name, [[(8, 8)]], 3), max_new_tokens=2)
     if not whole:
@@ -328,15 +386,24 @@ def test_a_later_turn_brings_pictures_to_a_kept_cache(
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
-@pytest.mark.parametrize("rows", [[[(4, 4)]], [[(4, 4)], [], [(2, 6), (4, 4)]]], ids=["one row", "batch"])
+@pytest.mark.parametrize(
+    "rows", [[[(4, 4)]], [[(4, 4)], [], [(2, 6), (4, 4)]]], ids=["one row", "batch"]
+)
 def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_does(
     name: str, rows: list[list[Grid]]
 ) -> None:
     # The model remembers the difference of its last call, whosever it was. The same wrong text, where it is wrong.
     target = vision_target(name)
     settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
-    first, more = vision_prompts(target, name, rows, 0), vision_prompts(target, name, [[] for _ in rows], 1)
-    others: list[list[list[Grid]]] = [rows, [[(8, 8)] for _ in rows], [[(8, 8)] for _ in (*rows, 0)]]
+    first, more = (
+        vision_prompts(target, name, rows, 0),
+        vision_prompts(target, name, [[] for _ in rows], 1),
+    )
+    others: list[list[list[Grid]]] = [
+        rows,
+        [[(8, 8)] for _ in rows],
+        [[(8, 8)] for _ in (*rows, 0)],
+    ]
     refs: list[Tensor] = []
     for other in others:
         caches = [DynamicCache(config=target.config.get_text_config()) for _ in range(2)]
@@ -346,7 +413,9 @@ def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_
         gap = torch.ones_like(answer[:, first["input_ids"].shape[1] :])
         both = {
             "input_ids": torch.cat([answer, more["input_ids"]], dim=1),
-            "attention_mask": torch.cat([first["attention_mask"], gap, more["attention_mask"]], dim=1),
+            "attention_mask": torch.cat(
+                [first["attention_mask"], gap, more["attention_mask"]], dim=1
+            ),
         }
         between = vision_prompts(target, name, other, 0 if other is rows else 3)
         target.generate(**between, max_new_tokens=2)
@@ -359,7 +428,9 @@ def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_
         draft.truth = truth_of(both, refs[-1])
         for row, mask in enumerate(both["attention_mask"]):
             real = [*mask.tolist(), *[1] * NEW]
-            draft.truth[row] = [token for token, keep in zip(refs[-1][row].tolist(), real, strict=True) if keep]
+            draft.truth[row] = [
+                token for token, keep in zip(refs[-1][row].tolist(), real, strict=True) if keep
+            ]
         target.generate(**between, max_new_tokens=2)
         out = target.generate(**both, **settings, **{CACHE_NAME: caches[1]}, assistant_model=draft)
         assert torch.equal(out, refs[-1])

@@ -42,7 +42,12 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def oracle(
-    target: PreTrainedModel, inputs: dict[str, Tensor], ref: Tensor, seed: int, engine: Any, **kind: Any
+    target: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    ref: Tensor,
+    seed: int,
+    engine: Any,
+    **kind: Any,
 ) -> Any:
     """A partly right draft with `"auto"` widths."""
     draft = tensor_oracle(target, truth_of(inputs, ref), seed, **kind)
@@ -57,7 +62,9 @@ def check_widths(draft: DFlashDraftModel, least: int = 2) -> None:
     assert len(set(stats.verify_widths)) >= least
     assert len(stats.verify_widths) == max(len(row) for row in stats.num_accepted)
     for row in stats.num_accepted:
-        assert all(0 <= right < width for right, width in zip(row, stats.verify_widths, strict=False))
+        assert all(
+            0 <= right < width for right, width in zip(row, stats.verify_widths, strict=False)
+        )
 
 
 # All of them are run by `-m slow`: what is left out meets the same code in another family or batch. Of three families,
@@ -73,10 +80,16 @@ def is_often(batch: str, family: str, engine: str) -> bool:
 
 
 RUNS = [
-    pytest.param(batch, family, engine, marks=[] if is_often(batch, family, engine) else pytest.mark.slow)
+    pytest.param(
+        batch, family, engine, marks=[] if is_often(batch, family, engine) else pytest.mark.slow
+    )
     for batch in LENGTHS
     for family in FAMILIES
-    for engine in ("eager", "static", *(("cuda_graph",) if family in ("qwen3-sliding", "gemma3") else ()))
+    for engine in (
+        "eager",
+        "static",
+        *(("cuda_graph",) if family in ("qwen3-sliding", "gemma3") else ()),
+    )
 ]
 
 
@@ -142,7 +155,9 @@ def test_a_sampled_text_is_the_one_of_a_fixed_width(
     kind: str, setting: str, proposal: Any, engine: Any, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = target_of("qwen3")
-    extra: dict[str, Any] = {"repetition_penalty": 1.3} if setting == "prefix" else {"temperature": 0.8, "top_p": 0.9}
+    extra: dict[str, Any] = (
+        {"repetition_penalty": 1.3} if setting == "prefix" else {"temperature": 0.8, "top_p": 0.9}
+    )
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 64)
     seed = list(LENGTHS).index(batch)
     inputs = prompts(LENGTHS[batch], seed)
@@ -160,7 +175,9 @@ def test_a_sampled_text_is_the_one_of_a_fixed_width(
 
 
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-def test_rejection_is_the_eager_loops_at_the_same_widths(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_is_the_eager_loops_at_the_same_widths(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its text depends on the widths."""
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6)
@@ -190,10 +207,17 @@ class Silent(BaseStreamer):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", ["criterion", "scores", "streamer"])
-def test_what_the_host_decides_and_collects(what: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_decides_and_collects(
+    what: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_random_widths(monkeypatch, 2)
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 3)
-    settings: dict[str, Any] = {**GREEDY, "pad_token_id": 0, "eos_token_id": [9], "return_dict_in_generate": True}
+    settings: dict[str, Any] = {
+        **GREEDY,
+        "pad_token_id": 0,
+        "eos_token_id": [9],
+        "return_dict_in_generate": True,
+    }
     if what == "criterion":
         settings["stopping_criteria"] = [lambda ids, scores: torch.full((3,), ids.shape[1] >= 30)]
     elif what == "scores":
@@ -213,14 +237,21 @@ def test_what_the_host_decides_and_collects(what: str, engine: Any, monkeypatch:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_kept_cache_is_plain_generates(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = target_of("qwen3-sliding"), prompts([5, 9], 1)
-    settings: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": [9], "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 13,
+        "do_sample": False,
+        "eos_token_id": [9],
+        "pad_token_id": 0,
+    }
     plain = DynamicCache(config=target.config)
     ref = target.generate(**inputs, **settings, **{CACHE_NAME: plain})
     for seed in range(4):
         use_random_widths(monkeypatch, seed)
         ours = DynamicCache(config=target.config)
         draft = oracle(target, inputs, ref, 1, engine)
-        assert torch.equal(target.generate(**inputs, **settings, **{CACHE_NAME: ours}, assistant_model=draft), ref)
+        assert torch.equal(
+            target.generate(**inputs, **settings, **{CACHE_NAME: ours}, assistant_model=draft), ref
+        )
         for layer, other in zip(plain.layers, ours.layers, strict=True):
             torch.testing.assert_close(layer.keys[1], other.keys[1], rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(layer.values[1], other.values[1], rtol=1e-9, atol=1e-9)
@@ -232,7 +263,9 @@ def test_pictures_give_the_plain_text(engine: Any, monkeypatch: pytest.MonkeyPat
     use_random_widths(monkeypatch, 1)
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8), (6, 4)]], 0)
-    inputs = {name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+    inputs = {
+        name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()
+    }
     ref = target.generate(**inputs, **GREEDY)
     draft = oracle(target, inputs, ref, 0, engine)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
@@ -253,7 +286,11 @@ def test_the_drafts_context_is_the_one_of_a_fixed_width(monkeypatch: pytest.Monk
         return hidden
 
     monkeypatch.setattr(type(draft), "forward_block", watched)
-    for name, engine, width in (("wide", "eager", 8), ("eager", "eager", "auto"), ("static", "static", "auto")):
+    for name, engine, width in (
+        ("wide", "eager", 8),
+        ("eager", "eager", "auto"),
+        ("static", "static", "auto"),
+    ):
         use_random_widths(monkeypatch, 7)
         set_engine(draft, engine)
         draft.generation_config.verify_width = width
@@ -291,7 +328,9 @@ def test_nothing_moves_when_the_width_changes(monkeypatch: pytest.MonkeyPatch) -
     assert len(places) == 1
 
 
-def test_stale_columns_behind_a_narrow_verify_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_columns_behind_a_narrow_verify_are_never_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever stands behind the width in ids, tokens and tapped states may be anything that is a number."""
     use_random_widths(monkeypatch, 5)
     target, inputs = target_of("qwen3-sliding"), prompts([4, 11, 7], 0)
@@ -319,11 +358,15 @@ def test_stale_columns_behind_a_narrow_verify_are_never_used(monkeypatch: pytest
 # ---- the choice itself, in a run
 
 
-def test_graphs_are_captured_widest_first_and_those_that_save_nothing_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_widest_first_and_those_that_save_nothing_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, **GREEDY)
     for knee, useful in ((100, [16]), (8, [16, 12, 8]), (1, candidate_widths(16))):
-        monkeypatch.setattr(TapeStep, "measure", lambda self, tape, knee=knee: max(1.0, tape.graph.width / knee))
+        monkeypatch.setattr(
+            TapeStep, "measure", lambda self, tape, knee=knee: max(1.0, tape.graph.width / knee)
+        )
         draft = oracle(target, inputs, ref, 0, "cuda_graph", block_size=16)
         TapeStep.captured, TapeStep.widths = [], []
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
@@ -341,7 +384,9 @@ def test_graphs_are_captured_widest_first_and_those_that_save_nothing_dropped(mo
         assert len(TapeStep.captured) == len(sizes), "what widths cost is kept with the graphs"
 
 
-def run_of(target: Any, draft: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]) -> Any:
+def run_of(
+    target: Any, draft: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]
+) -> Any:
     """Generates with these costs of widths; returns the statistics."""
     monkeypatch.setattr(TapeStep, "measure", lambda self, tape: costs[tape.graph.width])
     target.generate(**inputs, max_new_tokens=90, do_sample=False, assistant_model=draft)
@@ -356,8 +401,12 @@ def test_a_run_verifies_as_wide_as_its_acceptance_is_worth(monkeypatch: pytest.M
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 256)  # one graph per width is enough here
     never_right = tiny_draft(target, 16)
     always_right = oracle(target, inputs, ref, 0, "cuda_graph", block_size=16)
-    monkeypatch.setattr("torch.floor", lambda drawn: torch.full_like(drawn, 99.0))  # the oracle's: all slots are right
-    never_right.generation_config.engine, never_right.generation_config.verify_width = "cuda_graph", "auto"
+    # The oracle's: all slots are right
+    monkeypatch.setattr("torch.floor", lambda drawn: torch.full_like(drawn, 99.0))
+    never_right.generation_config.engine, never_right.generation_config.verify_width = (
+        "cuda_graph",
+        "auto",
+    )
     widths = run_of(target, never_right, inputs, monkeypatch, costs).verify_widths
     assert widths[0] == 16
     assert widths.count(1) > 0.9 * len(widths), "tried again after 2, 4, 8 ... steps"
@@ -379,7 +428,9 @@ def test_the_eager_loop_times_itself() -> None:
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
     draft = oracle(target, inputs, ref, 0, "eager", block_size=16)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref
+    )
     widths = draft.last_stats.verify_widths
     assert widths[0] == 16
     assert set(widths) <= set(candidate_widths(16))
@@ -398,7 +449,9 @@ def follows(target: Any, draft: Any, inputs: dict[str, Tensor], **settings: Any)
     return len(set(stats.verify_widths)) > 1
 
 
-def test_it_is_the_default_where_the_text_cannot_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_default_where_the_text_cannot_follow_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use_random_widths(monkeypatch, 1)
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     draft = tiny_draft(target, 8)
@@ -407,7 +460,9 @@ def test_it_is_the_default_where_the_text_cannot_follow_the_clock(monkeypatch: p
     assert follows(target, draft, inputs, do_sample=True)
     draft.generation_config.proposal = "sample"
     assert follows(target, draft, inputs)
-    assert not follows(target, draft, inputs, do_sample=True), "rejection: another width, another text"
+    assert not follows(target, draft, inputs, do_sample=True), (
+        "rejection: another width, another text"
+    )
     draft.generation_config.proposal = "auto"
     set_engine(draft, "static")
     assert not follows(target, draft, inputs), "steps that are captured"
@@ -428,18 +483,26 @@ def test_one_sentence_says_that_a_draft_does_not_pay(monkeypatch: pytest.MonkeyP
     target, inputs = target_of("qwen3"), prompts([4], 0)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
     for right in (False, True):
-        draft: Any = oracle(target, inputs, ref, 0, "cuda_graph", block_size=8) if right else tiny_draft(target, 8)
+        draft: Any = (
+            oracle(target, inputs, ref, 0, "cuda_graph", block_size=8)
+            if right
+            else tiny_draft(target, 8)
+        )
         if right:
             monkeypatch.setattr("torch.floor", lambda drawn: torch.full_like(drawn, 99.0))
         draft.generation_config.engine, draft.generation_config.verify_width = "cuda_graph", "auto"
-        monkeypatch.setattr(TapeStep, "measure", lambda self, tape: 1.0 if tape.graph.width == 1 else 2.0)
+        monkeypatch.setattr(
+            TapeStep, "measure", lambda self, tape: 1.0 if tape.graph.width == 1 else 2.0
+        )
         target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
     (sentence,) = said
     assert sentence.startswith("1.")
     assert "this draft slows you down" in sentence
 
 
-def test_single_tokens_wait_for_the_draft_until_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_tokens_wait_for_the_draft_until_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Their context is written in one go: not at every step, and not less often than there is room for."""
     played = iter([1] * 21 + [8, 1, 1, 1, 8] + [1] * 30)
     use_random_widths(monkeypatch)
@@ -472,10 +535,18 @@ def test_iterate_gives_each_steps_own_width(own: str, monkeypatch: pytest.Monkey
     draft.generation_config.verify_width = "auto"
     rules: dict[str, Any] = {"propose": lambda logits, anchor: logits.argmax(-1)}
     if own == "accept":
-        rules = {"accept": lambda proposed, tokens, logits: (proposed == tokens[:, :-1]).cumprod(1).sum(1)}
+        rules = {
+            "accept": lambda proposed, tokens, logits: (
+                (proposed == tokens[:, :-1]).cumprod(1).sum(1)
+            )
+        }
     steps = list(iterate(target, draft, **inputs, **GREEDY, **rules))
     widths = [step.tokens.shape[1] for step in steps[1:]]
-    assert widths == [step.proposals.shape[1] + 1 for step in steps[1:]] == draft.last_stats.verify_widths
+    assert (
+        widths
+        == [step.proposals.shape[1] + 1 for step in steps[1:]]
+        == draft.last_stats.verify_widths
+    )
     assert len(set(widths)) > 2
     for row in range(2):
         new = torch.cat([step.committed[row] for step in steps])

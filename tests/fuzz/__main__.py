@@ -26,10 +26,16 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    kind: Annotated[str, typer.Option(help=f"Kinds of cases, comma separated: {', '.join(KINDS)}.")] = ",".join(KINDS),
+    kind: Annotated[
+        str, typer.Option(help=f"Kinds of cases, comma separated: {', '.join(KINDS)}.")
+    ] = ",".join(KINDS),
     seconds: Annotated[float, typer.Option(help="How long cases begin, all kinds together.")] = 120,
-    cases: Annotated[int, typer.Option(help="Cases of each kind, at most; 0 is as many as there is time for.")] = 0,
-    seed: Annotated[str, typer.Option(help="Seed of the first round: a number; empty is a new one.")] = "",
+    cases: Annotated[
+        int, typer.Option(help="Cases of each kind, at most; 0 is as many as there is time for.")
+    ] = 0,
+    seed: Annotated[
+        str, typer.Option(help="Seed of the first round: a number; empty is a new one.")
+    ] = "",
     target: Annotated[str, typer.Option(help="The only target; text and images only.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
 ) -> None:
@@ -37,9 +43,13 @@ def main(
     try:
         first = _seed_of(seed)
         if seconds <= 0:
-            raise ValueError(f"expected a time limit above 0 seconds, got {seconds:g}; pass SECONDS=120")
+            raise ValueError(
+                f"expected a time limit above 0 seconds, got {seconds:g}; pass SECONDS=120"
+            )
         if jobs < 1 or cases < 0:
-            raise ValueError(f"expected at least one process and no negative number of cases, got {jobs} and {cases}")
+            raise ValueError(
+                f"expected at least one process and no negative number of cases, got {jobs} and {cases}"
+            )
         from fuzz.rounds import cases_of
 
         kinds = [name.strip() for name in kind.split(",")]
@@ -95,7 +105,10 @@ def _run(kind: str, first: int, cases: int, seconds: float, target: str | None, 
     print(f"{kind}: {total.num_cases} cases from seed {first}, {len(failed)} failed{others}; "
           f"{time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
     for one in failed:
-        print(f"\n{one.failure}\nAgain: make fuzz KIND={kind} SEED={one.number} CASES={CASES_PER_ROUND}", flush=True)
+        print(
+            f"\n{one.failure}\nAgain: make fuzz KIND={kind} SEED={one.number} CASES={CASES_PER_ROUND}",
+            flush=True,
+        )
     return not failed
 
 

@@ -158,7 +158,18 @@ def texts(targets: Sequence[str] = TEXT) -> st.SearchStrategy[Case]:
             cache=cache,
             context=draw(
                 st.sampled_from(
-                    [None, None, None, "room", "hooks", "inference", "autocast", "dtype", "meta", "thread"]
+                    [
+                        None,
+                        None,
+                        None,
+                        "room",
+                        "hooks",
+                        "inference",
+                        "autocast",
+                        "dtype",
+                        "meta",
+                        "thread",
+                    ]
                 )
             ),
             copies=draw(st.sampled_from([1, 1, 1, 2])) if alone else 1,
@@ -185,7 +196,9 @@ def images(targets: Sequence[str] = IMAGES) -> st.SearchStrategy[Case]:
             lengths=draw(st.tuples(*[st.integers(2, 8)] * len(pictures))),
             pictures=pictures,
             cache=cache,
-            context=draw(st.sampled_from([None, None, None, "room", "hooks", "inference", "thread"])),
+            context=draw(
+                st.sampled_from([None, None, None, "room", "hooks", "inference", "thread"])
+            ),
             copies=draw(st.sampled_from([1, 1, 1, 2])) if alone else 1,
             turns=conversation,
         )

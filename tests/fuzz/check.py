@@ -91,7 +91,9 @@ class Conversation:
         if case.pictures:
             rows = [list(row) for row in case.pictures]
             inputs = vision_prompts(target, case.target, rows, case.seed, words=case.lengths)
-            self.extra = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+            self.extra = {
+                k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")
+            }
         else:
             inputs = prompts(list(case.lengths), case.seed)
         self.ids, self.mask = inputs["input_ids"], inputs["attention_mask"]
@@ -101,7 +103,9 @@ class Conversation:
         self.draws = torch.Generator().manual_seed(case.seed)
 
     def _new_cache(self) -> Cache | None:
-        if self.case.cache == "dynamic" or (self.case.cache == "bare" and _needs_config(self.target)):
+        if self.case.cache == "dynamic" or (
+            self.case.cache == "bare" and _needs_config(self.target)
+        ):
             return DynamicCache(config=self.target.config)
         if self.case.cache == "bare":
             return DynamicCache()
@@ -117,7 +121,8 @@ class Conversation:
         turn = fitted
         self.type(turn.typed)
         if self._ended_early() and self._grows_with_pictures() and self.case.target in RECURRENT:
-            return False  # padding has gone into that row's states, which the whole conversation leaves out
+            # Padding has gone into that row's states, which the whole conversation leaves out
+            return False
         given = self.given(turn)
         if turn.rule == "sample" and turn.draft == "dflash2":
             # What its selector proposes, and so what is drawn, follows from the draft's context, which is in ours.
@@ -140,18 +145,26 @@ class Conversation:
             assert ours[1].rows.shown == theirs[1].rows.shown
         assert ours[1].allowed.shown <= theirs[1].allowed.shown, "a processor saw a rejected token"
         if turn.outputs:
-            check_outputs(ours[0], theirs[0], given["input_ids"].shape[1], turn, self._grows_with_pictures())
+            check_outputs(
+                ours[0], theirs[0], given["input_ids"].shape[1], turn, self._grows_with_pictures()
+            )
         self._check_caches(turn, ours[0], theirs[0])
         answer = sequences[:, given["input_ids"].shape[1] :]
         # The prefill's token, then what the verifies have committed.
-        assert max(1 + sum(row) for row in self.draft(turn).last_stats.num_committed) == answer.shape[1]
+        assert (
+            max(1 + sum(row) for row in self.draft(turn).last_stats.num_committed)
+            == answer.shape[1]
+        )
         self._append(answer, turn)
         return sequences.shape[0] == self.ids.shape[0]
 
     def type(self, num: int) -> None:
         """Adds tokens of the user's to every row."""
         new = torch.randint(
-            3, WORDS if self.case.pictures else VOCAB - 1, (self.ids.shape[0], num), generator=self.draws
+            3,
+            WORDS if self.case.pictures else VOCAB - 1,
+            (self.ids.shape[0], num),
+            generator=self.draws,
         )
         self._extend(new, torch.ones_like(new))
 
@@ -191,7 +204,11 @@ class Conversation:
 
         Plain `generate` cannot take that: it is given the whole conversation and no cache.
         """
-        return self.case.target.startswith("qwen") and bool(self.case.pictures) and len(self.case.turns) > 1
+        return (
+            self.case.target.startswith("qwen")
+            and bool(self.case.pictures)
+            and len(self.case.turns) > 1
+        )
 
     def call(
         self,
@@ -227,7 +244,9 @@ class Conversation:
         room = NUM_POSITIONS - self.ids.shape[1] - turn.typed
         return replace(turn, new=min(turn.new, room)) if room > 0 else None
 
-    def reference(self, turn: Turn, given: dict[str, Any], cache: Cache | None) -> tuple[Outcome, list[list[int]]]:
+    def reference(
+        self, turn: Turn, given: dict[str, Any], cache: Cache | None
+    ) -> tuple[Outcome, list[list[int]]]:
         """What a call with the draft must give, and the rows' tokens; advances the cache but under `sample`."""
         draft, truth = self.draft(turn), [[0]] * self.ids.shape[0]
         options: Any = draft.generation_config
@@ -238,13 +257,21 @@ class Conversation:
                 found = within(self.case.context, lambda: self.call(turn, given, cache))
             else:
                 options.proposal, options.engine = turn.rule, "eager"
-                options.block_size, options.verify_width, options.num_tree_nodes = turn.block, 1, None
+                options.block_size, options.verify_width, options.num_tree_nodes = (
+                    turn.block,
+                    1,
+                    None,
+                )
                 cache = copy.deepcopy(cache) if turn.rule == "sample" else cache
-                found = within(self.case.context, lambda: self.call(turn, given, cache, assistant_model=draft))
+                found = within(
+                    self.case.context, lambda: self.call(turn, given, cache, assistant_model=draft)
+                )
         except Exception as error:
             # What plain `generate` does not take is no case.
             if turn.rule is not None and not _is_refusal(error):
-                self._expect_failure(lambda: self.call(turn, given, copy.deepcopy(self.caches[0])), error)
+                self._expect_failure(
+                    lambda: self.call(turn, given, copy.deepcopy(self.caches[0])), error
+                )
             counts[f"not a case: {type(error).__name__}"] += 1
             reject()
         return found, self._truth(sequences_of(found[0]), given)
@@ -265,7 +292,10 @@ class Conversation:
             options.block_size, options.verify_width = turn.block, turn.width
             options.num_tree_nodes, options.proposal = turn.nodes, turn.rule or "auto"
             try:
-                return within(self.case.context, lambda: self.call(turn, given, cache, around, assistant_model=draft))
+                return within(
+                    self.case.context,
+                    lambda: self.call(turn, given, cache, around, assistant_model=draft),
+                )
             except ValueError as error:
                 if not _is_refusal(error):
                     raise
@@ -285,7 +315,10 @@ class Conversation:
         answer = sequences[:, given["input_ids"].shape[1] :]
         copies = sequences.shape[0] // self.ids.shape[0]
         ids, mask = (tensor.repeat_interleave(copies, dim=0) for tensor in (self.ids, self.mask))
-        return [row[keep.bool()].tolist() + new.tolist() for row, keep, new in zip(ids, mask, answer, strict=True)]
+        return [
+            row[keep.bool()].tolist() + new.tolist()
+            for row, keep, new in zip(ids, mask, answer, strict=True)
+        ]
 
     def _check_caches(self, turn: Turn, ours: Any, theirs: Any) -> None:
         """Compares the caches that were passed in or are returned, which the next turn goes on from."""
@@ -359,4 +392,6 @@ def _is_refusal(error: Exception) -> bool:
 
 def _needs_config(target: PreTrainedModel) -> bool:
     """Returns True if a cache must be told which layers keep a state or slide."""
-    return any(type(layer) is not DynamicLayer for layer in DynamicCache(config=target.config).layers)
+    return any(
+        type(layer) is not DynamicLayer for layer in DynamicCache(config=target.config).layers
+    )

@@ -72,7 +72,11 @@ def all_matches_count(patches: Patches) -> None:
     """Matches behind the first mismatch count too."""
 
     def every(commit: Any, state: Any, num_accepted: Tensor | None = None) -> None:
-        num = (state.proposals == state.tokens[:, :-1]).sum(dim=1) if num_accepted is None else num_accepted
+        num = (
+            (state.proposals == state.tokens[:, :-1]).sum(dim=1)
+            if num_accepted is None
+            else num_accepted
+        )
         commit(state, num)
 
     _wrapped(patches, step, "commit", every)
@@ -82,7 +86,12 @@ def wide_window(patches: Patches) -> None:
     """A window is one token too wide."""
 
     def wider(
-        visible: Any, query: Tensor, key: Tensor, window: int | None, causal: bool, anchor: Any = None
+        visible: Any,
+        query: Tensor,
+        key: Tensor,
+        window: int | None,
+        causal: bool,
+        anchor: Any = None,
     ) -> Tensor:
         return visible(query, key, None if window is None else window + causal, causal, anchor)
 
@@ -97,7 +106,9 @@ def stale_mask(patches: Patches) -> None:
         key = (num_slots // 4, block.width, len(block.lengths), *args, *kwargs.items())
         fresh = mask(block, num_slots, *args, **kwargs)
         kept = seen.setdefault(key, fresh)
-        return kept if fresh is not None and kept is not None and kept.shape == fresh.shape else fresh
+        return (
+            kept if fresh is not None and kept is not None and kept.shape == fresh.shape else fresh
+        )
 
     _wrapped(patches, RaggedBlock, "mask", stale)
 
@@ -113,7 +124,10 @@ def rejected_token_shown(patches: Patches) -> None:
     def shown(choose: Any, self: PositionRule, state: Any, logits: Tensor) -> Any:
         if state.width == 1:
             return choose(self, state, logits)
-        positions, right = iter(range(state.width)), torch.cat([state.proposals, state.proposals[:, :1]], dim=1)
+        positions, right = (
+            iter(range(state.width)),
+            torch.cat([state.proposals, state.proposals[:, :1]], dim=1),
+        )
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(accept, "choose", lambda *_: right[:, next(positions), None])
             scores = choose(self, state, logits)
@@ -187,7 +201,9 @@ def noise_by_slot(patches: Patches) -> None:
 
 def cache_one_short(patches: Patches) -> None:
     """A cache of the user's gets the answer's keys shifted by one token."""
-    _wrapped(patches, RaggedLayer, "read_rows", lambda read, self, positions: read(self, positions - 1))
+    _wrapped(
+        patches, RaggedLayer, "read_rows", lambda read, self, positions: read(self, positions - 1)
+    )
 
 
 def context_of_another_text(patches: Patches) -> None:
@@ -211,7 +227,9 @@ def criterion_forgotten(patches: Patches) -> None:
     _wrapped(patches, SynchronizedRows, "choose", _chosen_without_criteria)
 
 
-def _chosen_without_criteria(choose: Any, self: SynchronizedRows, state: Any, logits: Tensor) -> Any:
+def _chosen_without_criteria(
+    choose: Any, self: SynchronizedRows, state: Any, logits: Tensor
+) -> Any:
     criteria, self.criteria = self.criteria, []
     try:
         return choose(self, state, logits)
@@ -269,7 +287,9 @@ def cache_not_restored(patches: Patches) -> None:
 
 def image_counted_as_text(patches: Patches) -> None:
     """Positions behind an image go on as if its tokens were words."""
-    _wrapped(patches, prefill, "position_delta", lambda delta, *args: torch.zeros_like(delta(*args)))
+    _wrapped(
+        patches, prefill, "position_delta", lambda delta, *args: torch.zeros_like(delta(*args))
+    )
 
 
 FAULTS: dict[str, Fault] = {

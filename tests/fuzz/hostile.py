@@ -88,7 +88,9 @@ def check(case: HostileCase) -> None:
             _check_sentence(error)
             answer = None
         except Exception as error:
-            raise AssertionError(f"expected a sentence for {case}, got {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"expected a sentence for {case}, got {type(error).__name__}: {error}"
+            ) from error
         seconds = time.process_time() - started
         assert seconds < MAX_SECONDS, f"{case} took {seconds:.1f} s"
         # Only a new peak says something about this case, and no case before it had one that was higher by so much.
@@ -172,8 +174,33 @@ def _resident() -> int:
 
 # JSON, and what only looks like it.
 VALUES = (
-    *("null", "true", "false", "0", "1", "-1", "2", "3", "4", "5", "13", "16", "48", "1024", "1025", "100000"),
-    *("1048576", "1048577", "16777216", "2147483648", "9223372036854775808", "1" + "0" * 30, "-1" + "0" * 30),
+    *(
+        "null",
+        "true",
+        "false",
+        "0",
+        "1",
+        "-1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "13",
+        "16",
+        "48",
+        "1024",
+        "1025",
+        "100000",
+    ),
+    *(
+        "1048576",
+        "1048577",
+        "16777216",
+        "2147483648",
+        "9223372036854775808",
+        "1" + "0" * 30,
+        "-1" + "0" * 30,
+    ),
     *("0.5", "1.0", "1e-300", "1e300", "1e999", "-1e999", "NaN", "-0.0", "Infinity"),
     *(
         '""',
@@ -189,11 +216,51 @@ VALUES = (
         "[[]]",
         "[{}]",
     ),
-    *("[1, 2]", "[-1, 0]", "[0, 5]", "[true]", "[[1]]", "[1e999]", '{"x": 1}', '{"": null}', '{"rope_type": "yarn"}'),
-    *('{"rope_type": "llama3", "factor": 0}', '{"rope_type": "dynamic"}', '{"type": "yarn", "rope_type": "linear"}'),
-    *('"full_attention"', '"sliding_attention"', '["full_attention", "full_attention"]', '["sliding_attention"]'),
-    *('"gelu"', '"float16"', '"int8"', '"complex64"', '"float8_e4m3fn"', '"bool"', '"torch.bfloat16"', '"save"'),
-    *('"dflash"', '"qwen3"', '"llama"', '"auto"', '"cuda_graph"', "{", "]", "'x'", "undefined", "1 2", "/**/1"),
+    *(
+        "[1, 2]",
+        "[-1, 0]",
+        "[0, 5]",
+        "[true]",
+        "[[1]]",
+        "[1e999]",
+        '{"x": 1}',
+        '{"": null}',
+        '{"rope_type": "yarn"}',
+    ),
+    *(
+        '{"rope_type": "llama3", "factor": 0}',
+        '{"rope_type": "dynamic"}',
+        '{"type": "yarn", "rope_type": "linear"}',
+    ),
+    *(
+        '"full_attention"',
+        '"sliding_attention"',
+        '["full_attention", "full_attention"]',
+        '["sliding_attention"]',
+    ),
+    *(
+        '"gelu"',
+        '"float16"',
+        '"int8"',
+        '"complex64"',
+        '"float8_e4m3fn"',
+        '"bool"',
+        '"torch.bfloat16"',
+        '"save"',
+    ),
+    *(
+        '"dflash"',
+        '"qwen3"',
+        '"llama"',
+        '"auto"',
+        '"cuda_graph"',
+        "{",
+        "]",
+        "'x'",
+        "undefined",
+        "1 2",
+        "/**/1",
+    ),
 )
 LONG = (
     Raw("[", 200_000),
@@ -209,18 +276,66 @@ LONG = (
     Raw('"full_attention",', 10**5, before="[", after='"full_attention"]'),
 )
 KEYS = (
-    *("draft_vocab_size", "sliding_window", "is_causal", "rope_scaling", "rope_theta", "x", "quantization_config"),
-    *("dtype", "torch_dtype", "model_type", "auto_map", "block_size", "selector_top_k", "conv_kernel_size", ""),
-    *("layer_types", "target_layer_ids", "dflash_config", "transformer_layer_config", "markov_rank", "\ud800", "a\nb"),
-    *("_attn_implementation", "_name_or_path", "architectures", "__class__", "use_swa", "tie_word_embeddings"),
+    *(
+        "draft_vocab_size",
+        "sliding_window",
+        "is_causal",
+        "rope_scaling",
+        "rope_theta",
+        "x",
+        "quantization_config",
+    ),
+    *(
+        "dtype",
+        "torch_dtype",
+        "model_type",
+        "auto_map",
+        "block_size",
+        "selector_top_k",
+        "conv_kernel_size",
+        "",
+    ),
+    *(
+        "layer_types",
+        "target_layer_ids",
+        "dflash_config",
+        "transformer_layer_config",
+        "markov_rank",
+        "\ud800",
+        "a\nb",
+    ),
+    *(
+        "_attn_implementation",
+        "_name_or_path",
+        "architectures",
+        "__class__",
+        "use_swa",
+        "tie_word_embeddings",
+    ),
 )
 OPTIONS = (
     *sorted(TYPES),
     *("block_size", "verify_width", "engine", "proposal", "synchronize"),
-    *("watermarking_config", "compile_config", "continuous_batching_config", "assistant_model", "streamer", "self"),
+    *(
+        "watermarking_config",
+        "compile_config",
+        "continuous_batching_config",
+        "assistant_model",
+        "streamer",
+        "self",
+    ),
     *(name for name in dir(DFlashGenerationConfig)),
 )
-GARBAGE = (b"", b"\xff\xfe", b"\xef\xbb\xbf{}", b"\xef\xbb\xbf", b"\x00", b"\x00" * 64, b"\xc3\x28", b"\xed\xa0\x80")
+GARBAGE = (
+    b"",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf{}",
+    b"\xef\xbb\xbf",
+    b"\x00",
+    b"\x00" * 64,
+    b"\xc3\x28",
+    b"\xed\xa0\x80",
+)
 GARBAGE += (
     b"[]",
     b"{}",
@@ -234,9 +349,33 @@ GARBAGE += (
     b"{}\n{}",
     b"\r\n",
 )
-OTHERS = ("config.json", "generation_config.json", WEIGHTS, INDEX, "adapter_config.json", "model.py", "tokenizer.json")
-PICKLES = ("pytorch_model.bin", "adapter_model.bin", "model.ckpt.index", WEIGHTS, "model.pt", "config.json")
-SHARDS = ("../outside.safetensors", "/etc/passwd", "model.safetensors", "", ".", "..", "\ud800", "\udc80.safetensors")
+OTHERS = (
+    "config.json",
+    "generation_config.json",
+    WEIGHTS,
+    INDEX,
+    "adapter_config.json",
+    "model.py",
+    "tokenizer.json",
+)
+PICKLES = (
+    "pytorch_model.bin",
+    "adapter_model.bin",
+    "model.ckpt.index",
+    WEIGHTS,
+    "model.pt",
+    "config.json",
+)
+SHARDS = (
+    "../outside.safetensors",
+    "/etc/passwd",
+    "model.safetensors",
+    "",
+    ".",
+    "..",
+    "\ud800",
+    "\udc80.safetensors",
+)
 SHARDS += (
     "a\0b.safetensors",
     "x" * 5000 + ".safetensors",
@@ -252,9 +391,11 @@ def cases() -> st.SearchStrategy[HostileCase]:
         lambda name: st.builds(
             HostileCase,
             st.just(name),
-            st.lists(_row_changes(name) if name in PROMPTS else _draft_changes(name), min_size=1, max_size=3).map(
-                tuple
-            ),
+            st.lists(
+                _row_changes(name) if name in PROMPTS else _draft_changes(name),
+                min_size=1,
+                max_size=3,
+            ).map(tuple),
         )
     )
 
@@ -282,7 +423,13 @@ def _damages(files: tuple[str, ...]) -> st.SearchStrategy[Change]:
     what = st.sampled_from(("missing", "folder", "nowhere", "itself", "outside"))
     return st.one_of(
         st.builds(Cut, names, thousandths),
-        st.builds(Insert, names, thousandths, st.sampled_from(GARBAGE) | st.binary(max_size=16), st.booleans()),
+        st.builds(
+            Insert,
+            names,
+            thousandths,
+            st.sampled_from(GARBAGE) | st.binary(max_size=16),
+            st.booleans(),
+        ),
         st.builds(Become, names, what),
         st.builds(Write, names, _contents()),
     )
@@ -324,25 +471,53 @@ def _draft_changes(name: str) -> st.SearchStrategy[Change]:
             "[0, 64]",
             "[64, 0]",
         ),
-        *("[4294967296, 4294967296]", "[1, 1, 1, 16]", "[]", '"fc.weight"', '"\\u202e"', '"' + "z" * 5000 + '"'),
+        *(
+            "[4294967296, 4294967296]",
+            "[1, 1, 1, 16]",
+            "[]",
+            '"fc.weight"',
+            '"\\u202e"',
+            '"' + "z" * 5000 + '"',
+        ),
     ]
     return st.one_of(
         st.builds(Set, st.just("config.json"), known, _values()),
         st.builds(Set, st.just("config.json"), known, _values()),
         st.builds(Set, st.just("config.json"), new, _values()),
         st.builds(Drop, st.just("config.json"), known),
-        st.builds(Twice, st.sampled_from(files), st.sampled_from([*KEYS, *sorted(config)]), _values(), st.booleans()),
+        st.builds(
+            Twice,
+            st.sampled_from(files),
+            st.sampled_from([*KEYS, *sorted(config)]),
+            _values(),
+            st.booleans(),
+        ),
         options.map(lambda given: Write("generation_config.json", Raw(_object(given)))),
         options.map(lambda given: Write("generation_config.json", Raw(_object(given)))),
         _damages(files),
         st.builds(Write, st.sampled_from(OTHERS), _contents()),
-        st.builds(Header, st.integers(0, 40), fields, st.sampled_from(tensors).map(Raw) | _values()),
+        st.builds(
+            Header, st.integers(0, 40), fields, st.sampled_from(tensors).map(Raw) | _values()
+        ),
         st.builds(Header, st.integers(0, 40), fields, st.sampled_from(tensors).map(Raw)),
-        st.builds(HeaderLength, st.sampled_from((0, 1, 7, 8, 100, 2**20, 10**8, 2**31, 2**63, 2**64 - 1))),
-        st.builds(Mix, others, st.sampled_from(("config.json", WEIGHTS, INDEX, "generation_config.json"))),
+        st.builds(
+            HeaderLength, st.sampled_from((0, 1, 7, 8, 100, 2**20, 10**8, 2**31, 2**63, 2**64 - 1))
+        ),
+        st.builds(
+            Mix, others, st.sampled_from(("config.json", WEIGHTS, INDEX, "generation_config.json"))
+        ),
         st.builds(Pickle, st.sampled_from(PICKLES)),
-        st.builds(Rename, st.sampled_from(files), st.sampled_from((*OTHERS, "model.fp16.safetensors", "x"))),
-        st.builds(Set, st.just(INDEX), _index_places(name), _values() | st.sampled_from(SHARDS).map(_quoted)),
+        st.builds(
+            Rename,
+            st.sampled_from(files),
+            st.sampled_from((*OTHERS, "model.fp16.safetensors", "x")),
+        ),
+        st.builds(
+            Set,
+            st.just(INDEX),
+            _index_places(name),
+            _values() | st.sampled_from(SHARDS).map(_quoted),
+        ),
         st.builds(Drop, st.just(INDEX), _index_places(name)),
     )
 
@@ -350,7 +525,9 @@ def _draft_changes(name: str) -> st.SearchStrategy[Change]:
 def _index_places(name: str) -> st.SearchStrategy[tuple[str | int, ...]]:
     """Places in an index, also where a draft has none: then nothing happens."""
     index = base("dflash-shards") / INDEX
-    return st.sampled_from([*places(json.loads(index.read_text())), ("weight_map", "x"), ("metadata", "x")])
+    return st.sampled_from(
+        [*places(json.loads(index.read_text())), ("weight_map", "x"), ("metadata", "x")]
+    )
 
 
 def _row_changes(name: str) -> st.SearchStrategy[Change]:
@@ -360,13 +537,46 @@ def _row_changes(name: str) -> st.SearchStrategy[Change]:
         return _damages((file,))
     known = st.sampled_from([(n, *place) for n, row in enumerate(ROWS) for place in places(row)])
     rows = (
-        *('{"messages": [1, 2]}', '{"messages": [{}]}', '{"messages": 5}', '{"messages": {}}', '{"messages": [[]]}'),
-        *('{"messages": [{"role": "user"}]}', '{"messages": [{"content": "x"}]}', "[1, 2]", '"x"', "null", "{}", "3"),
-        *('{"messages": [{"role": "user", "content": null}]}', '{"prompt": 5}', '{"prompt": ["a"]}', '{"prompt": ""}'),
-        *('{"messages": [{"role": "user", "content": [{"type": "image", "path": 7}]}]}', '{"prompt": "\\ud800"}'),
-        *('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', '{"messages": "x"}', '{"answer": "x"}'),
-        *('{"messages": [{"role": "user", "content": [{"type": "video", "path": "x"}]}]}', '{"prompt": "\\u0000"}'),
-        *('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', '{"prompt": "a", "prompt": 3}', "NaN"),
+        *(
+            '{"messages": [1, 2]}',
+            '{"messages": [{}]}',
+            '{"messages": 5}',
+            '{"messages": {}}',
+            '{"messages": [[]]}',
+        ),
+        *(
+            '{"messages": [{"role": "user"}]}',
+            '{"messages": [{"content": "x"}]}',
+            "[1, 2]",
+            '"x"',
+            "null",
+            "{}",
+            "3",
+        ),
+        *(
+            '{"messages": [{"role": "user", "content": null}]}',
+            '{"prompt": 5}',
+            '{"prompt": ["a"]}',
+            '{"prompt": ""}',
+        ),
+        *(
+            '{"messages": [{"role": "user", "content": [{"type": "image", "path": 7}]}]}',
+            '{"prompt": "\\ud800"}',
+        ),
+        *(
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            '{"messages": "x"}',
+            '{"answer": "x"}',
+        ),
+        *(
+            '{"messages": [{"role": "user", "content": [{"type": "video", "path": "x"}]}]}',
+            '{"prompt": "\\u0000"}',
+        ),
+        *(
+            '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            '{"prompt": "a", "prompt": 3}',
+            "NaN",
+        ),
         *(
             '{"messages": [{"role": "user", "content": [{"type": "image", "path": "a\\u0000b"}]}]}',
             "{",

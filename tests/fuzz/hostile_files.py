@@ -42,10 +42,16 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ROWS: tuple[dict[str, Any], ...] = (
     {"prompt": "one", "kind": "a"},
-    {"messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "two"}], "answer": "x"},
+    {
+        "messages": [{"role": "system", "content": "be short"}, {"role": "user", "content": "two"}],
+        "answer": "x",
+    },
     {
         "messages": [
-            {"role": "user", "content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "three"}]}
+            {
+                "role": "user",
+                "content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "three"}],
+            }
         ]
     },
 )
@@ -68,7 +74,10 @@ class Raw:
     numbered: bool = False
 
     def __str__(self) -> str:
-        texts = (self.text.replace("#", str(n)) if self.numbered else self.text for n in range(self.times))
+        texts = (
+            self.text.replace("#", str(n)) if self.numbered else self.text
+            for n in range(self.times)
+        )
         return "".join([self.before, *texts, self.close * self.times, self.after])
 
 
@@ -112,7 +121,10 @@ class Twice:
         text = file.read_text(errors="replace").strip() if file.is_file() else ""
         if text.startswith("{") and text.endswith("}"):
             pair, inner = f"{json.dumps(self.key)}: {self.value}", text[1:-1]
-            _write(file, ("{" + ", ".join([pair, inner] if self.first else [inner, pair]) + "}").encode())
+            _write(
+                file,
+                ("{" + ", ".join([pair, inner] if self.first else [inner, pair]) + "}").encode(),
+            )
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,10 @@ class Write:
 
     def apply(self, folder: Path) -> None:
         """Does it."""
-        _write(folder / self.file, self.content if isinstance(self.content, bytes) else _encoded(str(self.content)))
+        _write(
+            folder / self.file,
+            self.content if isinstance(self.content, bytes) else _encoded(str(self.content)),
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +170,9 @@ class Insert:
         if (file := folder / self.file).is_file():
             content = file.read_bytes()
             at = len(content) * self.thousandths // 1000
-            _write(file, content[:at] + self.content + content[at + len(self.content) * self.over :])
+            _write(
+                file, content[:at] + self.content + content[at + len(self.content) * self.over :]
+            )
 
 
 @dataclass(frozen=True)
@@ -275,7 +292,20 @@ class Trap:
         return Path.touch, (Path(self.path),)
 
 
-Change = Set | Drop | Twice | Write | Cut | Insert | Become | Rename | Header | HeaderLength | Mix | Pickle
+Change = (
+    Set
+    | Drop
+    | Twice
+    | Write
+    | Cut
+    | Insert
+    | Become
+    | Rename
+    | Header
+    | HeaderLength
+    | Mix
+    | Pickle
+)
 
 
 @cache
@@ -324,7 +354,8 @@ def _edit(file: Path, place: tuple[str | int, ...], value: Raw | None) -> None:
         else:
             holder[key] = "@@@"
         rows[at] = json.dumps(content)[1:-1].replace('"@@@"', str(value))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # an earlier change left nothing there
+    # An earlier change left nothing there
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return
     _write(file, _encoded("\n".join(rows)))
 

@@ -33,7 +33,9 @@ class InterruptCase:
 def interrupts() -> st.SearchStrategy[InterruptCase]:
     """Conversations whose calls run in the main thread, which is the one that gets signals."""
     return st.builds(
-        InterruptCase, st.one_of(texts(), texts(), texts(), images()).map(_in_main_thread), st.floats(0, 1)
+        InterruptCase,
+        st.one_of(texts(), texts(), texts(), images()).map(_in_main_thread),
+        st.floats(0, 1),
     )
 
 
@@ -91,7 +93,8 @@ def check(interrupt: InterruptCase) -> None:
     if cache is not None:
         assert untouched is not None
         assert finished is not None
-        if cache.get_seq_length() == finished.get_seq_length():  # it came when all was done, or not at all
+        # It came when all was done, or not at all
+        if cache.get_seq_length() == finished.get_seq_length():
             cache = untouched
         else:
             check_unchanged(cache, untouched)
@@ -108,9 +111,14 @@ def check_unchanged(cache: Cache, before: Cache) -> None:
     """
     assert len(cache.layers) == len(before.layers)
     for now, then in zip(cache.layers, before.layers, strict=True):
-        a, b = ({k: v for k, v in vars(layer).items() if k not in ("keys", "values")} for layer in (now, then))
+        a, b = (
+            {k: v for k, v in vars(layer).items() if k not in ("keys", "values")}
+            for layer in (now, then)
+        )
         assert a.keys() == b.keys()
-        assert all(_same(a[name], b[name]) for name in a), [name for name in a if not _same(a[name], b[name])]
+        assert all(_same(a[name], b[name]) for name in a), [
+            name for name in a if not _same(a[name], b[name])
+        ]
         if getattr(now, "keys", None) is not None:
             # Behind what a static layer holds is scratch.
             assert all(map(torch.equal, stored_columns(now), stored_columns(then)))

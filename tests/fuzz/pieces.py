@@ -39,7 +39,9 @@ class Apart(LogitsProcessor):
         self.num_calls += 1
         scores = scores.clone()
         for row in range(scores.shape[0]):
-            scores[row, [input_ids[other, -1] for other in range(scores.shape[0]) if other != row]] -= 2.0
+            scores[
+                row, [input_ids[other, -1] for other in range(scores.shape[0]) if other != row]
+            ] -= 2.0
         scores[:, (7 * self.num_calls) % scores.shape[1]] -= 20.0
         return scores
 
@@ -110,7 +112,11 @@ class Seen:
 def settings_of(turn: Turn) -> tuple[dict[str, Any], Seen]:
     """Returns new keyword arguments of `generate` for one call, and what they see."""
     seen = Seen()
-    settings: dict[str, Any] = {"max_new_tokens": turn.new, "do_sample": turn.rule is not None, "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": turn.new,
+        "do_sample": turn.rule is not None,
+        "pad_token_id": 0,
+    }
     settings["eos_token_id"] = list(EOS[: turn.eos]) or None
     for name in turn.processors:
         if name in ("min new", "decay", "forced end") and not turn.eos:
@@ -125,7 +131,9 @@ def settings_of(turn: Turn) -> tuple[dict[str, Any], Seen]:
     if turn.criterion == "time":
         settings["max_time"] = 1e6
     elif turn.criterion is not None:
-        settings["stopping_criteria"] = StoppingCriteriaList([seen.rows if turn.criterion == "rows" else Token()])
+        settings["stopping_criteria"] = StoppingCriteriaList(
+            [seen.rows if turn.criterion == "rows" else Token()]
+        )
     if turn.streamer:
         settings["streamer"] = seen.streamer
     if turn.outputs:

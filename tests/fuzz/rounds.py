@@ -52,18 +52,24 @@ def prepare() -> None:
     logging.disable_progress_bar()
 
 
-def cases_of(kind: str, target: str | None = None) -> tuple[st.SearchStrategy[Any], Callable[[Any], None]]:
+def cases_of(
+    kind: str, target: str | None = None
+) -> tuple[st.SearchStrategy[Any], Callable[[Any], None]]:
     """Returns how cases of a kind are drawn and checked.
 
     Raises:
         ValueError: If there is no such kind, or no such target among its own.
     """
     if kind not in KINDS:
-        raise ValueError(f"expected a kind of case among {', '.join(KINDS)}, got {kind!r}; name one of them")
+        raise ValueError(
+            f"expected a kind of case among {', '.join(KINDS)}, got {kind!r}; name one of them"
+        )
     targets = {"text": TEXT, "images": IMAGES}.get(kind, ())
     if target is not None and target not in targets:
         known = ", ".join(targets) or "none: its targets are drawn"
-        raise ValueError(f"expected a target for {kind} among {known}; got {target!r}; name one, or another kind")
+        raise ValueError(
+            f"expected a target for {kind} among {known}; got {target!r}; name one, or another kind"
+        )
     chosen = (target,) if target else targets
     if kind == "text":
         return cases.texts(chosen), check.check
@@ -74,7 +80,9 @@ def cases_of(kind: str, target: str | None = None) -> tuple[st.SearchStrategy[An
     return hostile.cases(), hostile.check
 
 
-def play(kind: str, number: int, num_cases: int, deadline: float, target: str | None = None) -> Round:
+def play(
+    kind: str, number: int, num_cases: int, deadline: float, target: str | None = None
+) -> Round:
     """Runs a round.
 
     Args:

@@ -21,7 +21,18 @@ from tiny import DFLASH2, FAMILIES, HYBRIDS, draft_config, randomise_dflash2, ti
 # Built from their config classes, each for something that the families of `tiny` do not have: learned positions,
 # parallel blocks, layer norms, partial or no RoPE, latent attention, two attention calls a layer.
 OTHERS = (
-    *("gpt2", "opt", "gpt_bigcode", "gpt_neox", "phi", "starcoder2", "olmo2", "cohere2", "mixtral", "deepseek_v3"),
+    *(
+        "gpt2",
+        "opt",
+        "gpt_bigcode",
+        "gpt_neox",
+        "phi",
+        "starcoder2",
+        "olmo2",
+        "cohere2",
+        "mixtral",
+        "deepseek_v3",
+    ),
     *("exaone4", "ministral", "diffllama", "moshi", "granite", "glm4", "smollm3", "persimmon"),
 )
 TEXT = (*FAMILIES, *HYBRIDS, *OTHERS)
@@ -38,7 +49,11 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "mixed": {},
     "full": {"layer_types": ["full_attention"] * 2},
     "from anchor": {"sample_from_anchor": True},
-    "window from anchor": {"layer_types": ["sliding_attention"] * 2, "window_from_anchor": True, "sliding_window": 5},
+    "window from anchor": {
+        "layer_types": ["sliding_attention"] * 2,
+        "window_from_anchor": True,
+        "sliding_window": 5,
+    },
     "own weights": {"own_embed_tokens": True, "own_lm_head": True},
     "first layer's input": {"target_layer_ids": [-1, 1, 3]},
     "dflash2": DFLASH2,
@@ -60,8 +75,13 @@ class Oracle(TensorOracle):
         logits = DFlashDraftModel.compute_logits(self, hidden_states, head)
         batch, width, vocab = logits.shape
         first = self.block_positions[:batch, :1] + 1
-        slots, rows = torch.arange(width, device=first.device), torch.tensor(self.rows_of(batch), device=first.device)
-        drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * 43758.5453).abs()
+        slots, rows = (
+            torch.arange(width, device=first.device),
+            torch.tensor(self.rows_of(batch), device=first.device),
+        )
+        drawn = torch.frac(
+            torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * 43758.5453
+        ).abs()
         true = self.known[rows].gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
         wrong = torch.floor(drawn * (width + 2)) - 1  # -1 is everywhere, `width` is nowhere
         is_wrong = (slots == wrong) | (wrong < 0)
@@ -69,7 +89,9 @@ class Oracle(TensorOracle):
         # For trees: what is second and third; where the first is wrong that may be the truth, at either place.
         rank = torch.floor(torch.frac(drawn * 64 + slots * 0.37) * 4)
         others = [
-            torch.where(is_wrong & (rank == place), true, (true + 2 * vocab // 3 + place + slots) % vocab)
+            torch.where(
+                is_wrong & (rank == place), true, (true + 2 * vocab // 3 + place + slots) % vocab
+            )
             for place in (0, 1)
         ]
         ids = torch.arange(vocab, device=first.device)
@@ -83,7 +105,9 @@ def _tell_where_blocks_stand() -> None:
     """Has every proposal of an [`Oracle`] know the positions of its block in the target's count."""
     propose = DFlashCandidateGenerator.propose
 
-    def told(self: DFlashCandidateGenerator, state: Any, block: Any, *args: Any, **kwargs: Any) -> None:
+    def told(
+        self: DFlashCandidateGenerator, state: Any, block: Any, *args: Any, **kwargs: Any
+    ) -> None:
         if isinstance(self.draft, Oracle):
             self.draft.block_positions = block.positions
         propose(self, state, block, *args, **kwargs)
@@ -130,7 +154,9 @@ def forget() -> None:
     _rules.undo()
 
 
-def arm(draft: Oracle, truth: list[list[int]], seed: int, rule: str | None, nodes: int | None = None) -> None:
+def arm(
+    draft: Oracle, truth: list[list[int]], seed: int, rule: str | None, nodes: int | None = None
+) -> None:
     """Tells a draft the text, and how sure it is: less so where its probabilities count."""
     draft.arm(truth, seed)
     if rule == "sample":
@@ -143,16 +169,28 @@ def arm(draft: Oracle, truth: list[list[int]], seed: int, rule: str | None, node
 def left_behind(target: PreTrainedModel) -> dict[str, Any]:
     """Returns what a call must leave as it was, as far as this thread sees it."""
     modules = list(target.modules())
-    hooks = [hook for m in modules for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    hooks = [
+        hook
+        for m in modules
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    ]
     return {
         # Transformers puts its own on for good when hidden states are first asked for.
-        "hooks": [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"],
+        "hooks": [
+            hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"
+        ],
         "forwards": [vars(module).get("forward") for module in modules],
         "attention": target.config.get_text_config()._attn_implementation,
         "config": target.config.to_dict(),
         "settings": target.generation_config.to_dict(),
-        "weights": sum(parameter._version for parameter in target.parameters() if not parameter.is_inference()),
+        "weights": sum(
+            parameter._version for parameter in target.parameters() if not parameter.is_inference()
+        ),
         "training": [module.training for module in modules],
-        "modes": (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_default_dtype()),
+        "modes": (
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+        ),
         "threads": threading.active_count(),
     }

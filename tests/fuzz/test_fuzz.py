@@ -55,7 +55,10 @@ def test_new_cases_of_every_kind_hold(kind: str, monkeypatch: pytest.MonkeyPatch
     ("name", "number"),
     [
         *(pytest.param(name, SOON.get(name, 1), id=name) for name in FAULTS),
-        *(pytest.param(name, 1, marks=pytest.mark.slow, id=f"{name}, in the first round") for name in SOON),
+        *(
+            pytest.param(name, 1, marks=pytest.mark.slow, id=f"{name}, in the first round")
+            for name in SOON
+        ),
     ],
 )
 def test_a_fault_put_in_on_purpose_is_seen_within_300_cases(
@@ -70,7 +73,9 @@ def test_a_fault_put_in_on_purpose_is_seen_within_300_cases(
     assert "AssertionError" in found.failure or "left behind" in found.failure
 
 
-def test_the_smallest_case_and_its_seed_are_printed_and_bring_a_failure_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_case_and_its_seed_are_printed_and_bring_a_failure_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_long_answers(case: object) -> None:
         assert case.turns[0].new < 7  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -94,7 +99,9 @@ def test_the_smallest_case_and_its_seed_are_printed_and_bring_a_failure_back(mon
         (("--cases", "-3"), "no negative number of cases"),
     ],
 )
-def test_requests_that_make_no_sense_end_in_a_sentence(options: tuple[str, ...], sentence: str) -> None:
+def test_requests_that_make_no_sense_end_in_a_sentence(
+    options: tuple[str, ...], sentence: str
+) -> None:
     done = fuzz(*options)
     assert done.exit_code == 2
     assert sentence in done.stderr

@@ -28,7 +28,9 @@ def has_float8() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 128, 300])
 @pytest.mark.parametrize("sizes", [(4096, 4096), (1024, 12288), (151936, 4096), (48, 32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_product_is_its_definition(num_rows: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_product_is_its_definition(
+    num_rows: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     states = torch.randn(num_rows, sizes[1], device="cuda", dtype=dtype)
     weight = round_rows(torch.randn(*sizes, device="cuda", dtype=torch.bfloat16))
@@ -40,7 +42,9 @@ def test_a_product_is_its_definition(num_rows: int, sizes: tuple[int, int], dtyp
 
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
-@pytest.mark.parametrize("kind", [{}, {"own_lm_head": True}, DFLASH2], ids=["the target's head", "own", "DFlash 2"])
+@pytest.mark.parametrize(
+    "kind", [{}, {"own_lm_head": True}, DFLASH2], ids=["the target's head", "own", "DFlash 2"]
+)
 def test_the_text_is_plain_generates(engine: str, kind: dict[str, Any]) -> None:
     target: Any = tiny_target("qwen3").to("cuda", torch.float32)
     inputs = {name: tensor.cuda() for name, tensor in prompts([9], 1).items()}

@@ -82,7 +82,9 @@ def check_greedy(
     """Decodes a batch with a partly right draft and compares with plain `generate` on the same device."""
     inputs = on(device, prompts(lengths, seed))
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = oracle_draft(target, truth_of(inputs, ref), seed, 8, **overrides).to(draft_device or device)
+    draft = oracle_draft(target, truth_of(inputs, ref), seed, 8, **overrides).to(
+        draft_device or device
+    )
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert out.device.type == torch.device(device).type
     assert torch.equal(out, ref)
@@ -94,7 +96,9 @@ def check_greedy(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("device", [CUDA])
 def test_every_family_gives_the_plain_text(device: str, dtype: torch.dtype, family: str) -> None:
-    check_greedy(tiny_target(family).to(device, dtype), device, seed=0, lengths=lengths_for(family, dtype))
+    check_greedy(
+        tiny_target(family).to(device, dtype), device, seed=0, lengths=lengths_for(family, dtype)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,7 +118,9 @@ def test_a_draft_on_another_device_gives_the_plain_text(kind: dict[str, Any], de
 @pytest.mark.parametrize("draft_device", ["cuda", "cpu"])
 @pytest.mark.parametrize("head", ["cuda", "cpu"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_layers_on_several_devices_give_the_plain_text(offload: bool, head: str, draft_device: str) -> None:
+def test_layers_on_several_devices_give_the_plain_text(
+    offload: bool, head: str, draft_device: str
+) -> None:
     """Layers on the GPU and the CPU in turn: computed on each, or (`offload`) brought to the GPU for each call."""
     places: dict[str, Any] = {f"model.layers.{i}": "cpu" if i % 2 else 0 for i in range(4)}
     places |= {
@@ -128,7 +134,9 @@ def test_layers_on_several_devices_give_the_plain_text(offload: bool, head: str,
         target = dispatch_model(target, places, main_device=0)
         assert any(parameter.is_meta for parameter in target.parameters())
     else:
-        execution = {name: torch.device(place) for name, place in places.items()} | {"": torch.device(0)}
+        execution = {name: torch.device(place) for name, place in places.items()} | {
+            "": torch.device(0)
+        }
         attach_align_device_hook_on_blocks(target, execution, skip_keys=[CACHE_NAME])
         assert {parameter.device.type for parameter in target.parameters()} == {"cuda", "cpu"}
     for seed, lengths in enumerate([[9], LENGTHS]):
@@ -145,7 +153,9 @@ def test_sampled_text_does_not_depend_on_the_block(device: str) -> None:
     for width in (1, 3, 8):
         draft.generation_config.verify_width = width
         torch.manual_seed(5)
-        texts.append(target.generate(**inputs, max_new_tokens=NEW, do_sample=True, assistant_model=draft))
+        texts.append(
+            target.generate(**inputs, max_new_tokens=NEW, do_sample=True, assistant_model=draft)
+        )
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
 
@@ -167,7 +177,9 @@ class VerifyRecord:
     def keep(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Copies ids, lengths and logits of a verify."""
         if (ragged := kwargs.get("ragged")) is not None:
-            self.calls.append((kwargs["input_ids"].clone(), ragged.block.lengths.clone(), output.logits.clone()))
+            self.calls.append(
+                (kwargs["input_ids"].clone(), ragged.block.lengths.clone(), output.logits.clone())
+            )
 
 
 VERIFIED = ("qwen3", "gemma2", "gpt-oss", "mistral")
@@ -185,7 +197,9 @@ VERIFY_CASES = [
 
 @pytest.mark.parametrize(("device", "dtype", "family"), VERIFY_CASES, ids=str)
 @torch.no_grad()
-def test_verify_equals_an_eager_forward_of_the_same_width(device: str, dtype: torch.dtype, family: str) -> None:
+def test_verify_equals_an_eager_forward_of_the_same_width(
+    device: str, dtype: torch.dtype, family: str
+) -> None:
     target = tiny_target(family).to(device, dtype)
     inputs = on(device, prompts(lengths_for(family, dtype), 2))
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -230,12 +244,18 @@ def test_steps_read_nothing_on_the_host(
     target = tiny_target(family).to(device)
     draft = tiny_draft(target, 6, **kind).to(device)
     draft.generation_config.engine = "eager"
-    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [2, 9], "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": [2, 9],
+        "pad_token_id": 0,
+    }
     if proposal != "greedy":
         draft.generation_config.proposal = proposal
         settings |= {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
     if proposal == "sample":
-        use_whole_blocks(draft)  # rejection draws another text at another width, and the loop below chooses none
+        # Rejection draws another text at another width, and the loop below chooses none
+        use_whole_blocks(draft)
     inputs = on(device, prompts(LENGTHS, 4))
     torch.manual_seed(0)
     wanted = target.generate(**inputs, **settings, assistant_model=draft)
@@ -284,7 +304,9 @@ def by_the_book(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~seen.cpu(), -torch.inf).exp()
-        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().cpu()[head].exp())
+        total = weights.sum(-1, keepdim=True) + (
+            0 if sinks is None else sinks.double().cpu()[head].exp()
+        )
         heads.append(weights / total @ value[:, head // repeats])
     return torch.stack(heads, dim=2)
 
@@ -295,23 +317,36 @@ def by_the_book(
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("window", "causal"), [(None, True), (None, False), (5, True), (5, False)])
 def test_attention_equals_the_formula(
-    window: int | None, causal: bool, has_sinks: bool, softcap: float | None, dtype: torch.dtype, device: str
+    window: int | None,
+    causal: bool,
+    has_sinks: bool,
+    softcap: float | None,
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
     torch.manual_seed(0)
     batch, heads, groups, width, num_slots, size = 3, 6, 2, 4, 23, 16
     query = torch.randn(batch, heads, width, size).to(device, dtype)
     # As the cache hands them out: views of token-major buffers.
-    key, value = (torch.randn(batch, num_slots, groups, size).to(device, dtype).transpose(1, 2) for _ in range(2))
+    key, value = (
+        torch.randn(batch, num_slots, groups, size).to(device, dtype).transpose(1, 2)
+        for _ in range(2)
+    )
     sinks = torch.randn(heads).to(device, dtype) if has_sinks else None
     block = RaggedBlock.at(torch.tensor([0, 7, 19], device=device), width)
-    mask = block.mask(num_slots, (window, causal, False), mask_repeats(heads // groups, query.device), dtype)
+    mask = block.mask(
+        num_slots, (window, causal, False), mask_repeats(heads // groups, query.device), dtype
+    )
     last = block.lengths[:, None, None] + width - 1
     held = slot_positions(last, torch.arange(num_slots, device=device), num_slots)
     seen = visible(block.positions[:, :, None], held, window, causal)
     out = attend(query, key, value, mask, 0.3, softcap=softcap, sinks=sinks)
     wanted = by_the_book(query, key, value, seen, 0.3, softcap, sinks)
     # One rounding of the output and of the weights per dtype.
-    assert relative_error(out, wanted) < {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert (
+        relative_error(out, wanted)
+        < {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    )
 
 
 @pytest.fixture
@@ -326,16 +361,25 @@ def training_pair(device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, DFl
     """A target and a draft with a causal, a sliding and a full layer."""
     target = tiny_target("qwen3").to(device, dtype).requires_grad_(False)
     kinds = ["full_attention", "sliding_attention", "full_attention"]
-    changes = {"num_hidden_layers": 3, "layer_types": kinds, "sliding_window": 4, "is_causal": [True, False, False]}
+    changes = {
+        "num_hidden_layers": 3,
+        "layer_types": kinds,
+        "sliding_window": 4,
+        "is_causal": [True, False, False],
+    }
     return target, tiny_draft(target, 6, **changes).to(device, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
-def test_draft_over_the_ragged_cache_equals_the_combined_forward(device: str, examples: list[Example]) -> None:
+def test_draft_over_the_ragged_cache_equals_the_combined_forward(
+    device: str, examples: list[Example]
+) -> None:
     target, draft = training_pair(device, torch.float64)
     found, batch = find_target(target), collate(examples)
-    anchors = sample_anchors(batch.loss_mask, 1, 6, torch.Generator().manual_seed(0)).to(torch.device(device))
+    anchors = sample_anchors(batch.loss_mask, 1, 6, torch.Generator().manual_seed(0)).to(
+        torch.device(device)
+    )
     batch = batch.to(torch.device(device))
     taps = target_features(found, [0, 2], batch).taps
     together = run_blocks(draft, found, batch, taps, anchors)
@@ -354,12 +398,20 @@ def loss_and_gradients(
     target: PreTrainedModel, draft: DFlashDraftModel, batch: Batch, taps: Tensor, flex: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The draft's states over several blocks under one kind of mask, and the gradients of their weighted sum."""
-    anchors = sample_anchors(batch.loss_mask.cpu(), 3, 6, torch.Generator().manual_seed(0)).to(taps.device)
+    anchors = sample_anchors(batch.loss_mask.cpu(), 3, 6, torch.Generator().manual_seed(0)).to(
+        taps.device
+    )
     draft.zero_grad()
-    states = run_blocks(draft, find_target(target), batch, taps, anchors, "flex" if flex else "sdpa")
-    weights = torch.linspace(-1, 1, states.numel(), device=states.device, dtype=states.dtype).view_as(states)
+    states = run_blocks(
+        draft, find_target(target), batch, taps, anchors, "flex" if flex else "sdpa"
+    )
+    weights = torch.linspace(
+        -1, 1, states.numel(), device=states.device, dtype=states.dtype
+    ).view_as(states)
     (states * weights).sum().backward()
-    return states.detach(), {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
+    return states.detach(), {
+        n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("device", [CUDA])
@@ -377,21 +429,34 @@ def test_block_masks_train_like_dense_masks(device: str, examples: list[Example]
 
 
 @pytest.mark.parametrize("device", [CUDA])
-def test_batches_of_many_shapes_are_trained_by_block_masks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_many_shapes_are_trained_by_block_masks(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One compiled function for all: no shape makes FlexAttention, or the compilation of its mask, give up."""
     failures: list[str] = []
     monkeypatch.setattr(forward, "_flex_failures", failures)
     target, draft = training_pair(device, torch.float32)
     draft.train()
     weights = decay_weights(6, 3.0)
-    for length, rows, number in ((40, 2, 5), (200, 3, 31), (331, 1, 64), (129, 4, 12), (520, 2, 70), (260, 5, 40)):
-        ids = torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(length)).tolist()
+    for length, rows, number in (
+        (40, 2, 5),
+        (200, 3, 31),
+        (331, 1, 64),
+        (129, 4, 12),
+        (520, 2, 70),
+        (260, 5, 40),
+    ):
+        ids = torch.randint(
+            3, 60, (rows, length), generator=torch.Generator().manual_seed(length)
+        ).tolist()
         batch = collate([Example.from_pair(row[:7], row[7:]) for row in ids])
         anchors = sample_anchors(batch.loss_mask, number, 6, torch.Generator().manual_seed(0))
         losses, gradients = [], []
         for attention in ("auto", "sdpa"):
             draft.zero_grad()
-            result = batch_loss(draft, find_target(target), batch, anchors, weights, attention=attention)
+            result = batch_loss(
+                draft, find_target(target), batch, anchors, weights, attention=attention
+            )
             (result.loss / result.weight).backward()
             losses.append(result.loss.item() / result.weight.item())
             gradients.append(draft.fc.weight.grad.clone())
@@ -405,10 +470,15 @@ def test_batches_of_many_shapes_are_trained_by_block_masks(device: str, monkeypa
 def test_block_masks_hide_what_dense_masks_hide(device: str, examples: list[Example]) -> None:
     target, draft = training_pair(device, torch.float32)
     batch = collate(examples)
-    anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0)).to(torch.device(device))
+    anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0)).to(
+        torch.device(device)
+    )
     batch = batch.to(torch.device(device))
     taps = target_features(find_target(target), [0, 2], batch).taps
     masks = BlockMaskRule(batch.attention_mask, anchors).masks(draft.config, flex=True)
     assert all(isinstance(mask, BlockMask) for mask in masks.values())
-    dense, flexible = (run_blocks(draft, find_target(target), batch, taps, anchors, flex) for flex in ("sdpa", "flex"))
+    dense, flexible = (
+        run_blocks(draft, find_target(target), batch, taps, anchors, flex)
+        for flex in ("sdpa", "flex")
+    )
     assert relative_error(flexible, dense) < 1e-4

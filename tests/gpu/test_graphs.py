@@ -40,7 +40,10 @@ gpu_only = pytest.mark.parametrize("device", [CUDA], indirect=True)
 
 def families(*names: str) -> pytest.MarkDecorator:
     """All of these on a GPU. On tapes the first one: the others are in tests/equality/test_static_step.py."""
-    cases = [("cpu", names[0]), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in names)]
+    cases = [
+        ("cpu", names[0]),
+        *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in names),
+    ]
     return pytest.mark.parametrize(("device", "family"), cases, indirect=["device"])
 
 
@@ -163,7 +166,9 @@ def test_costs_of_widths_are_measured_once_and_the_steady_state_waits_for_nothin
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @families("qwen3", "qwen3-sliding", "gemma3")
-def test_a_replay_is_the_same_step_uncaptured_bit_by_bit(device: str, family: str, dtype: torch.dtype) -> None:
+def test_a_replay_is_the_same_step_uncaptured_bit_by_bit(
+    device: str, family: str, dtype: torch.dtype
+) -> None:
     target = target_on(device, family, dtype)
     inputs = on(device, prompts([4, 11, 7], 1))
     draft = tiny_draft(target, 8).to(device)
@@ -186,13 +191,22 @@ def test_a_sampled_text_is_the_eager_one(device: str, proposal: Any, kind: dict[
     draft = tiny_draft(target, 6, **kind).to(device)
     draft.generation_config.proposal = proposal
     if proposal == "sample":
-        use_whole_blocks(draft)  # rejection draws another text from a tree, which captured steps do not verify
+        # Rejection draws another text from a tree, which captured steps do not verify
+        use_whole_blocks(draft)
     texts: list[Tensor] = []
     for engine in ("eager", "cuda_graph", "cuda_graph"):
         set_engine(draft, engine)
         torch.manual_seed(5)
-        settings = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "eos_token_id": [9]}
-        texts.append(target.generate(**inputs, max_new_tokens=NEW, **settings, assistant_model=draft))
+        settings = {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 20,
+            "top_p": 0.9,
+            "eos_token_id": [9],
+        }
+        texts.append(
+            target.generate(**inputs, max_new_tokens=NEW, **settings, assistant_model=draft)
+        )
         assert draft.last_stats.engine == engine
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
@@ -211,7 +225,9 @@ def test_pictures_give_the_plain_text(device: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("batch", LENGTHS)
-def test_the_steady_state_never_waits_for_the_device(device: str, batch: str, num_guarded: list[int]) -> None:
+def test_the_steady_state_never_waits_for_the_device(
+    device: str, batch: str, num_guarded: list[int]
+) -> None:
     target = target_on(device, "qwen3-sliding", torch.float32)
     inputs = on(device, prompts(LENGTHS[batch], 2))
     ref = target.generate(**inputs, **GREEDY)
@@ -261,7 +277,9 @@ def test_what_the_host_decides_is_decided_between_two_replays(device: str, what:
 
 
 @gpu_only
-def test_a_capture_that_cuda_refuses_ends_in_the_eager_loop(device: str, captured: list[int]) -> None:
+def test_a_capture_that_cuda_refuses_ends_in_the_eager_loop(
+    device: str, captured: list[int]
+) -> None:
     """A read on the host that hides from the check: only while a stream is being captured."""
     target = target_on(device, "qwen3", torch.float32)
     inputs = on(device, prompts([4, 11, 7], 0))
@@ -355,7 +373,10 @@ def test_a_replay_writes_into_nothing_that_others_have_been_given(device: str) -
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     # All sizes that a workspace may have had, so that one of these would be in its place.
-    others = [torch.full((size,), 7, dtype=torch.uint8, device=device) for size in [2**22, 2**23, 2**25] * 4]
+    others = [
+        torch.full((size,), 7, dtype=torch.uint8, device=device)
+        for size in [2**22, 2**23, 2**25] * 4
+    ]
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert draft.last_stats.engine == "cuda_graph"
     assert all(bool((other == 7).all()) for other in others)

@@ -33,7 +33,15 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     heads = [normal(BATCH, WIDTH, n, SIZE) for n in (HEADS, GROUPS, GROUPS)]
     angles = [normal(BATCH, WIDTH, SIZE) for _ in range(2)]
     block = [*heads, normal(SIZE), normal(SIZE), *angles, lengths, keys[0], values[0], 1e-6]
-    context = [normal(BATCH, WIDTH, 3, 2, GROUPS, SIZE), normal(3, SIZE), *angles, lengths, keys, values, 1e-6]
+    context = [
+        normal(BATCH, WIDTH, 3, 2, GROUPS, SIZE),
+        normal(3, SIZE),
+        *angles,
+        lengths,
+        keys,
+        values,
+        1e-6,
+    ]
     state = [counts(BATCH), counts(BATCH) + 9, counts(BATCH).bool(), counts(BATCH, 300)]
     state += [counts(BATCH, WIDTH), counts(BATCH, WIDTH), counts(NUM_FIGURES + WIDTH, BATCH)]
     accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), *state, counts(3) + 5]
@@ -43,14 +51,18 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     text = [counts(BATCH, 300), counts(BATCH) + 290, torch.zeros(2, 5, device=device)]
     tree, block_of = counts(4, BATCH, WIDTH), [counts(BATCH, WIDTH) for _ in range(4)]
     return {
-        "block_attention": lambda: block_attention(query, *cache, lengths, scaling=0.1, causal=True),
+        "block_attention": lambda: block_attention(
+            query, *cache, lengths, scaling=0.1, causal=True
+        ),
         "norm_rope_write": lambda: ops.norm_rope_write(*block),
         "context_kv": lambda: ops.context_kv(*context),
         "rms_norm": lambda: ops.rms_norm(states, weight, 1e-6),
         "add_norm": lambda: ops.add_norm(states, states, weight, 1e-6),
         "silu_mul": lambda: ops.silu_mul(states, states),
         "argmax": lambda: ops.argmax(logits),
-        "gumbel_argmax": lambda: ops.gumbel_argmax(logits, counts(1)[0], counts(BATCH, WIDTH), None, 0.6, 0),
+        "gumbel_argmax": lambda: ops.gumbel_argmax(
+            logits, counts(1)[0], counts(BATCH, WIDTH), None, 0.6, 0
+        ),
         "top_tokens": lambda: ops.top_tokens(logits[:, 1:, None], 15),
         "build_tree": lambda: ops.build_tree(best, order, tree, block_of[0], None, *text),
         "follow_tree": lambda: ops.follow_tree(*tree[:3], *block_of),
@@ -81,7 +93,10 @@ def test_an_operation_waits_for_nothing(name: str) -> None:
 @pytest.mark.gpu
 def test_a_captured_launch_follows_the_lengths() -> None:
     query = torch.randn(BATCH, HEADS, WIDTH, SIZE, device="cuda", dtype=torch.bfloat16)
-    keys, values = (torch.randn(BATCH, GROUPS, RING, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    keys, values = (
+        torch.randn(BATCH, GROUPS, RING, SIZE, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     lengths = torch.zeros(BATCH, device="cuda", dtype=torch.long)
 
     def attend() -> Tensor:
@@ -94,5 +109,7 @@ def test_a_captured_launch_follows_the_lengths() -> None:
     for now in ([0, 4000], [63, 64], [4096, 1]):
         lengths.copy_(torch.tensor(now))
         graph.replay()
-        wanted = block_attention.reference(query, keys, values, lengths, SIZE**-0.5, True, None, False, None, None)
+        wanted = block_attention.reference(
+            query, keys, values, lengths, SIZE**-0.5, True, None, False, None, None
+        )
         torch.testing.assert_close(out, wanted, rtol=0, atol=torch.finfo(torch.bfloat16).eps * 5)

@@ -19,7 +19,10 @@ def recorded(context_norm: nn.Module, layers: nn.ModuleList) -> Iterator[dict[st
 
         return module.register_forward_hook(note)
 
-    hooks = [keep(context_norm, "context"), *(keep(layer, f"layer_{i}") for i, layer in enumerate(layers))]
+    hooks = [
+        keep(context_norm, "context"),
+        *(keep(layer, f"layer_{i}") for i, layer in enumerate(layers)),
+    ]
     try:
         yield kept
     finally:

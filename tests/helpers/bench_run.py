@@ -13,12 +13,22 @@ PROVENANCE: dict[str, Any] = {
     "date": "2026-11-22T17:30:00+00:00",
     "command": "python -m dflash_hf bench --target build/smollm2/target --draft build/draft --data gsm8k",
     "commit": "695b0a8a29d0a2f4d4e7a6e1c40a1b0d3c5f7e91+dirty",
-    "versions": {"python": "3.11.9", "torch": "2.13.0+cpu", "transformers": "5.23.0", "triton": None},
+    "versions": {
+        "python": "3.11.9",
+        "torch": "2.13.0+cpu",
+        "transformers": "5.23.0",
+        "triton": None,
+    },
     "machine": {"cpu": "AMD EPYC 9B14", "cores": 2, "gpus": [], "platform": "Linux-6.1-x86_64"},
     "threads": 1,
     "processes": 1,
     "models": {
-        "bfloat16": {"dtype": "bfloat16", "device": "cpu", "attention": "sdpa", "draft_options": {"block_size": 8}}
+        "bfloat16": {
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "attention": "sdpa",
+            "draft_options": {"block_size": 8},
+        }
     },
 }
 SETTINGS: dict[str, Any] = {
@@ -43,7 +53,8 @@ METHODS: dict[str, tuple[float | None, float]] = {
     "zlab": (None, 30.0),
 }
 WHY = (
-    "ModuleNotFoundError: expected z-lab's package, got no module named 'dflash'; pip install --no-deps dflash==0.1.0"
+    "ModuleNotFoundError: expected z-lab's package, got no module named 'dflash'; "
+    "pip install --no-deps dflash==0.1.0"
 )
 
 
@@ -62,14 +73,20 @@ def questions(per_set: int = 12) -> list[Question]:
         }
         found += [
             Question(dataset="gsm8k", question_id=i, category="gsm8k", **math),  # type: ignore[arg-type]
-            Question(dataset="humaneval", question_id=f"HumanEval/{i}", category="humaneval", **code),  # type: ignore[arg-type]
-            Question(dataset="mt-bench", question_id=80 + i, category=("writing", "math")[i % 2], **talk),  # type: ignore[arg-type]
+            Question(
+                dataset="humaneval", question_id=f"HumanEval/{i}", category="humaneval", **code
+            ),  # type: ignore[arg-type]
+            Question(
+                dataset="mt-bench", question_id=80 + i, category=("writing", "math")[i % 2], **talk
+            ),  # type: ignore[arg-type]
             Question(dataset="mmstar", question_id=i, category=("chart", "logical")[i % 2], **seen),  # type: ignore[arg-type]
         ]
     return sorted(found, key=lambda question: question.dataset)
 
 
-def turn(rng: random.Random, text: str, share: float | None, step_ms: float, tokens: int = 0) -> Turn:
+def turn(
+    rng: random.Random, text: str, share: float | None, step_ms: float, tokens: int = 0
+) -> Turn:
     """One answer: so many tokens, decoded in blocks of 8 whose proposals are right with this chance."""
     tokens = tokens or rng.randint(40, 250)
     committed: list[int] = []
@@ -100,7 +117,9 @@ def turn(rng: random.Random, text: str, share: float | None, step_ms: float, tok
     )
 
 
-def answers_of(asked: Sequence[Question], repeats: int = 2, seed: int = 0) -> dict[str, list[Answer]]:
+def answers_of(
+    asked: Sequence[Question], repeats: int = 2, seed: int = 0
+) -> dict[str, list[Answer]]:
     """What every method of `METHODS` answers: the same texts, but for some of `dflash` and `stock`."""
     found: dict[str, list[Answer]] = {name: [] for name in METHODS}
     for question in asked:
@@ -108,17 +127,30 @@ def answers_of(asked: Sequence[Question], repeats: int = 2, seed: int = 0) -> di
             for name, (share, step_ms) in METHODS.items():
                 rng = random.Random(repr((seed, question.key, name, repeat)))
                 same = random.Random(repr((seed, question.key)))
-                fields: dict[str, Any] = {"model_id": name, "repeat": repeat, "tstamp": 1.8e9 + repeat}
+                fields: dict[str, Any] = {
+                    "model_id": name,
+                    "repeat": repeat,
+                    "tstamp": 1.8e9 + repeat,
+                }
                 fields |= {"dataset": question.dataset, "question_id": question.question_id}
                 fields |= {"category": question.category, "subcategory": question.subcategory}
                 if name == "zlab" or (name == "lookup" and question.dataset == "mmstar"):
-                    why = WHY if name == "zlab" else "ValueError: expected text, got an image; leave the method out"
+                    why = (
+                        WHY
+                        if name == "zlab"
+                        else "ValueError: expected text, got an image; leave the method out"
+                    )
                     found[name].append(Answer(**fields, error=why))
                     continue
                 turns = []
                 for _ in question.turns:
-                    tokens, ids = same.randint(40, 250), [same.randrange(3, 999) for _ in range(250)]
-                    right = "A" if question.score == "letter" else f"so \\boxed{{{question.reference}}}"
+                    tokens, ids = (
+                        same.randint(40, 250),
+                        [same.randrange(3, 999) for _ in range(250)],
+                    )
+                    right = (
+                        "A" if question.score == "letter" else f"so \\boxed{{{question.reference}}}"
+                    )
                     text = right if same.random() < 0.7 else "I <i>do not</i> know"
                     if name in ("dflash", "stock") and rng.random() < 0.1:
                         ids[17] = 1
@@ -160,7 +192,12 @@ def write_run(
         }
         for name in answers
     ]
-    record = {"methods": methods, "provenance": {**PROVENANCE}, "settings": {**SETTINGS}, "sessions": SESSIONS}
+    record = {
+        "methods": methods,
+        "provenance": {**PROVENANCE},
+        "settings": {**SETTINGS},
+        "sessions": SESSIONS,
+    }
     if change is not None:
         change(record)
     (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
@@ -175,11 +212,18 @@ def write_margins(folder: Path, summary: dict[str, Any], seed: int = 0) -> None:
     """Writes `margins.jsonl` for every answer that a summary says differs from the baseline's."""
     rng = random.Random(seed)
     rows = [
-        {**row, "model_id": method["model_id"], "margin": round(rng.expovariate(12), 4), "is_tie": rng.random() < 0.9}
+        {
+            **row,
+            "model_id": method["model_id"],
+            "margin": round(rng.expovariate(12), 4),
+            "is_tie": rng.random() < 0.9,
+        }
         for method in summary["methods"]
         for row in method["differing"]
     ]
-    (folder / "margins.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "margins.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def _lines(rows: Sequence[Any]) -> str:

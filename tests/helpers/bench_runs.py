@@ -15,14 +15,24 @@ from dflash_hf.bench.methods import Conversation
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 # The counts of a Turn; its seconds differ from run to run.
-COUNTS = ("text", "token_ids", "new_tokens", "prompt_tokens", "finish_reason", "committed", "accepted", "proposed")
+COUNTS = (
+    "text",
+    "token_ids",
+    "new_tokens",
+    "prompt_tokens",
+    "finish_reason",
+    "committed",
+    "accepted",
+    "proposed",
+)
 Asked = list[tuple[str, list[str]]]  # who was asked what, in order
 
 
 def write_set(path: Path, rows: Sequence[tuple[str, ...]]) -> Path:
     """Writes questions, given as their turns."""
     lines = [
-        json.dumps({"question_id": number, "category": "any", "turns": turns}) for number, turns in enumerate(rows)
+        json.dumps({"question_id": number, "category": "any", "turns": turns})
+        for number, turns in enumerate(rows)
     ]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
@@ -30,7 +40,10 @@ def write_set(path: Path, rows: Sequence[tuple[str, ...]]) -> Path:
 
 def settings_in(folder: Path, **changes: Any) -> RunSettings:
     """Settings over a set of five questions of one turn and three of two, with changes."""
-    rows = [*((f"one {number}",) for number in range(5)), *((f"two {number}", "and then?") for number in range(3))]
+    rows = [
+        *((f"one {number}",) for number in range(5)),
+        *((f"two {number}", "and then?") for number in range(3)),
+    ]
     base: dict[str, Any] = {
         "out": folder / "out",
         "data": (str(write_set(folder / "made-up.jsonl", rows)),),
@@ -43,7 +56,10 @@ def settings_in(folder: Path, **changes: Any) -> RunSettings:
 def answers_in(folder: Path) -> dict[str, list[Answer]]:
     """All answers in a run's folder, in the order of its files."""
     return {
-        path.name: [Answer.from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        path.name: [
+            Answer.from_dict(json.loads(line))
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
         for path in sorted(folder.glob("answers-*.jsonl"))
     }
 
@@ -73,15 +89,26 @@ class Pretended:
         before (callable, *optional*): Called first, with its name and what it is asked; may raise.
     """
 
-    def __init__(self, name: str, asked: Asked, before: Callable[[str, list[str]], None] | None = None) -> None:
+    def __init__(
+        self, name: str, asked: Asked, before: Callable[[str, list[str]], None] | None = None
+    ) -> None:
         self.name, self.asked, self.before = name, asked, before
 
-    def __call__(self, conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
+    def __call__(
+        self, conversations: Sequence[Conversation], options: Options, seed: int
+    ) -> list[Turn]:
         """Answers."""
         texts = [str(conversation[-1]["content"]) for conversation in conversations]
         self.asked.append((self.name, texts))
         if self.before is not None:
             self.before(self.name, texts)
-        one = Turn(text="", token_ids=[], new_tokens=1, prompt_tokens=2, wall_time=1e-6, latency=1e-6)
-        hashes = [hashlib.sha256(repr((row, options, seed)).encode()).hexdigest() for row in conversations]
-        return [replace(one, text=text, token_ids=[ord(letter) for letter in text[:4]]) for text in hashes]
+        one = Turn(
+            text="", token_ids=[], new_tokens=1, prompt_tokens=2, wall_time=1e-6, latency=1e-6
+        )
+        hashes = [
+            hashlib.sha256(repr((row, options, seed)).encode()).hexdigest() for row in conversations
+        ]
+        return [
+            replace(one, text=text, token_ids=[ord(letter) for letter in text[:4]])
+            for text in hashes
+        ]

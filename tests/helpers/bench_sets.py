@@ -28,4 +28,8 @@ def write(path: Path, *rows: object) -> Path:
 def upstream_rows(path: str) -> list[Any]:
     """Rows as their publishers have them."""
     text = (ROWS / path).read_text(encoding="utf-8")
-    return json.loads(text) if path.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+    return (
+        json.loads(text)
+        if path.endswith(".json")
+        else [json.loads(line) for line in text.splitlines()]
+    )

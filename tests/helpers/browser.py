@@ -44,7 +44,9 @@ class Server:
 
     def question(self) -> str:
         """A held-out question of one turn without pictures that the pair has an answer to."""
-        rows = map(json.loads, (self.pair / "held_out.jsonl").read_text(encoding="utf-8").splitlines())
+        rows = map(
+            json.loads, (self.pair / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+        )
         found = (row["messages"][0]["content"] for row in rows if len(row["messages"]) == 1)
         return next(text for text in found if isinstance(text, str))
 
@@ -64,7 +66,12 @@ def free_port() -> int:
 
 def start(command: list[str], log: Path, pair: Path, port: int) -> Server:
     """Starts a server process and waits until its page can be had."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(log.parent),
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment
@@ -87,7 +94,11 @@ def stop(server: Server) -> None:
     """
     server.process.terminate()
     server.process.wait(PATIENCE)
-    traces = [trace for trace in server.logged().split("Traceback")[1:] if "was not uploaded by a user" not in trace]
+    traces = [
+        trace
+        for trace in server.logged().split("Traceback")[1:]
+        if "was not uploaded by a user" not in trace
+    ]
     assert not traces, server.logged()
 
 
@@ -106,7 +117,8 @@ class Chat:
         """Adds pictures to the message, which has so many before, and waits until they are uploaded."""
         self.page.set_input_files("#df-box input[type=file]", [str(path) for path in pictures])
         self.page.wait_for_function(
-            "n => document.querySelectorAll('#df-box .thumbnail-item').length >= n", arg=before + len(pictures)
+            "n => document.querySelectorAll('#df-box .thumbnail-item').length >= n",
+            arg=before + len(pictures),
         )
 
     def send(self, text: str, *pictures: Path) -> None:

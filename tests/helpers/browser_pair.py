@@ -65,7 +65,9 @@ def write_pair(path: Path) -> Path:
     target.generation_config.pad_token_id = 0
     target.save_pretrained(path / "target")
     images = {name: value for name, value in PICTURES.items() if name != "processor_class"}
-    Qwen3VLProcessor(Qwen2VLImageProcessorPil(**images), tokenizer, TEMPLATE).save_pretrained(path / "target")
+    Qwen3VLProcessor(Qwen2VLImageProcessorPil(**images), tokenizer, TEMPLATE).save_pretrained(
+        path / "target"
+    )
     draft = DFlashDraftModel(
         DFlashConfig(
             vocab_size=len(tokenizer),
@@ -73,7 +75,11 @@ def write_pair(path: Path) -> Path:
             mask_token_id=0,
             num_target_layers=6,
             target_layer_ids=[1, 3],
-            **{name: value for name, value in _TEXT.items() if name not in ("rope_parameters", "num_hidden_layers")},
+            **{
+                name: value
+                for name, value in _TEXT.items()
+                if name not in ("rope_parameters", "num_hidden_layers")
+            },
             num_hidden_layers=1,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )

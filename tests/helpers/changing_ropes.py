@@ -24,7 +24,9 @@ from helpers.vision import vision_prompts, vision_target
 from tiny import COMMON, prompts, tiny_target, truth_of
 
 BOUNDARY = 32
-REFUSAL = re.compile(r"expected a run that stays within \d+ (positions|columns), a block included.* changes there")
+REFUSAL = re.compile(
+    r"expected a run that stays within \d+ (positions|columns), a block included.* changes there"
+)
 THETA = 10000.0
 DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": THETA}
 DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": THETA, "factor": 4.0}
@@ -72,7 +74,9 @@ def per_layer(sliding: dict[str, Any], full: dict[str, Any], longest: int) -> Pr
 def with_pictures(rope: dict[str, Any], longest: int) -> PreTrainedModel:
     """A Qwen3-VL, whose tokens have three positions each."""
     mrope = {**rope, "mrope_section": [2, 1, 1]}
-    return vision_target("qwen3-vl", text={"max_position_embeddings": longest, "rope_parameters": mrope})
+    return vision_target(
+        "qwen3-vl", text={"max_position_embeddings": longest, "rope_parameters": mrope}
+    )
 
 
 def flat(family: str, rope: dict[str, Any], longest: int, **others: Any) -> PreTrainedModel:
@@ -84,10 +88,14 @@ def flat(family: str, rope: dict[str, Any], longest: int, **others: Any) -> PreT
 TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-dynamic": lambda: flat("llama", DYNAMIC, BOUNDARY),
     "llama-longrope": lambda: flat("llama", longrope(4), 128),
-    "qwen3-dynamic": lambda: flat("qwen3", DYNAMIC | {"original_max_position_embeddings": 16}, BOUNDARY),
+    "qwen3-dynamic": lambda: flat(
+        "qwen3", DYNAMIC | {"original_max_position_embeddings": 16}, BOUNDARY
+    ),
     "qwen3-longrope": lambda: flat("qwen3", longrope(8), 128),
     "mistral-dynamic": lambda: flat("mistral", DYNAMIC, BOUNDARY),
-    "phi3-longrope": lambda: flat("phi3", longrope(4), 128, original_max_position_embeddings=BOUNDARY),
+    "phi3-longrope": lambda: flat(
+        "phi3", longrope(4), 128, original_max_position_embeddings=BOUNDARY
+    ),
     "phimoe-longrope": phimoe,
     "gemma3-longrope-default": lambda: per_layer(longrope(4), DEFAULT, 256),
     "gemma3-default-dynamic": lambda: per_layer(DEFAULT, DYNAMIC, BOUNDARY),
@@ -130,8 +138,12 @@ def draw(seed: int) -> Case:
         shift = "all"
     lengths = tuple(chance.randint(2, 14) for _ in range(chance.choice((1, 1, 2, 3))))
     block = chance.randint(2, 16)
-    far = chance.choice((0, chance.randint(1, 8), chance.randint(8, 24), chance.randint(24, 34), 40))
-    width, nodes = chance.choice(((None, None), (None, chance.randint(2, 24)), (chance.randint(1, block), None)))
+    far = chance.choice(
+        (0, chance.randint(1, 8), chance.randint(8, 24), chance.randint(24, 34), 40)
+    )
+    width, nodes = chance.choice(
+        ((None, None), (None, chance.randint(2, 24)), (chance.randint(1, block), None))
+    )
     return Case(
         target=target,
         lengths=lengths,
@@ -181,7 +193,11 @@ def inputs_of(case: Case, target: PreTrainedModel) -> dict[str, Tensor]:
     positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
     if has_pictures:
         counting: Any = target
-        kwargs = {name: value for name, value in inputs.items() if name not in ("input_ids", "pixel_values")}
+        kwargs = {
+            name: value
+            for name, value in inputs.items()
+            if name not in ("input_ids", "pixel_values")
+        }
         positions = counting._prepare_position_ids_for_generation(inputs["input_ids"], kwargs)
     passed = shifted(case, positions)
     if passed is not None:
@@ -191,7 +207,11 @@ def inputs_of(case: Case, target: PreTrainedModel) -> dict[str, Tensor]:
 
 def settings_of(case: Case, target: PreTrainedModel) -> dict[str, Any]:
     """What `generate` is given for a case, with a cache of its own."""
-    settings: dict[str, Any] = {**inputs_of(case, target), "max_new_tokens": case.new, "do_sample": False}
+    settings: dict[str, Any] = {
+        **inputs_of(case, target),
+        "max_new_tokens": case.new,
+        "do_sample": False,
+    }
     if case.way.startswith("embeds"):
         settings["inputs_embeds"] = target.get_input_embeddings()(settings["input_ids"])
     if case.way == "embeds alone":
@@ -202,7 +222,9 @@ def settings_of(case: Case, target: PreTrainedModel) -> dict[str, Any]:
         settings["return_dict_in_generate"] = True
     if case.cached:
         cache = DynamicCache(config=target.config)
-        told = {name: settings[name][..., : case.cached] for name in ("input_ids", "attention_mask")}
+        told = {
+            name: settings[name][..., : case.cached] for name in ("input_ids", "attention_mask")
+        }
         positions = settings.get("position_ids")
         if positions is None:
             positions = (settings["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)

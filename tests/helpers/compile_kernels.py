@@ -27,7 +27,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 # Multiprocessors, and KB of shared memory that a program may have: A100, RTX 3090, L40S, H200, B200, RTX 5090.
-CAPABILITIES = {80: (108, 163), 86: (82, 99), 89: (142, 99), 90: (132, 227), 100: (148, 227), 120: (170, 99)}
+CAPABILITIES = {
+    80: (108, 163),
+    86: (82, 99),
+    89: (142, 99),
+    90: (132, 227),
+    100: (148, 227),
+    120: (170, 99),
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -62,7 +69,11 @@ def resources(compiled: Any) -> dict[str, int]:
         dump = [str(CUOBJDUMP), "-res-usage", file.name]
         text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     found = dict(re.findall(r"(REG|STACK):(\d+)", text))
-    return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": compiled.metadata.shared}
+    return {
+        "registers": int(found["REG"]),
+        "stack": int(found["STACK"]),
+        "shared": compiled.metadata.shared,
+    }
 
 
 def compile_all(which: str) -> list[dict[str, Any]]:
@@ -73,7 +84,9 @@ def compile_all(which: str) -> list[dict[str, Any]]:
 
     def look(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = original(self, *args, grid=grid, warmup=True, **options)
-        found.append({"kernel": self.fn.__name__, "case": case, "hash": compiled.hash, **resources(compiled)})
+        found.append(
+            {"kernel": self.fn.__name__, "case": case, "hash": compiled.hash, **resources(compiled)}
+        )
 
     with mock.patch.object(JITFunction, "run", look):
         for case, launch in launches().items():
@@ -161,7 +174,11 @@ def launches() -> dict[str, Callable[[], Any]]:
         return [zeros(batch, ring, groups, size) for _ in range(layers)]
 
     angles = (zeros(batch, width, size), zeros(batch, width, size))
-    heads = (zeros(batch, width, 32, size), zeros(batch, width, groups, size), zeros(batch, width, groups, size))
+    heads = (
+        zeros(batch, width, 32, size),
+        zeros(batch, width, groups, size),
+        zeros(batch, width, groups, size),
+    )
     stacked = (zeros(batch, width, layers, 2, groups, size), zeros(layers, size))
     state = [counts(batch, width), counts(batch, width), counts(batch), counts(batch)]
     state += [counts(batch).bool(), counts(batch, 99), counts(batch, width), counts(batch, width)]
@@ -178,9 +195,17 @@ def launches() -> dict[str, Callable[[], Any]]:
 
     return {
         "argmax": launch(argmax, zeros(batch, 15, 151936)),
-        "gumbel": launch(gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), None, 0.6, 0),
+        "gumbel": launch(
+            gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), None, 0.6, 0
+        ),
         "gumbel, top-k": launch(
-            gumbel_argmax, zeros(batch, 16, 151936), counts(), counts(batch, 16), torch.zeros(batch, 16), 0.6, 1
+            gumbel_argmax,
+            zeros(batch, 16, 151936),
+            counts(),
+            counts(batch, 16),
+            torch.zeros(batch, 16),
+            0.6,
+            1,
         ),
         "top_tokens": launch(top_tokens, zeros(batch, 15, 1, 151936), 15),
         "top_tokens, 63 of 262,208": launch(top_tokens, zeros(batch, 15, 1, 262208), 63),
@@ -189,29 +214,49 @@ def launches() -> dict[str, Callable[[], Any]]:
         "build_tree": tree(16, 1),
         "build_tree, 64 nodes of candidates": tree(64, 64),
         "follow_tree": launch(follow_tree, *(counts(batch, 64) for _ in range(7))),
-        "keep_path": launch(keep_path, counts(batch, width), counts(batch), [*buffers(), *buffers()] * 3),
+        "keep_path": launch(
+            keep_path, counts(batch, width), counts(batch), [*buffers(), *buffers()] * 3
+        ),
         "norm_rope_write": launch(
-            norm_rope_write, *heads, zeros(size), zeros(size), *angles, lengths, buffers()[0], buffers()[0], 1e-6
+            norm_rope_write,
+            *heads,
+            zeros(size),
+            zeros(size),
+            *angles,
+            lengths,
+            buffers()[0],
+            buffers()[0],
+            1e-6,
         ),
         "norm_rope_write, no norm": launch(
             norm_rope_write, *heads, None, None, *angles, lengths, buffers()[0], buffers()[0], 0.0
         ),
         "rms_norm": launch(rms_norm, zeros(1, width, 4096), zeros(4096), 1e-6),
         "rms_norm of heads": launch(rms_norm, heads[0], zeros(size), 1e-6),
-        "add_norm": launch(add_norm, zeros(1, width, 4096), zeros(1, width, 4096), zeros(4096), 1e-6),
+        "add_norm": launch(
+            add_norm, zeros(1, width, 4096), zeros(1, width, 4096), zeros(4096), 1e-6
+        ),
         "silu_mul": launch(silu_mul, zeros(1, width, 12288), zeros(1, width, 12288)),
         "accept_and_prepare": launch(accept_and_prepare, *state, counts(3)),
-        "accept_and_prepare, counted elsewhere": launch(accept_and_prepare, *state, None, counts(batch)),
+        "accept_and_prepare, counted elsewhere": launch(
+            accept_and_prepare, *state, None, counts(batch)
+        ),
         **{
             f"growing to {extent}": attention(32, 128, half, *verify, splits=None, extent=extent)
             for extent in (300, 501, 1024, 1777)
         },
         "attention, verify": attention(32, 128, half, *verify, splits=16),
-        "attention, draft, one split": attention(32, 128, half, False, None, False, None, False, splits=1),
-        "attention, 256, window, soft cap": attention(32, 256, half, True, 512, False, 50.0, False, splits=8),
+        "attention, draft, one split": attention(
+            32, 128, half, False, None, False, None, False, splits=1
+        ),
+        "attention, 256, window, soft cap": attention(
+            32, 256, half, True, 512, False, 50.0, False, splits=8
+        ),
         "attention, 256, most splits": attention(8, 256, half, *verify, splits=kernel.MAX_SPLITS),
         "attention, most splits": attention(8, 128, half, *verify, splits=kernel.MAX_SPLITS),
-        "attention, 64, from the anchor, sinks": attention(64, 64, half, True, 128, True, None, True, splits=8),
+        "attention, 64, from the anchor, sinks": attention(
+            64, 64, half, True, 128, True, None, True, splits=8
+        ),
         "attention, float32": attention(32, 128, full, *verify, splits=16),
         "attention, tree": attention(32, 128, half, *verify, splits=16, tree=True),
     }
@@ -234,12 +279,16 @@ def table() -> str:
             needs = f"{kernel['registers']} / {kernel['stack']} / {kernel['shared'] / 1024:.0f}"
             if "growing" not in kernel["case"]:
                 rows.setdefault(key, []).append(needs)
-    return "\n".join([*lines, *(f"| {' | '.join([*key, *needs])} |" for key, needs in rows.items())])
+    return "\n".join(
+        [*lines, *(f"| {' | '.join([*key, *needs])} |" for key, needs in rows.items())]
+    )
 
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,11 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [t for t in ((out,) if isinstance(out, Tensor) else tree_leaves(out)) if isinstance(t, Tensor)]
+        tensors = [
+            t
+            for t in ((out,) if isinstance(out, Tensor) else tree_leaves(out))
+            if isinstance(t, Tensor)
+        ]
         self.seen.append((func, *((t.shape, t.stride(), t.dtype) for t in tensors)))
         return out
 
@@ -57,7 +61,9 @@ def places(run: Run) -> list[tuple[object, ...]]:
     named |= {f"draft {i}": t for i, t in enumerate(generator.cache.buffers())}
     # Written and read in one step.
     named.pop("draft_probs")
-    return [(n, t.data_ptr(), t.shape, t.stride()) for n, t in named.items() if isinstance(t, Tensor)]
+    return [
+        (n, t.data_ptr(), t.shape, t.stride()) for n, t in named.items() if isinstance(t, Tensor)
+    ]
 
 
 class Watched:

@@ -66,7 +66,9 @@ def blocks_to_run(text: str, languages: tuple[str, ...]) -> list[Block]:
     found = [block for block in split(text)[0] if block.language in languages]
     unexplained = [block.line for block in found if block.not_run == ""]
     if unexplained:
-        raise ValueError(f"expected a reason after 'not run:', got none above lines {unexplained}; give it")
+        raise ValueError(
+            f"expected a reason after 'not run:', got none above lines {unexplained}; give it"
+        )
     return [block for block in found if block.not_run is None]
 
 
@@ -85,17 +87,23 @@ def execute(block: Block, filename: str, namespace: dict[str, object]) -> None:
     exec(compile("\n" * (block.line - 1) + block.code, filename, "exec"), namespace)
 
 
-def run_in_shell(block: Block, folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def run_in_shell(
+    block: Block, folder: Path, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Runs a shell block in a folder; any of its commands that fails ends it."""
     command = ["bash", "-euo", "pipefail", "-c", block.code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
 
 
 def run_page(page: Path) -> None:
     """Runs the examples of a page from top to bottom in the current folder, as this module's docstring has it."""
     blocks = blocks_to_run(page.read_text(encoding="utf-8"), ("python", *SHELLS))
     if not blocks:
-        sys.exit(f"expected an example to run in {page}, got none; write one, or leave the page out")
+        sys.exit(
+            f"expected an example to run in {page}, got none; write one, or leave the page out"
+        )
     programs = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     namespace = new_namespace()

@@ -20,13 +20,19 @@ _VALUES: list[tuple[Any, str]] = [
     (64, "vocab_size vocab_size_per_layer_input"),
     (32, "hidden_size n_embd d_model embed_dim lru_width"),
     (48, "intermediate_size ffn_dim d_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim"),
-    (24, "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
+    (
+        24,
+        "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    ),
     (24, "expert_ffn_hidden_size expert_intermediate_size shared_intermediate_size"),
     (4, "num_hidden_layers n_layer n_layers num_layers decoder_layers"),
     (4, "num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads"),
     (2, "num_key_value_heads num_kv_heads encoder_layers index_n_heads linear_num_key_heads"),
     (4, "linear_num_value_heads"),
-    (8, "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim state_size mamba_d_state index_head_dim"),
+    (
+        8,
+        "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim state_size mamba_d_state index_head_dim",
+    ),
     (8, "hidden_size_per_layer_input laurel_rank linear_key_head_dim linear_value_head_dim"),
     (16, "q_lora_rank kv_lora_rank mamba_d_head"),
     (4, "num_experts n_routed_experts num_local_experts moe_num_experts mamba_n_heads rotary_dim"),
@@ -41,7 +47,14 @@ _VALUES: list[tuple[Any, str]] = [
 ]
 SMALL = {name: value for value, names in _VALUES for name in names.split()}
 # A default of None is left as it is: it switches something off.
-_OPTIONAL = {"sliding_window", "head_dim", "q_lora_rank", "intermediate_size", "num_kv_heads", "lru_width"}
+_OPTIONAL = {
+    "sliding_window",
+    "head_dim",
+    "q_lora_rank",
+    "intermediate_size",
+    "num_kv_heads",
+    "lru_width",
+}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _MLA = {"head_dim": None, "num_key_value_heads": 4}
 _CONV = {"layer_types": ["conv", "full_attention"] * 2}
@@ -50,13 +63,21 @@ _HEAD = {"head_dim": 8}
 _UNTIED = {"tie_word_embeddings": False}  # tied random embeddings repeat the last token for ever
 
 PER_FAMILY: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _MLA),
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _MLA
+    ),
     **dict.fromkeys(("glm_moe_dsa", "longcat_flash", "youtu", "kimi_linear"), _MLA),
     "minicpm3": _MLA | _UNTIED,
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "ministral", "kolibri1", "laguna"), _MIXED | _UNTIED),
-    **dict.fromkeys(("qwen2", "qwen3", "mellum"), _MIXED | {"use_sliding_window": True, "sliding_window": 6}),
+    **dict.fromkeys(
+        ("gemma2", "gemma3", "gemma3_text", "ministral", "kolibri1", "laguna"), _MIXED | _UNTIED
+    ),
+    **dict.fromkeys(
+        ("qwen2", "qwen3", "mellum"), _MIXED | {"use_sliding_window": True, "sliding_window": 6}
+    ),
     "dots1": _MIXED | {"n_shared_experts": 1},
-    **dict.fromkeys(("vaultgemma", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _UNTIED),
+    **dict.fromkeys(
+        ("vaultgemma", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _UNTIED
+    ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _CONV),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _SHARED),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _HEAD),
@@ -75,7 +96,15 @@ PER_FAMILY: dict[str, dict[str, Any]] = {
 }
 PER_FAMILY["ministral"] = PER_FAMILY["ministral"] | {"head_dim": 8}
 # Their eager attention computes NaN for padding in float64, and some modules insist on float32.
-FLOAT32 = {"gemma2", "vaultgemma", "granite_swa", "granitemoe_swa", "xglm", "inkling2_text", "xlnet"}
+FLOAT32 = {
+    "gemma2",
+    "vaultgemma",
+    "granite_swa",
+    "granitemoe_swa",
+    "xglm",
+    "inkling2_text",
+    "xlnet",
+}
 
 
 class CannotBuildError(Exception):
@@ -98,7 +127,14 @@ def build(name: str, **overrides: Any) -> PreTrainedModel:
             raise CannotBuildError(f"{num_parameters:,} parameters")
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
-    except (StrictDataclassError, ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        AttributeError,
+        KeyError,
+    ) as error:
         raise CannotBuildError(f"{type(error).__name__}: {error}") from error
     model = model.to(torch.float32 if name in FLOAT32 else torch.float64).eval()
     if hasattr(model, "set_experts_implementation"):

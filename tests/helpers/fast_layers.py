@@ -15,6 +15,8 @@ def declare(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]) -> None:
     is_listed = known_layers._is_listed
 
     def is_listed_too(module: Any, names: frozenset[str]) -> bool:
-        return is_listed(module, names) or (type(module) is kind and kind.__mro__[1].__name__ in names)
+        return is_listed(module, names) or (
+            type(module) is kind and kind.__mro__[1].__name__ in names
+        )
 
     monkeypatch.setattr(known_layers, "_is_listed", is_listed_too)

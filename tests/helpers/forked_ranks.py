@@ -40,7 +40,12 @@ def run_ranks(work: Callable[[], object]) -> None:
 
 def _be(rank: int, port: int, work: Callable[[], object]) -> Never:
     """Is one of the processes, to its end."""
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+    found = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": NUM_RANKS,
+        "LOCAL_WORLD_SIZE": NUM_RANKS,
+    }
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
     os.environ |= {name: str(value) for name, value in found.items()}
     status = 1

@@ -15,7 +15,9 @@ def half(*axes: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     Args:
         axes (mapping or sequence): Values of each parameter, two or more; the keys of a mapping are their names.
     """
-    return _marked(axes, lambda all_places: {places for places in all_places if not sum(places) % 2})
+    return _marked(
+        axes, lambda all_places: {places for places in all_places if not sum(places) % 2}
+    )
 
 
 def pairs(*axes: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
@@ -47,7 +49,10 @@ def _marked(
     axes: Sequence[Mapping[str, Any] | Sequence[Any]],
     choose: Callable[[Sequence[tuple[int, ...]]], set[tuple[int, ...]]],
 ) -> list[Any]:
-    named = [axis if isinstance(axis, Mapping) else {str(value): value for value in axis} for axis in axes]
+    named = [
+        axis if isinstance(axis, Mapping) else {str(value): value for value in axis}
+        for axis in axes
+    ]
     assert all(len(axis) > 1 for axis in named)
     product = list(itertools.product(*(range(len(axis)) for axis in named)))
     kept = choose(product)

@@ -21,7 +21,12 @@ def held_put(allowed: Callable[[], int | None]) -> Callable[[RunStreamer, Any], 
 
     def held(self: RunStreamer, value: Any) -> None:
         given = getattr(self, "given", -1)  # the first call brings the prompt
-        while given >= 0 and not self.stop.is_set() and (limit := allowed()) is not None and given >= limit:
+        while (
+            given >= 0
+            and not self.stop.is_set()
+            and (limit := allowed()) is not None
+            and given >= limit
+        ):
             self.stop.wait(0.01)
         put(self, value)
         self.given = given + 1  # type: ignore[attr-defined]

@@ -38,7 +38,11 @@ def gated_delta(
     if use_qk_l2norm_in_kernel:
         query, key = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (query, key))
     batch, length, heads, size = key.shape
-    state = value.new_zeros(batch, heads, size, value.shape[3]) if initial_state is None else initial_state.to(value)
+    state = (
+        value.new_zeros(batch, heads, size, value.shape[3])
+        if initial_state is None
+        else initial_state.to(value)
+    )
     outputs: list[Tensor] = []
     for t in range(length):
         state = state * g[:, t].exp()[..., None, None]
@@ -70,7 +74,10 @@ def selective_scan(
     outputs: list[Tensor] = []
     for t in range(length):
         step = steps[:, t, :, None, None]
-        state = state * (step * A[:, None, None]).exp() + step * hidden_states[:, t, :, :, None] * into[:, t, :, None]
+        state = (
+            state * (step * A[:, None, None]).exp()
+            + step * hidden_states[:, t, :, :, None] * into[:, t, :, None]
+        )
         outputs.append((state * out[:, t, :, None]).sum(dim=-1))
     read = torch.stack(outputs, dim=1)
     read = read if D is None else read + D[:, None] * hidden_states
@@ -131,7 +138,11 @@ def use_float64_rules(monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel) 
 
 def norm(self: Any, hidden_states: Tensor) -> Tensor:
     """The decoders' norm; Qwen3.5's and Qwen3-Next's weights are counted from 1 and have another name for epsilon."""
-    eps, weight = (self.eps, 1 + self.weight) if hasattr(self, "eps") else (self.variance_epsilon, self.weight)
+    eps, weight = (
+        (self.eps, 1 + self.weight)
+        if hasattr(self, "eps")
+        else (self.variance_epsilon, self.weight)
+    )
     return hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -141,7 +152,9 @@ def gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
     return self.weight * hidden_states * scale * F.silu(gate)
 
 
-def watch_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], dict[int, tuple[Tensor, Tensor | None]]]]:
+def watch_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[list[int], dict[int, tuple[Tensor, Tensor | None]]]]:
     """Returns a list that runs fill: after every replay the rows' lengths, and windows and states by layer."""
     seen: list[tuple[list[int], dict[int, tuple[Tensor, Tensor | None]]]] = []
     replay = RecurrentGroup.replay
@@ -149,7 +162,9 @@ def watch_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], dict[
     def watched(self: RecurrentGroup, lengths: Tensor) -> None:
         replay(self, lengths)
         states = [None] * len(self.indices) if self.states is None else list(self.states.clone())
-        layers = dict(zip(self.indices, zip(self.windows.clone(), states, strict=True), strict=True))
+        layers = dict(
+            zip(self.indices, zip(self.windows.clone(), states, strict=True), strict=True)
+        )
         seen.append((lengths.tolist(), layers))
 
     monkeypatch.setattr(RecurrentGroup, "replay", watched)
@@ -157,7 +172,9 @@ def watch_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], dict[
 
 
 @torch.no_grad()
-def fresh_states(target: PreTrainedModel, tokens: list[int]) -> dict[int, tuple[Tensor, Tensor | None]]:
+def fresh_states(
+    target: PreTrainedModel, tokens: list[int]
+) -> dict[int, tuple[Tensor, Tensor | None]]:
     """Windows and states by layer after one forward over a row's tokens alone."""
     layers = target(torch.tensor([tokens]), use_cache=True)[CACHE_NAME].layers
     return {
@@ -187,7 +204,9 @@ def check_recurrent(ours: Any, plain: Any, tolerance: float) -> None:
             assert relative_error(x, y) < tolerance
 
 
-def _pairs(ours: Iterable[Tensor | None], plain: Iterable[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+def _pairs(
+    ours: Iterable[Tensor | None], plain: Iterable[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
     pairs = list(zip(ours, plain, strict=True))
     assert all((x is None) == (y is None) for x, y in pairs)
     return [(x, y) for x, y in pairs if x is not None and y is not None]

@@ -21,7 +21,8 @@ from typing import Any
 import dflash_hf
 
 SOURCES = str(Path(dflash_hf.__file__).parent)
-Line = tuple[str, int, str, str]  # file, line, event, and the function of ours that has called contextlib
+# File, line, event, and the function of ours that has called contextlib
+Line = tuple[str, int, str, str]
 
 
 class Tracer:
@@ -72,7 +73,8 @@ class Tracer:
 def _leaves_a_lock(frame: FrameType) -> bool:
     """Whether the next thing is to release a module's lock: Python looks for signals before that, within the block."""
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    is_leaving = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"  # arguments of `__exit__`
+    # Arguments of `__exit__`
+    is_leaving = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"
     return is_leaving and re.fullmatch(r"with _\w+:", text) is not None
 
 

@@ -27,7 +27,14 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [INTERPRETED, CUDA]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GUARD = 64
-OPERATIONS = ("block_attention", "norm_rope_write", "context_kv", "argmax", "gumbel_argmax", "accept_and_prepare")
+OPERATIONS = (
+    "block_attention",
+    "norm_rope_write",
+    "context_kv",
+    "argmax",
+    "gumbel_argmax",
+    "accept_and_prepare",
+)
 # How often these run depends on what a target is made of.
 POINTWISE = ("rms_norm", "add_norm", "silu_mul")
 # Those of steps that verify trees.
@@ -37,7 +44,10 @@ TREES = ("top_tokens", "build_tree", "follow_tree", "keep_path")
 @contextmanager
 def poisoned() -> Iterator[None]:
     """What is allocated and not written holds NaN, or the greatest integer."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -55,7 +65,9 @@ class Guarded:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self.whole = torch.full((values.numel() + 2 * GUARD,), 77, dtype=values.dtype, device=values.device)
+        self.whole = torch.full(
+            (values.numel() + 2 * GUARD,), 77, dtype=values.dtype, device=values.device
+        )
         self.tensor = self.whole[GUARD : GUARD + values.numel()].view(values.shape)
         self.tensor.copy_(values)
 
@@ -64,7 +76,9 @@ class Guarded:
         return Guarded(self.tensor)
 
 
-def assert_same_writes(ours: dict[str, Guarded], wanted: dict[str, Guarded], tolerance: float = 0.0) -> None:
+def assert_same_writes(
+    ours: dict[str, Guarded], wanted: dict[str, Guarded], tolerance: float = 0.0
+) -> None:
     """Both have written the same values to the same places, NaN where nothing was written, and nothing around."""
     for name, guarded in ours.items():
         scale = float(wanted[name].whole.float().nan_to_num().abs().max())
@@ -94,7 +108,9 @@ class Calls:
         operations (`tuple[str, ...]`): Those that are counted.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, operations: tuple[str, ...] = OPERATIONS) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, operations: tuple[str, ...] = OPERATIONS
+    ) -> None:
         self.kernels: Counter[str] = Counter()
         self.references: Counter[str] = Counter()
         for name in operations:

@@ -16,9 +16,14 @@ def train(folder: Path) -> None:
     """Trains a tiny draft to the end, saving often."""
     target = tiny_target("qwen3")
     args = options(
-        folder, max_steps=400, save_steps=10, optim="muon" if hasattr(torch.optim, "Muon") else "adamw_torch"
+        folder,
+        max_steps=400,
+        save_steps=10,
+        optim="muon" if hasattr(torch.optim, "Muon") else "adamw_torch",
     )
-    trainer = DFlashTrainer(model=tiny_draft(target), target=target, args=args, train_dataset=draws(10))
+    trainer = DFlashTrainer(
+        model=tiny_draft(target), target=target, args=args, train_dataset=draws(10)
+    )
     is_begun = any(folder.glob("checkpoint-*/trainer_state.json"))
     trainer.train(resume_from_checkpoint=is_begun)
     trainer.save_model()

@@ -26,7 +26,11 @@ CONV: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4}
 SELECTOR: dict[str, Any] = {"selector_rank": 3, "selector_top_k": 5}
 DFLASH2: dict[str, Any] = {**CONV, **SELECTOR}
 MUSE_LIKE: dict[str, Any] = {"raw_input_embeddings": True, "is_causal": False}
-ANCHORED: dict[str, Any] = {"layer_types": [SLIDING, FULL], "sliding_window": 7, "window_from_anchor": True}
+ANCHORED: dict[str, Any] = {
+    "layer_types": [SLIDING, FULL],
+    "sliding_window": 7,
+    "window_from_anchor": True,
+}
 OWN: dict[str, Any] = {"own_embed_tokens": True, "own_lm_head": True}
 YARN = {
     "rope_type": "yarn",
@@ -40,8 +44,14 @@ YARN = {
 CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "plain": ({}, ["zlab", "speculators"]),
     "sliding means causal": ({"layer_types": [SLIDING, FULL], "sliding_window": 7}, ["zlab"]),
-    "all causal": ({"layer_types": [SLIDING, FULL], "sliding_window": 7, "is_causal": True}, ["zlab"]),
-    "window, no causality": ({"layer_types": [SLIDING, FULL], "sliding_window": 7, **MUSE_LIKE}, ["zlab", "muse"]),
+    "all causal": (
+        {"layer_types": [SLIDING, FULL], "sliding_window": 7, "is_causal": True},
+        ["zlab"],
+    ),
+    "window, no causality": (
+        {"layer_types": [SLIDING, FULL], "sliding_window": 7, **MUSE_LIKE},
+        ["zlab", "muse"],
+    ),
     "muse-like, full": (MUSE_LIKE, ["zlab", "speculators", "muse", "zlab"]),
     "nothing stated": ({**MUSE_LIKE, "vocab_size": None, "num_target_layers": None}, ["muse"]),
     "yarn": (
@@ -54,7 +64,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "biases": ({"attention_bias": True}, ["zlab", "speculators"]),
     "other details": (
-        {**MUSE_LIKE, "hidden_act": "gelu", "rms_norm_eps": 1e-5, "attention_dropout": 0.1, "initializer_range": 0.1},
+        {
+            **MUSE_LIKE,
+            "hidden_act": "gelu",
+            "rms_norm_eps": 1e-5,
+            "attention_dropout": 0.1,
+            "initializer_range": 0.1,
+        },
         ["zlab", "speculators", "muse", "zlab"],
     ),
     "mixed causality": ({"layer_types": [FULL, FULL], "is_causal": [True, False]}, []),
@@ -67,7 +83,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "window from the anchor, all causal": ({**ANCHORED, "is_causal": True}, []),
     "own embedding and head": (OWN, ["speculators"]),
     "own head": ({"own_lm_head": True}, ["speculators"]),
-    "reduced vocabulary": ({**ANCHORED, "own_lm_head": True, "draft_vocab_size": 13}, ["speculators"]),
+    "reduced vocabulary": (
+        {**ANCHORED, "own_lm_head": True, "draft_vocab_size": 13},
+        ["speculators"],
+    ),
     "from the anchor": ({"sample_from_anchor": True}, ["speculators"]),
     "deepspec": (
         {**OWN, "is_causal": False, "sample_from_anchor": True, "target_layer_ids": [-1, 2, 7]},

@@ -171,8 +171,13 @@ def begin(
     settings._pad_token_tensor = None
     kwargs: dict[str, Any] = {"use_cache": True, **(inputs or {})}
     if hasattr(model.config, "vision_config"):
-        kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, {"input_ids": ids, **kwargs})
-    criteria = [MaxLengthCriteria(prompt + limit), EosTokenCriteria(torch.tensor([1, 2], device="cuda"))]
+        kwargs["position_ids"] = model._prepare_position_ids_for_generation(
+            ids, {"input_ids": ids, **kwargs}
+        )
+    criteria = [
+        MaxLengthCriteria(prompt + limit),
+        EosTokenCriteria(torch.tensor([1, 2], device="cuda")),
+    ]
     with Answers(prompt - 1):
         request = Request(
             target=find_target(model),
@@ -233,15 +238,24 @@ def captured_step(run: Run) -> Step:
     state = run.state
     changed = {"proposals": state.whole_block}
     if step.accepts:
-        changed |= {"draft": state.draft_ids, "outcome": state.outcome, "ids": state.ids, "lengths": state.lengths}
+        changed |= {
+            "draft": state.draft_ids,
+            "outcome": state.outcome,
+            "ids": state.ids,
+            "lengths": state.lengths,
+        }
     caches = {"target": run.cache, "draft": run.generator.cache}
     changed |= {
-        f"{name} cache {i}": t for name, cache in caches.items() for i, t in enumerate(_written_by_step(cache))
+        f"{name} cache {i}": t
+        for name, cache in caches.items()
+        for i, t in enumerate(_written_by_step(cache))
     }
     before = {name: tensor._version for name, tensor in changed.items()}
     with torch.inference_mode(), _Count() as count, NoHostReads():
         step.body(step.bound(1))
-    return Step(count.calls, {name: t._version > before[name] for name, t in changed.items()}, step.accepts)
+    return Step(
+        count.calls, {name: t._version > before[name] for name, t in changed.items()}, step.accepts
+    )
 
 
 def _written_by_step(cache: Any) -> list[Tensor]:

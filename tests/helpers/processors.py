@@ -74,7 +74,12 @@ def published_folder(path: Path, model_type: str = "qwen3_vl") -> Path:
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """A picture in which every pixel differs from its neighbours."""
     image = Image.new("RGB", (width, height))
-    image.putdata([((7 * i + seed) % 256, (13 * i) % 256, (29 * i + 5 * seed) % 256) for i in range(width * height)])
+    image.putdata(
+        [
+            ((7 * i + seed) % 256, (13 * i) % 256, (29 * i + 5 * seed) % 256)
+            for i in range(width * height)
+        ]
+    )
     return image
 
 
@@ -82,7 +87,9 @@ def qwen_target(processor: Any) -> PreTrainedModel:
     """Builds a tiny Qwen3-VL for the tokens of a processor, as `vision_target` does. It writes text only."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokenizer = processor.tokenizer
-    target = vision_target("qwen3-vl", vocab_size=len(tokenizer), **{name: getattr(processor, name) for name in names})
+    target = vision_target(
+        "qwen3-vl", vocab_size=len(tokenizer), **{name: getattr(processor, name) for name in names}
+    )
     config: Any = target.generation_config
     config.pad_token_id = tokenizer.pad_token_id
     config.suppress_tokens = tokenizer.convert_tokens_to_ids(SPECIAL)

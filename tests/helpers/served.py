@@ -46,7 +46,9 @@ class Served:
         """Returns the log once something holds for it."""
         deadline = time.monotonic() + seconds
         while not holds(log := self.log):
-            assert self.process.poll() is None, f"the server has ended ({self.process.returncode}):\n{log}"
+            assert self.process.poll() is None, (
+                f"the server has ended ({self.process.returncode}):\n{log}"
+            )
             assert time.monotonic() < deadline, f"not within {seconds} s:\n{log}"
             time.sleep(0.02)
         return log

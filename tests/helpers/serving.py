@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ENGINES = Path(os.environ.get("DFLASH_ENGINES", Path(__file__).resolve().parents[2] / "build" / "engines"))
+ENGINES = Path(
+    os.environ.get("DFLASH_ENGINES", Path(__file__).resolve().parents[2] / "build" / "engines")
+)
 # The modules that are theirs; all others of the two packages are stood in for.
 REAL = {
     "vllm": (
@@ -62,11 +64,15 @@ class _Kind(type):
 class _Linear(nn.Module):
     """A linear layer of an engine: one weight, into which parts are written by their names."""
 
-    def __init__(self, num_out: int, num_in: int, bias: bool, rows: dict[Any, slice] | None = None) -> None:
+    def __init__(
+        self, num_out: int, num_in: int, bias: bool, rows: dict[Any, slice] | None = None
+    ) -> None:
         super().__init__()
         self.input_size = self.in_features = num_in
         self.weight = nn.Parameter(torch.full((num_out, num_in), torch.nan), requires_grad=False)
-        self.bias = nn.Parameter(torch.full((num_out,), torch.nan), requires_grad=False) if bias else None
+        self.bias = (
+            nn.Parameter(torch.full((num_out,), torch.nan), requires_grad=False) if bias else None
+        )
         self.quant_method = None
         for parameter in self.parameters():
             parameter.weight_loader = self._loader(rows or {})  # type: ignore[attr-defined]
@@ -94,12 +100,18 @@ class _QKV(_Linear):
     ) -> None:
         size = head_size or rest["head_dim"]
         query, key = total_num_heads * size, total_num_kv_heads * size
-        rows = {"q": slice(0, query), "k": slice(query, query + key), "v": slice(query + key, query + 2 * key)}
+        rows = {
+            "q": slice(0, query),
+            "k": slice(query, query + key),
+            "v": slice(query + key, query + 2 * key),
+        }
         super().__init__(query + 2 * key, hidden_size, bias, rows)
 
 
 class _Merged(_Linear):
-    def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = False, **rest: Any) -> None:
+    def __init__(
+        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, **rest: Any
+    ) -> None:
         ends = [sum(output_sizes[:at]) for at in range(len(output_sizes) + 1)]
         rows = {at: slice(ends[at], ends[at + 1]) for at in range(len(output_sizes))}
         super().__init__(ends[-1], input_size, bias, rows)
@@ -118,7 +130,10 @@ class _Table(_Linear):
 class _Norm(nn.Module):
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.full((size,), torch.nan), requires_grad=False), eps
+        self.weight, self.variance_epsilon = (
+            nn.Parameter(torch.full((size,), torch.nan), requires_grad=False),
+            eps,
+        )
 
 
 class _Empty(nn.Module):
@@ -130,7 +145,9 @@ class _Empty(nn.Module):
 
 
 def _decorator(*args: Any, **kwargs: Any) -> Any:
-    return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else lambda wrapped: wrapped
+    return (
+        args[0] if len(args) == 1 and not kwargs and callable(args[0]) else lambda wrapped: wrapped
+    )
 
 
 def _copy(parameter: nn.Parameter, loaded: Tensor) -> None:
@@ -140,7 +157,9 @@ def _copy(parameter: nn.Parameter, loaded: Tensor) -> None:
 
 def _rope(head_size: int, *args: Any, **kwargs: Any) -> Any:
     is_neox = kwargs.get("is_neox_style", True)
-    return SimpleNamespace(head_size=head_size, is_neox_style=is_neox, cos_sin_cache=None, rotary_dim=head_size)
+    return SimpleNamespace(
+        head_size=head_size, is_neox_style=is_neox, cos_sin_cache=None, rotary_dim=head_size
+    )
 
 
 CURRENT = SimpleNamespace(vllm=None)
@@ -186,7 +205,11 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = STAND_INS[name] if name in STAND_INS else _Kind(name, (), {"__init__": lambda self, *a, **k: None})
+        value = (
+            STAND_INS[name]
+            if name in STAND_INS
+            else _Kind(name, (), {"__init__": lambda self, *a, **k: None})
+        )
         setattr(self, name, value)
         return value
 
@@ -224,15 +247,21 @@ def engines() -> Iterator[None]:
 def function_of(file: str, name: str, **names: Any) -> Any:
     """A function (or static method) of a file of theirs that cannot be imported, with what it calls given by name."""
     tree = ast.parse((ENGINES / file).read_text(encoding="utf-8"))
-    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    (found,) = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name
+    )
     found.decorator_list = []
-    module = ast.Module(body=[ast.parse("from __future__ import annotations").body[0], found], type_ignores=[])
+    module = ast.Module(
+        body=[ast.parse("from __future__ import annotations").body[0], found], type_ignores=[]
+    )
     space: dict[str, Any] = dict(names)
     exec(compile(ast.fix_missing_locations(module), file, "exec"), space)
     return space[name]
 
 
-def vllm_draft(folder: Path, target: Any, written: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def vllm_draft(
+    folder: Path, target: Any, written: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
     """Builds vLLM's model of a draft from a folder as vLLM would, and loads its weights.
 
     Returns:
@@ -241,7 +270,9 @@ def vllm_draft(folder: Path, target: Any, written: dict[str, Any]) -> tuple[nn.M
     """
     from transformers import AutoConfig
 
-    speculators = importlib.import_module("vllm.transformers_utils.configs.speculators.base").SpeculatorsConfig
+    speculators = importlib.import_module(
+        "vllm.transformers_utils.configs.speculators.base"
+    ).SpeculatorsConfig
     eagle = importlib.import_module("vllm.transformers_utils.configs.eagle").EAGLEConfig
     speculative: dict[str, Any] = {}
     if "speculators_model_type" in written:
@@ -249,14 +280,19 @@ def vllm_draft(folder: Path, target: Any, written: dict[str, Any]) -> tuple[nn.M
         speculative = speculators.extract_vllm_speculative_config(written)
     else:
         override = function_of("vllm/config/speculative.py", "hf_config_override")
-        hf_config = eagle(override(AutoConfig.from_pretrained(folder)), method="dflash", model_type="eagle")
+        hf_config = eagle(
+            override(AutoConfig.from_pretrained(folder)), method="dflash", model_type="eagle"
+        )
     module = importlib.import_module("vllm.model_executor.models.qwen3_dflash")
     module.get_draft_quant_config = lambda config: None
     module.map_draft_quant_config = lambda *args: None
     text = target.config.get_text_config()
     CURRENT.vllm = SimpleNamespace(
         speculative_config=SimpleNamespace(
-            draft_model_config=SimpleNamespace(hf_config=hf_config, model=str(folder), revision=None), method="dflash"
+            draft_model_config=SimpleNamespace(
+                hf_config=hf_config, model=str(folder), revision=None
+            ),
+            method="dflash",
         ),
         model_config=SimpleNamespace(
             dtype=torch.float32,

@@ -41,7 +41,9 @@ def read_modules() -> list[Module]:
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             is_package = parts[-1] == "__init__"
             name = prefix + ".".join(parts[:-1] if is_package else parts)
-            modules.append(Module.parse(name.rstrip("."), path.read_text(encoding="utf-8"), is_package))
+            modules.append(
+                Module.parse(name.rstrip("."), path.read_text(encoding="utf-8"), is_package)
+            )
     return modules
 
 
@@ -66,7 +68,10 @@ def _imports(module: Module) -> Iterator[tuple[ast.stmt, str]]:
             base = node.module or ""
             if node.level:
                 parents = package.split(".")
-                base = ".".join(parents[: len(parents) - node.level + 1] + ([node.module] if node.module else []))
+                base = ".".join(
+                    parents[: len(parents) - node.level + 1]
+                    + ([node.module] if node.module else [])
+                )
             yield from ((node, f"{base}.{alias.name}") for alias in node.names)
 
 
@@ -81,7 +86,9 @@ def imported_modules(module: Module, names: set[str]) -> Iterator[tuple[ast.stmt
 def import_graph(modules: list[Module]) -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports. The implicit import of a parent package is left out."""
     names = {module.name for module in modules}
-    return {module.name: {target for _, target in imported_modules(module, names)} for module in modules}
+    return {
+        module.name: {target for _, target in imported_modules(module, names)} for module in modules
+    }
 
 
 @cache
@@ -97,4 +104,6 @@ def is_jit(function: Function) -> bool:
 
 def decorated(function: Function, *names: str) -> bool:
     """Whether one of the decorators ends in one of `names`."""
-    return any(ast.unparse(decorator).rpartition(".")[2] in names for decorator in function.decorator_list)
+    return any(
+        ast.unparse(decorator).rpartition(".")[2] in names for decorator in function.decorator_list
+    )

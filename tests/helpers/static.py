@@ -69,18 +69,28 @@ class TensorOracle(OracleDraft):
         first = self.positions[:batch, :1] + 1
         slots = torch.arange(width, device=logits.device)
         rows = (
-            torch.tensor(self.rows, device=logits.device) if self.rows else torch.arange(batch, device=logits.device)
+            torch.tensor(self.rows, device=logits.device)
+            if self.rows
+            else torch.arange(batch, device=logits.device)
         )
-        drawn = torch.frac(torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * DECIMALS).abs()
+        drawn = torch.frac(
+            torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * DECIMALS
+        ).abs()
         true = self.known[rows].gather(1, (first + slots).clamp_max(self.known.shape[1] - 1))
-        wanted = torch.where(slots < torch.floor(drawn * (width + 1)), true, (true + 1 + slots) % vocab)
+        wanted = torch.where(
+            slots < torch.floor(drawn * (width + 1)), true, (true + 1 + slots) % vocab
+        )
         # Not `one_hot`: older torch looks at its values on the host.
         is_wanted = wanted[..., None] == torch.arange(vocab, device=logits.device)
         return is_wanted.to(logits.dtype) * self.strength
 
 
 def tensor_oracle(
-    target: PreTrainedModel, truth: list[list[int]], seed: int, block_size: int = 8, **overrides: Any
+    target: PreTrainedModel,
+    truth: list[list[int]],
+    seed: int,
+    block_size: int = 8,
+    **overrides: Any,
 ) -> TensorOracle:
     """Builds a [`TensorOracle`] for a tiny target; as `tiny.oracle_draft` otherwise."""
     torch.manual_seed(seed)

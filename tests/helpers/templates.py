@@ -70,9 +70,14 @@ class Family:
 
 FAMILIES = {
     "qwen3": Family(
-        template=QWEN3, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos="<|im_end|>", end="<|im_end|>"
+        template=QWEN3,
+        special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        eos="<|im_end|>",
+        end="<|im_end|>",
     ),
-    "smollm2": Family(template=SMOLLM2, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>", end="<|im_end|>"),
+    "smollm2": Family(
+        template=SMOLLM2, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>", end="<|im_end|>"
+    ),
     "llama3": Family(
         template=LLAMA3,
         special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -88,7 +93,11 @@ FAMILIES = {
         bos="<bos>",
     ),
     "mistral": Family(
-        template=MISTRAL, special=("<s>", "</s>", "[INST]", "[/INST]"), eos="</s>", end="</s>", bos="<s>"
+        template=MISTRAL,
+        special=("<s>", "</s>", "[INST]", "[/INST]"),
+        eos="</s>",
+        end="</s>",
+        bos="<s>",
     ),
 }
 

@@ -17,7 +17,10 @@ def draws(count: int) -> list[Example]:
     generator = torch.Generator().manual_seed(7)
     sizes = torch.randint(2, 12, (count, 2), generator=generator).tolist()
     rows = [torch.randint(1, 47, (sum(size),), generator=generator).tolist() for size in sizes]
-    return [Example.from_pair(row[: size[0]], row[size[0] :]) for row, size in zip(rows, sizes, strict=True)]
+    return [
+        Example.from_pair(row[: size[0]], row[size[0] :])
+        for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def options(folder: Path, **changes: object) -> DFlashTrainingArguments:
@@ -45,7 +48,9 @@ class AtStep(TrainerCallback):
     def __init__(self, step: int, action: Callable[[Any], object]) -> None:
         self.step, self.action = step, action
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         if state.global_step == self.step:
             self.action(model)
 

@@ -32,5 +32,7 @@ def said(result: Result) -> str:
 def write_rows(path: Path, count: int = 10) -> Path:
     """Writes conversations of the bundled target's."""
     lines = (TOY / "held_out.jsonl").read_text(encoding="utf-8").splitlines()[:count]
-    path.write_text("".join(f"{json.dumps({'messages': json.loads(line)['messages']})}\n" for line in lines))
+    path.write_text(
+        "".join(f"{json.dumps({'messages': json.loads(line)['messages']})}\n" for line in lines)
+    )
     return path

@@ -95,7 +95,9 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor:
     return _Attention.apply(query, key, value, attn_mask)
 
 
@@ -171,7 +173,10 @@ def peak_memory(
         between two steps) and `"peak"`.
     """
     with pretended_training():
-        target, draft = build_bare_target(target_config, target_dtype), build_bare_draft(draft_config)
+        target, draft = (
+            build_bare_target(target_config, target_dtype),
+            build_bare_draft(draft_config),
+        )
         if checkpointing:
             enable_checkpointing(draft)
         named = matrix_names(draft) if optimizer == "muon" else []
@@ -207,14 +212,27 @@ def _steps(
     weights = decay_weights(block_size, 7.0)
     with counter:
         ids = torch.zeros(batch_size, length, dtype=torch.long, device="cpu")
-        batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids).bool(), loss_mask=torch.ones_like(ids).bool())
+        batch = Batch(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids).bool(),
+            loss_mask=torch.ones_like(ids).bool(),
+        )
         indices = torch.zeros(batch_size, num_anchors, dtype=torch.long, device="cpu")
-        anchors = Anchors(indices=indices, keep=torch.ones_like(indices).bool(), block_size=block_size, reach=length)
+        anchors = Anchors(
+            indices=indices,
+            keep=torch.ones_like(indices).bool(),
+            block_size=block_size,
+            reach=length,
+        )
         kept = 0
         for _ in range(2):
             counter.peak = counter.live
             with torch.autocast("cpu", torch.bfloat16):
-                options: Any = {"objective": objective, "chunk_blocks": chunk_blocks, "attention": attention}
+                options: Any = {
+                    "objective": objective,
+                    "chunk_blocks": chunk_blocks,
+                    "attention": attention,
+                }
                 result = batch_loss(draft, found, batch, anchors, weights.float(), **options)
             (result.loss / result.weight).backward()
             torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0, foreach=False)
@@ -223,4 +241,9 @@ def _steps(
                 optimizer.zero_grad(set_to_none=True)
             del result
             kept = counter.live
-    return {"target": weights_of_target, "draft": weights_of_draft, "kept": kept, "peak": counter.peak}
+    return {
+        "target": weights_of_target,
+        "draft": weights_of_draft,
+        "kept": kept,
+        "peak": counter.peak,
+    }

@@ -37,7 +37,9 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
         seed (`int`): Of the draft, or of its adapter.
     """
     target = tiny_target("qwen3")
-    changes: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}} if "fsdp" in kind else {}
+    changes: dict[str, Any] = (
+        {"fsdp": True, "fsdp_config": {"version": 2}} if "fsdp" in kind else {}
+    )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args = options(
         folder,
@@ -58,7 +60,9 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
 
         torch.manual_seed(seed)
         draft = peft.get_peft_model(draft, peft.LoraConfig(r=2, target_modules=ADAPTED)).double()
-    return DFlashTrainer(model=draft, target=target, args=args, train_dataset=draws(9), eval_dataset=draws(5))
+    return DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=draws(9), eval_dataset=draws(5)
+    )
 
 
 def train(folder: Path, kind: str) -> None:
@@ -81,7 +85,8 @@ def allow_fsdp_on_cpu() -> None:
 
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         whole(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        plugin = fsdp_plugin or self.__dict__.get("fsdp_plugin")  # the state is one for all instances
+        # The state is one for all instances
+        plugin = fsdp_plugin or self.__dict__.get("fsdp_plugin")
         if plugin is not None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
 

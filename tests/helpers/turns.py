@@ -32,7 +32,9 @@ CACHES: dict[str, MakeCache] = {
 class Recording(OracleDraft):
     """Keeps every block it runs, as the draft counts."""
 
-    def forward_block(self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None) -> Tensor:
+    def forward_block(
+        self, noise_embeds: Tensor, cache: RaggedCache, context: Any = None
+    ) -> Tensor:
         hidden = super().forward_block(noise_embeds, cache, context)
         assert cache.block is not None
         self.blocks.append((cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
@@ -64,7 +66,9 @@ def answer_mask(ids: Tensor, mask: Tensor, eos: list[int] | None) -> Tensor:
 
 def next_turn(ids: Tensor, mask: Tensor, seed: int, num: int = 5) -> tuple[Tensor, Tensor]:
     """A conversation with `num` more tokens of the user's in every row."""
-    new = torch.randint(3, VOCAB - 1, (ids.shape[0], num), generator=torch.Generator().manual_seed(seed))
+    new = torch.randint(
+        3, VOCAB - 1, (ids.shape[0], num), generator=torch.Generator().manual_seed(seed)
+    )
     return torch.cat([ids, new], dim=1), torch.cat([mask, torch.ones_like(new)], dim=1)
 
 
@@ -81,7 +85,9 @@ def check_caches(ours: Cache, plain: Cache, columns: Tensor | None = None) -> No
             x, y = getattr(a, name), getattr(b, name)
             assert x.shape == y.shape
             assert y.is_inference() or not x.is_inference()
-            seen = x.new_ones(x.shape[0], x.shape[2]) if columns is None else columns[:, -x.shape[2] :]
+            seen = (
+                x.new_ones(x.shape[0], x.shape[2]) if columns is None else columns[:, -x.shape[2] :]
+            )
             # Behind what a static layer holds is scratch.
             seen = nn.functional.pad(seen, (0, x.shape[2] - seen.shape[1]))
             difference = (x - y).abs() * seen[:, None, :, None]
@@ -89,7 +95,9 @@ def check_caches(ours: Cache, plain: Cache, columns: Tensor | None = None) -> No
 
 
 @torch.no_grad()
-def check_blocks(draft: Recording, target: PreTrainedModel, truth: list[list[int]], offsets: list[int]) -> None:
+def check_blocks(
+    draft: Recording, target: PreTrainedModel, truth: list[list[int]], offsets: list[int]
+) -> None:
     """Every block equals one forward over each row's text from `offsets` on."""
     assert draft.blocks
     ids = draft.config.target_layer_ids
@@ -126,7 +134,9 @@ def turn(
     truth, offsets = real_tokens(ids, after), offsets or [0] * ids.shape[0]
     # The oracle goes by the draft's own count.
     arm(draft, [row[offset:] for row, offset in zip(truth, offsets, strict=True)], seed)
-    out = target.generate(**given, **{**GREEDY, **settings}, **{CACHE_NAME: caches[1]}, assistant_model=draft)
+    out = target.generate(
+        **given, **{**GREEDY, **settings}, **{CACHE_NAME: caches[1]}, assistant_model=draft
+    )
     assert torch.equal(out, ref)
     assert draft.last_stats.acceptance_length > 1.2
     check_caches(caches[1], caches[0])

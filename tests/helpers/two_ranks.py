@@ -99,7 +99,9 @@ class Rank:
         self.same(text.tolist())
         assert text.tolist() == truth.tolist(), f"expected {truth.tolist()}, got {text.tolist()}"
 
-    def refused(self, expected: dict[int, tuple[type[BaseException], str]], call: Callable[[], object]) -> None:
+    def refused(
+        self, expected: dict[int, tuple[type[BaseException], str]], call: Callable[[], object]
+    ) -> None:
         """Every rank ends with its own error, and none waits for the other."""
         kind, match = expected[self.number]
         with pytest.raises(kind, match=match):
@@ -115,16 +117,22 @@ def greedy(rank: Rank) -> int:
         for seed, lengths in enumerate(all_lengths):
             inputs = prompts(lengths, seed)
             ref = whole.generate(**inputs, **GREEDY, eos_token_id=5)
-            draft = oracle_draft(shared, truth_of(inputs, ref), seed, raw_input_embeddings=family == "gemma3")
+            draft = oracle_draft(
+                shared, truth_of(inputs, ref), seed, raw_input_embeddings=family == "gemma3"
+            )
             draft.random.manual_seed(seed + 1000 * rank.number)
             rank.seed(seed)
-            rank.check(shared.generate(**inputs, **GREEDY, eos_token_id=5, assistant_model=draft), ref)
+            rank.check(
+                shared.generate(**inputs, **GREEDY, eos_token_id=5, assistant_model=draft), ref
+            )
             assert draft.last_stats is not None
             rank.same(draft.last_stats.num_committed)
             assert draft.last_stats.acceptance_length > 1.2
             if family not in RECURRENT:
                 draft.generation_config.num_tree_nodes, draft.strength = 12, 4.0
-                rank.check(shared.generate(**inputs, **GREEDY, eos_token_id=5, assistant_model=draft), ref)
+                rank.check(
+                    shared.generate(**inputs, **GREEDY, eos_token_id=5, assistant_model=draft), ref
+                )
                 rank.same(draft.last_stats.num_accepted_by_node)
             cases += 1
     return cases
@@ -185,7 +193,9 @@ def rules(rank: Rank) -> int:
                 is_tree = number == 3 and rule != "sample"  # which refuses trees
                 draft.generation_config.num_tree_nodes = 9 if is_tree else 0
                 torch.manual_seed(number) if target is whole else rank.seed(number)
-                texts.append(target.generate(**inputs, **{**SAMPLED, **setting}, assistant_model=draft))
+                texts.append(
+                    target.generate(**inputs, **{**SAMPLED, **setting}, assistant_model=draft)
+                )
             rank.check(texts[1], texts[0])
     return len(RULES) * len(settings)
 
@@ -223,7 +233,9 @@ def clocks(rank: Rank) -> int:
         draft.generation_config.verify_width = setting
         seconds, mine = 0.0, list[int]()
 
-        def observed(chooser: WidthChooser, width: int, accepted: Sequence[int], clock: float, *trees: Any) -> None:
+        def observed(
+            chooser: WidthChooser, width: int, accepted: Sequence[int], clock: float, *trees: Any
+        ) -> None:
             nonlocal seconds
             seconds += 1.0 if width == 1 else (1.1, 50.0)[rank.number]
             mine.append(chooser.current or chooser.chain or 1)  # noqa: B023
@@ -279,27 +291,40 @@ def callers(rank: Rank) -> int:
         plain = whole.generate(**inputs, **GREEDY)
         draft = tensor_oracle(shared, truth_of(inputs, plain), 1)
         end = int(inputs["input_ids"].shape[1])
-        stop = {"stop_strings": [tokenizer.decode([int(plain[0, end + 9])])], "tokenizer": tokenizer}
+        stop = {
+            "stop_strings": [tokenizer.decode([int(plain[0, end + 9])])],
+            "tokenizer": tokenizer,
+        }
         more: dict[str, Any] = {"eos_token_id": 1, "pad_token_id": 0}
         ref = whole.generate(**inputs, **GREEDY, **stop, **more)
         rank.check(shared.generate(**inputs, **GREEDY, **stop, **more, assistant_model=draft), ref)
 
         streamer = Streamer() if rank.number == 0 else None
         batch = {"num_beams": 1}
-        rank.check(shared.generate(**inputs, **GREEDY, **batch, streamer=streamer, assistant_model=draft), plain)
+        rank.check(
+            shared.generate(**inputs, **GREEDY, **batch, streamer=streamer, assistant_model=draft),
+            plain,
+        )
         if streamer is not None:
-            assert [token for part in streamer.got[1:] for token in part] == plain[:, end:].T.flatten().tolist()
+            assert [token for part in streamer.got[1:] for token in part] == plain[
+                :, end:
+            ].T.flatten().tolist()
 
         streamer = Streamer()
         rank.seed(5)
         text = shared.generate(**inputs, **SAMPLED, streamer=streamer, assistant_model=draft)
-        assert [token for part in streamer.got[1:] for token in part] == text[:, end:].T.flatten().tolist()
+        assert [token for part in streamer.got[1:] for token in part] == text[
+            :, end:
+        ].T.flatten().tolist()
         rank.same(text.tolist())
 
         def noisy(ids: Any, scores: Tensor) -> Tensor:
             return scores + 9 * torch.randn_like(scores) if rank.number else scores
 
-        rank.check(shared.generate(**inputs, **GREEDY, logits_processor=[noisy], assistant_model=draft), plain)
+        rank.check(
+            shared.generate(**inputs, **GREEDY, logits_processor=[noisy], assistant_model=draft),
+            plain,
+        )
 
         late = [Once(3, lambda: None)]
         out = shared.generate(
@@ -317,7 +342,9 @@ def callers(rank: Rank) -> int:
         for row in range(len(lengths)):
             rank.check(torch.cat([step[row] for step in steps]), plain[row, end:])
         cases += 6
-    text = shared.generate(**inputs, max_new_tokens=400, do_sample=False, max_time=0.2, assistant_model=draft)
+    text = shared.generate(
+        **inputs, max_new_tokens=400, do_sample=False, max_time=0.2, assistant_model=draft
+    )
     rank.same(text.tolist())
     return cases + 1
 
@@ -344,7 +371,9 @@ def kept_caches(rank: Rank) -> int:
             given = prompts([4, 9], 3)
             for typed in (5, 0):
                 extra = {} if whole else {"assistant_model": draft}
-                text = target.generate(**given, **settings, eos_token_id=5, **{CACHE_NAME: cache}, **extra)
+                text = target.generate(
+                    **given, **settings, eos_token_id=5, **{CACHE_NAME: cache}, **extra
+                )
                 texts.append(text)
                 new = prompts([typed, typed], 8)["input_ids"] if typed else text[:, :0]
                 ids = torch.cat([text, new], dim=1)
@@ -364,13 +393,20 @@ def other_calls(rank: Rank) -> int:
     state = torch.random.get_rng_state()
 
     def call(**changes: Any) -> Callable[[], object]:
-        return lambda: target.generate(**{**inputs, **GREEDY, "assistant_model": draft, **(changes if odd else {})})
+        return lambda: target.generate(
+            **{**inputs, **GREEDY, "assistant_model": draft, **(changes if odd else {})}
+        )
 
-    both = ValueError, "expected every rank to make the same call, got another {} on rank 1 than on rank 0; give"
+    both = (
+        ValueError,
+        "expected every rank to make the same call, got another {} on rank 1 than on rank 0; give",
+    )
     for name, changes in {
         "input_ids": {"input_ids": inputs["input_ids"] + 1},
         "attention_mask, input_ids, position_ids": prompts([4, 9, 3], 3),
-        "attention_mask, position_ids": {"attention_mask": torch.ones_like(inputs["attention_mask"])},
+        "attention_mask, position_ids": {
+            "attention_mask": torch.ones_like(inputs["attention_mask"])
+        },
         "max_length, max_new_tokens": {"max_new_tokens": 5},
         "do_sample": {"do_sample": True},
         CACHE_NAME: {CACHE_NAME: DynamicCache(config=target.config)},
@@ -426,9 +462,14 @@ def failures(rank: Rank) -> int:
             "interrupt in a forward": _interrupt,
         }.items():
             cache = DynamicCache(config=target.config)
-            target.generate(**prompts([3, 2], 5), **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft)
+            target.generate(
+                **prompts([3, 2], 5), **GREEDY, **{CACHE_NAME: cache}, assistant_model=draft
+            )
             before = cache.get_seq_length(), cache.layers[0].keys.clone()
-            ids = torch.cat([torch.zeros(2, before[0] - 3 - 1, dtype=torch.long) + 4, inputs["input_ids"]], dim=1)
+            ids = torch.cat(
+                [torch.zeros(2, before[0] - 3 - 1, dtype=torch.long) + 4, inputs["input_ids"]],
+                dim=1,
+            )
             given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE_NAME: cache}
             extra: dict[str, Any] = {**GREEDY, "max_new_tokens": 60, "assistant_model": draft}
             if rank.number == failing and name == "streamer":
@@ -438,7 +479,9 @@ def failures(rank: Rank) -> int:
             elif rank.number == failing:
                 calls = iter(range(9))
                 layer = target.model.layers[1]
-                hook = layer.register_forward_hook(lambda *args: _interrupt() if next(calls, 0) == 4 else None)  # noqa: B023
+                hook = layer.register_forward_hook(
+                    lambda *args, calls=calls: _interrupt() if next(calls, 0) == 4 else None
+                )
             call = functools.partial(target.generate, **given, **extra)
             if action is _raise:
                 rank.refused({failing: (Broken, "own"), 1 - failing: told}, call)
@@ -464,7 +507,19 @@ def fails_in_a_forward(rank: Rank) -> int:
     return 0
 
 
-CASES = (greedy, greedy_pair, shared_noise, rules, widths, clocks, callers, images, kept_caches, other_calls, failures)
+CASES = (
+    greedy,
+    greedy_pair,
+    shared_noise,
+    rules,
+    widths,
+    clocks,
+    callers,
+    images,
+    kept_caches,
+    other_calls,
+    failures,
+)
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -484,7 +539,12 @@ def main(folder: Path, names: list[str]) -> None:
         distributed.all_gather_object(both, found)
         if rank.number == 0:
             line = {"checked": both[0][0], "errors": [error for _, error in both if error]}
-            print(json.dumps({"case": case.__name__, "seconds": time.perf_counter() - started, **line}), flush=True)
+            print(
+                json.dumps(
+                    {"case": case.__name__, "seconds": time.perf_counter() - started, **line}
+                ),
+                flush=True,
+            )
     if not names or fails_in_a_forward.__name__ in names:
         fails_in_a_forward(rank)
     distributed.destroy_process_group()

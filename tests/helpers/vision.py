@@ -52,7 +52,12 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # name -> class prefix, text settings, vision settings, others
 VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", {"head_dim": 8, "rope_parameters": _MROPE}, _QWEN3_VISION, _QWEN_IDS),
-    "qwen3-vl-moe": ("Qwen3VLMoe", {"head_dim": 8, "rope_parameters": _MROPE, **_MOE}, _QWEN3_VISION, _QWEN_IDS),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        {"head_dim": 8, "rope_parameters": _MROPE, **_MOE},
+        _QWEN3_VISION,
+        _QWEN_IDS,
+    ),
     "qwen2.5-vl": (
         "Qwen2_5_VL",
         {"rope_parameters": _MROPE},
@@ -112,7 +117,9 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 }
 
 _ROPE35 = {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5}}
-_VISION35 = {name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
+_VISION35 = {
+    name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"
+}
 # The same with recurrent layers; what reads VISION need not know them.
 VISION_HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3.5-vl": ("Qwen3_5", HYBRIDS["qwen3.5"][1] | _ROPE35, _VISION35, _QWEN_IDS),
@@ -120,7 +127,9 @@ VISION_HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, A
 }
 
 
-def vision_target(name: str, seed: int = 0, text: dict[str, Any] | None = None, **others: Any) -> PreTrainedModel:
+def vision_target(
+    name: str, seed: int = 0, text: dict[str, Any] | None = None, **others: Any
+) -> PreTrainedModel:
     """Builds a family's image-text-to-text model: random weights, eval mode, float64.
 
     `others` go to its config and its text config, `text` to the latter alone.
@@ -130,13 +139,15 @@ def vision_target(name: str, seed: int = 0, text: dict[str, Any] | None = None, 
     text_config = {**COMMON, **of_family, **others, **(text or {})}
     config = config_class(text_config=text_config, vision_config=vision, **{**other, **others})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).to(torch.float64).eval()
+    model = (
+        getattr(transformers, f"{prefix}ForConditionalGeneration")(config).to(torch.float64).eval()
+    )
     if name.endswith("-moe"):
         model.set_experts_implementation("eager")
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "image_newline", "position_embedding")) or "mm_input_projection" in (
-            parameter_name
-        ):
+        if parameter_name.endswith(
+            ("bias", "image_newline", "position_embedding")
+        ) or "mm_input_projection" in (parameter_name):
             torch.nn.init.normal_(parameter, std=0.2)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -147,7 +158,9 @@ def _pixels(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _pictures(model: PreTrainedModel, name: str, rows: list[list[Grid]], generator: torch.Generator) -> Any:
+def _pictures(
+    model: PreTrainedModel, name: str, rows: list[list[Grid]], generator: torch.Generator
+) -> Any:
     """The pictures' tensors, and how many tokens each picture of each row takes."""
     grids = [grid for row in rows for grid in row]
     if not grids:
@@ -166,7 +179,9 @@ def _pictures(model: PreTrainedModel, name: str, rows: list[list[Grid]], generat
         return {"pixel_values": pixels}, [[4] * len(row) for row in rows]
     if name in ("gemma3", "paligemma"):
         num = 4 if name == "gemma3" else 16
-        return {"pixel_values": _pixels((len(grids), 3, 16, 16), generator)}, [[num] * len(row) for row in rows]
+        return {"pixel_values": _pixels((len(grids), 3, 16, 16), generator)}, [
+            [num] * len(row) for row in rows
+        ]
     sizes = torch.tensor([[h * PATCH, w * PATCH] for h, w in grids])
     # A whole picture and the tiles of the best grid of them.
     tiles = [1 + (1 + (h > 4)) * (1 + (w > 4)) for h, w in grids]
@@ -181,7 +196,11 @@ def _pictures(model: PreTrainedModel, name: str, rows: list[list[Grid]], generat
 
 
 def vision_prompts(
-    model: PreTrainedModel, name: str, rows: list[list[Grid]], seed: int, words: tuple[int, ...] = (5, 3, 7)
+    model: PreTrainedModel,
+    name: str,
+    rows: list[list[Grid]],
+    seed: int,
+    words: tuple[int, ...] = (5, 3, 7),
 ) -> dict[str, Tensor]:
     """Left-padded prompts: row `i` has the pictures `rows[i]`, with `words[i % len(words)]` words around each."""
     generator = torch.Generator().manual_seed(seed)

@@ -52,7 +52,11 @@ def write_vision_pair(folder: Path, *, knows: bool = False) -> Path:
         "head_dim": 8,
         "max_position_embeddings": 1024,
         "initializer_range": 0.25,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+        },
     }
     vision = {
         "depth": 2,
@@ -66,7 +70,9 @@ def write_vision_pair(folder: Path, *, knows: bool = False) -> Path:
         "initializer_range": 0.3,
     }
     torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **ids)).double()
+    model = Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+    ).double()
     head: Any = model.get_output_embeddings()
     head.weight.data[0 if knows else 6 :] *= 0.0 if knows else 0.05
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -95,5 +101,9 @@ def _write_prompts(folder: Path) -> None:
                 number += 1
             question = f"Question {index} about {kind}?"
             content: Any = [*parts, {"type": "text", "text": question}] if parts else question
-            rows.append({"kind": kind, "messages": [{"role": "user", "content": content}], "answer": "Yes."})
-    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            rows.append(
+                {"kind": kind, "messages": [{"role": "user", "content": content}], "answer": "Yes."}
+            )
+    (folder / "held_out.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )

@@ -15,4 +15,6 @@ def use_whole_blocks(draft: DFlashDraftModel) -> None:
     """
     options = draft.generation_config
     options.num_tree_nodes = 0
-    options.verify_width = draft.config.num_proposals(options.block_size or draft.config.block_size) + 1
+    options.verify_width = (
+        draft.config.num_proposals(options.block_size or draft.config.block_size) + 1
+    )

@@ -64,7 +64,9 @@ def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Makes `verify_width="auto"` mean random widths."""
 
     class Seeded(RandomWidths):
-        def __init__(self, widest: int, is_tree: bool = False, first: int = 0, chain: int = 0) -> None:
+        def __init__(
+            self, widest: int, is_tree: bool = False, first: int = 0, chain: int = 0
+        ) -> None:
             super().__init__(widest, seed, is_tree, first, chain)
 
     monkeypatch.setattr(options, "WidthChooser", Seeded)

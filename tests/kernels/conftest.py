@@ -69,7 +69,11 @@ def language_named_once() -> Iterator[None]:
     name_all, named = interpreter._patch_lang, set[int]()
 
     def name_once(function: Any) -> Any:
-        found = {id(value) for value in function.__globals__.values() if value is language or value is language.core}
+        found = {
+            id(value)
+            for value in function.__globals__.values()
+            if value is language or value is language.core
+        }
         if found <= named:
             return None  # nobody asks for it: the launch ends what it has begun
         scope = name_all(function)

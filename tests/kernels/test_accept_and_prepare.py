@@ -25,7 +25,14 @@ class Step:
     """
 
     def __init__(
-        self, seed: int, batch: int, width: int, block_size: int, limit: int, num_eos: int, room: int
+        self,
+        seed: int,
+        batch: int,
+        width: int,
+        block_size: int,
+        limit: int,
+        num_eos: int,
+        room: int,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
@@ -33,7 +40,9 @@ class Step:
             return torch.randint(high, shape, generator=generator)
 
         self.tokens = draw(4, batch, width)
-        proposals = torch.where(draw(4, batch, width - 1) > 0, self.tokens[:, :-1], draw(4, batch, width - 1))
+        proposals = torch.where(
+            draw(4, batch, width - 1) > 0, self.tokens[:, :-1], draw(4, batch, width - 1)
+        )
         num_new = draw(limit + 1, batch)
         self.eos = torch.arange(num_eos) if num_eos else None
         self.state = {
@@ -47,16 +56,27 @@ class Step:
             "record": draw(50, NUM_FIGURES + width, batch),
         }
 
-    def arguments(self, state: dict[str, Tensor], device: str, accepted: Tensor | None = None) -> tuple[Any, ...]:
+    def arguments(
+        self, state: dict[str, Tensor], device: str, accepted: Tensor | None = None
+    ) -> tuple[Any, ...]:
         """What the operation takes, in its order."""
         given = [None if t is None else t.to(device) for t in (self.eos, accepted)]
-        return (state["block"], self.tokens.to(device), *(state[name] for name in WRITTEN[1:]), *given)
+        return (
+            state["block"],
+            self.tokens.to(device),
+            *(state[name] for name in WRITTEN[1:]),
+            *given,
+        )
 
     def check(self, device: str, accepted: Tensor | None = None) -> None:
         """The kernel changes a guarded state as the reference does, and nothing around it."""
         ours, wanted = ({n: Guarded(t.to(device)) for n, t in self.state.items()} for _ in range(2))
-        accept_and_prepare(*self.arguments({n: g.tensor for n, g in ours.items()}, device, accepted))
-        accept_and_prepare.reference(*self.arguments({n: g.tensor for n, g in wanted.items()}, device, accepted))
+        accept_and_prepare(
+            *self.arguments({n: g.tensor for n, g in ours.items()}, device, accepted)
+        )
+        accept_and_prepare.reference(
+            *self.arguments({n: g.tensor for n, g in wanted.items()}, device, accepted)
+        )
         assert_same_writes(ours, wanted)
 
 
@@ -110,7 +130,12 @@ def test_one_operation_with_a_true_schema(device: str) -> None:
 
 def test_public_function_and_bad_input() -> None:
     step = Step(3, 2, 3, 4, 9, 1, 3)
-    names = {"block": "block_BW", "ids": "ids_BT", "draft_ids": "draft_ids_BK", "positions": "positions_BP"}
+    names = {
+        "block": "block_BW",
+        "ids": "ids_BT",
+        "draft_ids": "draft_ids_BK",
+        "positions": "positions_BP",
+    }
     names |= {"record": "record_FB"}
     wanted = {n: t.clone() for n, t in step.state.items()}
     accept_and_prepare.reference(*step.arguments(wanted, "cpu"))
@@ -125,9 +150,16 @@ def test_public_function_and_bad_input() -> None:
         ("record_FB", given["record_FB"][:-1]),
         ("accepted_B", torch.zeros(3, dtype=torch.long)),
     ):
-        check_raises(lambda bad={name: bad}: accept_and_prepare(**given | bad, tokens_BW=step.tokens, **options), name)
+        check_raises(
+            lambda bad={name: bad}: accept_and_prepare(
+                **given | bad, tokens_BW=step.tokens, **options
+            ),
+            name,
+        )
     for name, tensor in step.state.items():
-        assert torch.equal(given[names.get(name, f"{name}_B")], tensor), "a refused call changed something"
+        assert torch.equal(given[names.get(name, f"{name}_B")], tensor), (
+            "a refused call changed something"
+        )
     accept_and_prepare(**given, tokens_BW=step.tokens, **options)
     for name, tensor in wanted.items():
         assert torch.equal(given[names.get(name, f"{name}_B")], tensor), name

@@ -27,7 +27,9 @@ def check(logits: Tensor) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4095, 4096, 4097, 9000])
 def test_equals_torch(size: int, dtype: torch.dtype, device: str) -> None:
     # In 16 bits, and in steps of a quarter, the greatest value stands in many places: also in several chunks.
-    logits = (torch.randn(2, 2, size, generator=torch.Generator().manual_seed(size)) * 4).round() / 4
+    logits = (
+        torch.randn(2, 2, size, generator=torch.Generator().manual_seed(size)) * 4
+    ).round() / 4
     check(logits.to(device, dtype))
 
 
@@ -61,7 +63,11 @@ def test_special_values(row: list[float], dtype: torch.dtype, device: str) -> No
     """As in torch: the first of equal values, -0 equal to 0, the first NaN above everything."""
     check(torch.tensor([row], dtype=dtype, device=device))
     # The same in the second chunk, behind values that never win against them (they may tie: then these are first).
-    check(torch.cat([torch.full((1, 4096), -INF, dtype=dtype), torch.tensor([row], dtype=dtype)], dim=1).to(device))
+    check(
+        torch.cat(
+            [torch.full((1, 4096), -INF, dtype=dtype), torch.tensor([row], dtype=dtype)], dim=1
+        ).to(device)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -74,7 +80,14 @@ def test_any_floats(device: str, rows: list[list[float]]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_shape_and_strides(device: str) -> None:
     logits = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0)).to(device)
-    for view in (logits[:, 1:], logits.transpose(0, 1), logits[..., 3::2], logits[0], logits[0, 0], logits[None]):
+    for view in (
+        logits[:, 1:],
+        logits.transpose(0, 1),
+        logits[..., 3::2],
+        logits[0],
+        logits[0, 0],
+        logits[None],
+    ):
         check(view)
     check(logits[:, :0])
 

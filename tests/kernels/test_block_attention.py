@@ -37,12 +37,32 @@ CASES: dict[str, Case] = {
     "bidirectional": {"causal": False},
     "one split": {"splits": 1, "has_sinks": True},
     "more splits than tiles": {"splits": 7, "has_sinks": True},
-    "most splits": {"splits": 128, "heads": 1, "groups": 1, "width": 2, "ring": 2100, "lengths": [2090]},
+    "most splits": {
+        "splits": 128,
+        "heads": 1,
+        "groups": 1,
+        "width": 2,
+        "ring": 2100,
+        "lengths": [2090],
+    },
     "lengths around a tile": {"width": 1, "lengths": [0, 62, 63, 64, 65], "heads": 2, "ring": 66},
-    "lengths around two tiles": {"width": 2, "lengths": [126, 127, 1], "heads": 2, "ring": 130, "splits": 2},
+    "lengths around two tiles": {
+        "width": 2,
+        "lengths": [126, 127, 1],
+        "heads": 2,
+        "ring": 130,
+        "splits": 2,
+    },
     "one token, one head": {"width": 1, "heads": 1, "groups": 1, "size": 8},
     "eight query heads of one": {"heads": 8, "groups": 1, "width": 2, "lengths": [5]},
-    "rows of more than one tile": {"heads": 5, "groups": 1, "width": 16, "lengths": [3], "ring": 40, "splits": 1},
+    "rows of more than one tile": {
+        "heads": 5,
+        "groups": 1,
+        "width": 16,
+        "lengths": [3],
+        "ring": 40,
+        "splits": 1,
+    },
     "three query heads of each": {"heads": 6, "groups": 2, "width": 3, "size": 24},
     "window": {"window": 5},
     "window, bidirectional": {"window": 3, "causal": False},
@@ -51,7 +71,13 @@ CASES: dict[str, Case] = {
     "ring that has wrapped": {"window": 9, "ring": 13, "lengths": [9, 40, 131]},
     "ring, bidirectional": {"window": 9, "ring": 13, "lengths": [9, 40, 131], "causal": False},
     "ring without a window": {"ring": 70, "lengths": [66, 100, 171]},
-    "window from the anchor": {"window": 6, "from_anchor": True, "causal": False, "ring": 12, "lengths": [0, 3, 50]},
+    "window from the anchor": {
+        "window": 6,
+        "from_anchor": True,
+        "causal": False,
+        "ring": 12,
+        "lengths": [0, 3, 50],
+    },
     "empty window from the anchor": {"window": 0, "from_anchor": True, "causal": False},
     "window that sees nothing": {"window": 0, "splits": 2},
     "soft cap": {"softcap": 2.0},
@@ -59,10 +85,29 @@ CASES: dict[str, Case] = {
     "negative length": {"lengths": [-2, -9, 4]},
     "values of another size": {"size": 24, "value_size": 16},
     "tree": {"width": 9, "tree": True},
-    "tree, splits and sinks": {"width": 16, "tree": True, "splits": 3, "has_sinks": True, "lengths": [0, 54, 20]},
+    "tree, splits and sinks": {
+        "width": 16,
+        "tree": True,
+        "splits": 3,
+        "has_sinks": True,
+        "lengths": [0, 54, 20],
+    },
     "tree in a window": {"width": 12, "tree": True, "window": 4, "heads": 2},
-    "tree in a ring that has wrapped": {"width": 8, "tree": True, "window": 9, "ring": 17, "lengths": [9, 40, 131]},
-    "largest tree": {"width": 64, "tree": True, "heads": 1, "groups": 1, "ring": 130, "lengths": [66, 3]},
+    "tree in a ring that has wrapped": {
+        "width": 8,
+        "tree": True,
+        "window": 9,
+        "ring": 17,
+        "lengths": [9, 40, 131],
+    },
+    "largest tree": {
+        "width": 64,
+        "tree": True,
+        "heads": 1,
+        "groups": 1,
+        "ring": 130,
+        "lengths": [66, 3],
+    },
 }
 QWEN: Case = {"heads": 32, "groups": 8, "width": 16, "size": 128}
 REAL: dict[str, Case] = {
@@ -73,13 +118,31 @@ REAL: dict[str, Case] = {
     "one key head": QWEN | {"groups": 1, "ring": 999, "lengths": [900, 7]},
     "no grouping": QWEN | {"heads": 16, "groups": 16, "size": 80, "ring": 999, "lengths": [900, 7]},
     "one key head, 64k": QWEN | {"groups": 1, "heads": 4, "ring": 65552, "lengths": [65500]},
-    "gemma2": QWEN | {"heads": 16, "size": 256, "ring": 4112, "lengths": [9000, 40], "window": 4096, "softcap": 50.0},
+    "gemma2": QWEN
+    | {
+        "heads": 16,
+        "size": 256,
+        "ring": 4112,
+        "lengths": [9000, 40],
+        "window": 4096,
+        "softcap": 50.0,
+    },
     "gpt-oss": QWEN
-    | {"heads": 64, "width": 8, "size": 64, "ring": 136, "lengths": [5000, 4], "window": 128, "has_sinks": True},
+    | {
+        "heads": 64,
+        "width": 8,
+        "size": 64,
+        "ring": 136,
+        "lengths": [5000, 4],
+        "window": 128,
+        "has_sinks": True,
+    },
 }
 
 
-def inputs(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[list[Tensor], dict[str, Any]]:
+def inputs(
+    case: Case, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[list[Tensor], dict[str, Any]]:
     """Random tensors as the model hands them over: queries and cache token-major, NaN where nothing was written."""
     case = BASE | case
     generator = torch.Generator().manual_seed(seed)
@@ -101,7 +164,10 @@ def inputs(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[
     if case.get("tree"):
         nodes = random_trees(batch, case["width"], generator).to(device)
         # As a step has them: parts of a wider tensor.
-        options |= {"depths_BW": nodes[1, :, : case["width"]], "ancestors_BW": nodes[2, :, : case["width"]]}
+        options |= {
+            "depths_BW": nodes[1, :, : case["width"]],
+            "ancestors_BW": nodes[2, :, : case["width"]],
+        }
     return [query, key.transpose(1, 2), value.transpose(1, 2), lengths], options
 
 
@@ -126,7 +192,11 @@ def assert_near(out: Tensor, wanted: Tensor, value: Tensor) -> None:
     assert out.dtype == wanted.dtype
     assert out.is_contiguous()
     scale = float(value.nan_to_num().abs().max())
-    bound = 40 * torch.finfo(torch.float32).eps if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
+    bound = (
+        40 * torch.finfo(torch.float32).eps
+        if out.dtype == torch.float32
+        else torch.finfo(out.dtype).eps
+    )
     torch.testing.assert_close(out, wanted, rtol=0, atol=bound * scale)
 
 
@@ -135,7 +205,10 @@ def check(tensors: list[Tensor], options: dict[str, Any], splits: int | None) ->
     assert runs_kernel(tensors[0])
     kernel = importlib.import_module("dflash_kernels.block_attention.kernel")
     chosen = {} if splits is None else {"return_value": splits}
-    with poisoned(), mock.patch.object(kernel, "choose_num_splits", wraps=kernel.choose_num_splits, **chosen):
+    with (
+        poisoned(),
+        mock.patch.object(kernel, "choose_num_splits", wraps=kernel.choose_num_splits, **chosen),
+    ):
         out = block_attention(*tensors, **options)
     assert_near(out, block_attention.reference(*tensors, **options), tensors[2])
 
@@ -148,7 +221,9 @@ def test_kernel_equals_reference(case: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("case", ["causal", "lengths around a tile", "ring, bidirectional", "soft cap and sinks"])
+@pytest.mark.parametrize(
+    "case", ["causal", "lengths around a tile", "ring, bidirectional", "soft cap and sinks"]
+)
 def test_kernel_equals_reference_in_16_bits(case: str, dtype: torch.dtype, device: str) -> None:
     check(*inputs(CASES[case], dtype, device), CASES[case].get("splits"))
 
@@ -157,7 +232,10 @@ def test_kernel_equals_reference_in_16_bits(case: str, dtype: torch.dtype, devic
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, torch.bfloat16) for case in REAL), *((case, d) for case in ("qwen3-8b", "gpt-oss") for d in DTYPES[:2])],
+    [
+        *((case, torch.bfloat16) for case in REAL),
+        *((case, d) for case in ("qwen3-8b", "gpt-oss") for d in DTYPES[:2]),
+    ],
     ids=str,
 )
 def test_kernel_equals_reference_at_real_sizes(case: str, dtype: torch.dtype, device: str) -> None:
@@ -192,14 +270,21 @@ def test_kernel_equals_reference_anywhere(device: str, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device: str) -> None:
-    (query, key, value, lengths), options = inputs({"lengths": [20, 3], "has_sinks": True}, torch.float32, device)
+    (query, key, value, lengths), options = inputs(
+        {"lengths": [20, 3], "has_sinks": True}, torch.float32, device
+    )
     wanted = block_attention.reference(query, key, value, lengths, **options)
     wide = torch.zeros(2, 4, 4, 40, device=device)
     wide[..., 3:35:2] = query
     # Keys behind one another in a fused buffer, sinks and lengths as every other entry of something.
     fused = torch.cat([key, value], dim=-1)
     options["sinks_H"] = options["sinks_H"].repeat_interleave(2)[::2]
-    views = wide[..., 3:35:2], fused[..., :16], fused[..., 16:], lengths.to(torch.int32).repeat_interleave(2)[::2]
+    views = (
+        wide[..., 3:35:2],
+        fused[..., :16],
+        fused[..., 16:],
+        lengths.to(torch.int32).repeat_interleave(2)[::2],
+    )
     assert_near(block_attention(*views, **options), wanted, value)
     longer = torch.cat([value.mT.contiguous(), value.mT], dim=-1)[..., : value.shape[2]].mT
     assert longer.stride(-1) != 1
@@ -225,7 +310,12 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     ring = data.draw(st.integers(width, 40), "ring") if window is None else window + width
     longest = ring - width if window is None else 100
     lengths = data.draw(st.lists(st.integers(0, longest), min_size=1, max_size=3), "lengths")
-    case = {"width": width, "ring": ring, "lengths": lengths, "has_sinks": data.draw(st.booleans(), "sinks")}
+    case = {
+        "width": width,
+        "ring": ring,
+        "lengths": lengths,
+        "has_sinks": data.draw(st.booleans(), "sinks"),
+    }
     case |= {"softcap": data.draw(st.none() | st.just(1.5), "soft cap")}
     case |= {"tree": causal and not from_anchor and data.draw(st.booleans(), "tree")}
     (query, key, value, rows), options = inputs(case, torch.float64, "cpu", seed=ring)
@@ -233,11 +323,17 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     block = RaggedBlock.at(rows, width)
     if case["tree"]:
         depths, ancestors = options["depths_BW"], options["ancestors_BW"]
-        block = RaggedBlock(block.positions, tree=DraftTree(torch.zeros_like(depths), depths, ancestors))
+        block = RaggedBlock(
+            block.positions, tree=DraftTree(torch.zeros_like(depths), depths, ancestors)
+        )
     mask = block.mask(ring, (window, causal, from_anchor), 1, torch.float64)
     key, value = key.nan_to_num(), value.nan_to_num()
-    wanted = attend(query, key, value, mask, options["scaling"], options["softcap"], options["sinks_H"])
-    torch.testing.assert_close(block_attention.reference(query, key, value, rows, **options), wanted)
+    wanted = attend(
+        query, key, value, mask, options["scaling"], options["softcap"], options["sinks_H"]
+    )
+    torch.testing.assert_close(
+        block_attention.reference(query, key, value, rows, **options), wanted
+    )
 
 
 @pytest.mark.parametrize("num_processors", [82, 132, 148, 170])
@@ -250,19 +346,29 @@ def test_shares_fill_the_places_that_there_are_and_no_more(num_processors: int) 
             assert splits == 1 or splits * num_programs <= 2 * num_processors
             assert splits == 1 or splits * kernel.MIN_TILES_PER_SPLIT <= num_tiles
     # Qwen3-8B at 32k on a H200: 8 key heads; batch 2, 4, 8 and 32.
-    assert [kernel.choose_num_splits(512, 8 * batch, 132) for batch in (1, 2, 4, 8, 32)] == [33, 16, 8, 4, 1]
+    assert [kernel.choose_num_splits(512, 8 * batch, 132) for batch in (1, 2, 4, 8, 32)] == [
+        33,
+        16,
+        8,
+        4,
+        1,
+    ]
     assert kernel.choose_num_splits(2048, 1, 132) == kernel.MAX_SPLITS == 128
 
 
 def test_what_sees_nothing_is_zero() -> None:
-    tensors, options = inputs({"window": 0, "has_sinks": True, "lengths": [-9, 3]}, torch.float32, "cpu")
+    tensors, options = inputs(
+        {"window": 0, "has_sinks": True, "lengths": [-9, 3]}, torch.float32, "cpu"
+    )
     assert not block_attention.reference(*tensors, **options).any()
     assert not block_attention.reference(*tensors, **options | {"sinks_H": None}).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_operation_with_a_true_schema(device: str) -> None:
-    tensors, options = inputs({"lengths": [4], "ring": 20, "has_sinks": True}, torch.float32, device)
+    tensors, options = inputs(
+        {"lengths": [4], "ring": 20, "has_sinks": True}, torch.float32, device
+    )
     tensors = [t.nan_to_num() for t in tensors]
     given_as = ("scaling", "causal", "window", "from_anchor", "softcap", "sinks_H")
     torch.library.opcheck(block_attention.op, (*tensors, *(options[name] for name in given_as)))
@@ -270,23 +376,46 @@ def test_one_operation_with_a_true_schema(device: str) -> None:
 
 def test_bad_input_of_trees() -> None:
     tensors, options = inputs({"tree": True}, torch.float32, "cpu")
-    for change in ({"depths_BW": None}, {"ancestors_BW": None}, {"causal": False}, {"from_anchor": True, "window": 3}):
+    for change in (
+        {"depths_BW": None},
+        {"ancestors_BW": None},
+        {"causal": False},
+        {"from_anchor": True, "window": 3},
+    ):
         check_raises(
             lambda change=change: block_attention(*tensors, **options | change),
             "expected depths and ancestors together",
         )
     wide, options = inputs({"tree": True, "width": 65}, torch.float32, "cpu")
-    check_raises(lambda: block_attention(*wide, **options), "a causal block of at most 64 tokens, got width 65")
+    check_raises(
+        lambda: block_attention(*wide, **options),
+        "a causal block of at most 64 tokens, got width 65",
+    )
 
 
 def test_bad_input() -> None:
     (query, key, value, lengths), options = inputs({}, torch.float32, "cpu")
-    check_raises(lambda: block_attention(query, key[:, :, :, :8], value, lengths, **options), "key_BGRE")
-    check_raises(lambda: block_attention(query, key, value.half(), lengths, **options), "value_BGRF", "float16")
-    check_raises(lambda: block_attention(query[:, :3], key, value, lengths, **options), "multiple of G")
+    check_raises(
+        lambda: block_attention(query, key[:, :, :, :8], value, lengths, **options), "key_BGRE"
+    )
+    check_raises(
+        lambda: block_attention(query, key, value.half(), lengths, **options),
+        "value_BGRF",
+        "float16",
+    )
+    check_raises(
+        lambda: block_attention(query[:, :3], key, value, lengths, **options), "multiple of G"
+    )
     short = [t[:, :, :3] for t in (key, value)]
     check_raises(lambda: block_attention(query, *short, lengths, **options), "R 3", "W 4")
     check_raises(lambda: block_attention(query, key, value, lengths[:2], **options), "lengths_B")
-    check_raises(lambda: block_attention(query, key, value, lengths, **options | {"window": -1}), "window")
-    check_raises(lambda: block_attention(query, key, value, lengths, **options | {"softcap": 0.0}), "softcap")
-    check_raises(lambda: block_attention(query, key, value, lengths, **options | {"sinks_H": lengths}), "sinks_H")
+    check_raises(
+        lambda: block_attention(query, key, value, lengths, **options | {"window": -1}), "window"
+    )
+    check_raises(
+        lambda: block_attention(query, key, value, lengths, **options | {"softcap": 0.0}), "softcap"
+    )
+    check_raises(
+        lambda: block_attention(query, key, value, lengths, **options | {"sinks_H": lengths}),
+        "sinks_H",
+    )

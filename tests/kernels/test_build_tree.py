@@ -16,10 +16,14 @@ BATCH, TOKENS = 2, 200
 Given = dict[str, Any]
 
 
-def draft(num_nodes: int, depth: int, vocab: int, has_states: bool, seed: int, spread: float = 2.0) -> Given:
+def draft(
+    num_nodes: int, depth: int, vocab: int, has_states: bool, seed: int, spread: float = 2.0
+) -> Given:
     """Random scores by rank; with states a selector's, behind each of `vocab` candidates."""
     generator = torch.Generator().manual_seed(seed)
-    scores = spread * torch.randn(BATCH, depth, vocab if has_states else 1, vocab, generator=generator)
+    scores = spread * torch.randn(
+        BATCH, depth, vocab if has_states else 1, vocab, generator=generator
+    )
     best, order = scores.log_softmax(dim=-1).topk(min(vocab, num_nodes - 1), dim=-1)
     found = {"log_probs_BDSR": best, "order_BDSR": order}
     if has_states:
@@ -49,7 +53,10 @@ def text(kind: str, vocab: int, seed: int) -> Given:
 def agreed(num_nodes: int, given: Given, device: str) -> Tensor:
     """Runs both over the same, checks that they write the same and nothing around, and returns the nodes."""
     given = {name: tensor.to(device) for name, tensor in given.items()}
-    nodes, block = torch.full((4, BATCH, num_nodes), 7), torch.arange(BATCH * num_nodes).view(BATCH, num_nodes)
+    nodes, block = (
+        torch.full((4, BATCH, num_nodes), 7),
+        torch.arange(BATCH * num_nodes).view(BATCH, num_nodes),
+    )
     wanted = {"nodes_XBN": Guarded(nodes.to(device)), "block_BN": Guarded(block.to(device))}
     ours = {name: guarded.copy() for name, guarded in wanted.items()}
     for operation, written in ((build_tree.reference, wanted), (build_tree, ours)):
@@ -62,7 +69,17 @@ def agreed(num_nodes: int, given: Given, device: str) -> Tensor:
 
 
 # Nodes, positions, tokens to choose among.
-SHAPES = [(2, 1, 5), (3, 4, 3), (8, 7, 40), (16, 15, 40), (5, 1, 4), (12, 3, 3), (33, 7, 6), (9, 31, 12), (64, 6, 70)]
+SHAPES = [
+    (2, 1, 5),
+    (3, 4, 3),
+    (8, 7, 40),
+    (16, 15, 40),
+    (5, 1, 4),
+    (12, 3, 3),
+    (33, 7, 6),
+    (9, 31, 12),
+    (64, 6, 70),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -76,16 +93,23 @@ def test_the_kernel_builds_what_the_definition_says(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_states", [False, True], ids=["tokens", "candidates"])
-@pytest.mark.parametrize("kind", ["as usual", "likely", "one token", "nothing before", "at the beginning"])
+@pytest.mark.parametrize(
+    "kind", ["as usual", "likely", "one token", "nothing before", "at the beginning"]
+)
 def test_and_with_what_the_text_has_said_before(kind: str, has_states: bool, device: str) -> None:
     changed = 0
-    for seed, (num_nodes, depth, vocab) in enumerate([(2, 1, 5), (8, 7, 9), (16, 5, 4), (12, 9, 12)]):
+    for seed, (num_nodes, depth, vocab) in enumerate(
+        [(2, 1, 5), (8, 7, 9), (16, 5, 4), (12, 9, 12)]
+    ):
         given = draft(num_nodes, depth, vocab, has_states, seed, spread=0.7 + seed % 2)
-        if has_states:  # candidates among the text's few tokens too, so that both say the same in places
+        # Candidates among the text's few tokens too, so that both say the same in places
+        if has_states:
             given["candidates_BDC"] = torch.arange(vocab).expand(BATCH, depth, -1).contiguous()
         without = torch.zeros(4, BATCH, num_nodes, dtype=torch.long)
         build_tree.reference(**given, nodes_XBN=without, block_BN=without[0].clone())
-        changed += not torch.equal(agreed(num_nodes, given | text(kind, vocab, seed), device), without)
+        changed += not torch.equal(
+            agreed(num_nodes, given | text(kind, vocab, seed), device), without
+        )
     assert (changed > 0) == (kind != "nothing before")
 
 
@@ -108,14 +132,21 @@ def test_what_is_forbidden_or_not_a_number_ends(device: str) -> None:
         given = draft(16, 5, 20, False, 3)
         given["log_probs_BDSR"][:, :, :, 2:] = value
         given = {name: tensor.to(device) for name, tensor in given.items()}
-        nodes, block = (torch.full(size, 7, device=device) for size in ((4, BATCH, 16), (BATCH, 16)))
+        nodes, block = (
+            torch.full(size, 7, device=device) for size in ((4, BATCH, 16), (BATCH, 16))
+        )
         build_tree(**given, nodes_XBN=nodes, block_BN=block)
         assert torch.all(nodes[0, :, 1:] < torch.arange(1, 16, device=device))
 
 
 def test_bad_input() -> None:
-    nodes, block = torch.zeros(4, BATCH, 4, dtype=torch.long), torch.zeros(BATCH, 4, dtype=torch.long)
-    given = draft(4, 3, 9, True, 0) | text("as usual", 9, 0) | {"nodes_XBN": nodes, "block_BN": block}
+    nodes, block = (
+        torch.zeros(4, BATCH, 4, dtype=torch.long),
+        torch.zeros(BATCH, 4, dtype=torch.long),
+    )
+    given = (
+        draft(4, 3, 9, True, 0) | text("as usual", 9, 0) | {"nodes_XBN": nodes, "block_BN": block}
+    )
     build_tree(**given)
 
     def refuses(words: str, **changed: Any) -> None:
@@ -123,7 +154,9 @@ def test_bad_input() -> None:
 
     refuses("order_BDSR", order_BDSR=given["order_BDSR"].int())
     refuses("log_probs_BDSR", log_probs_BDSR=given["log_probs_BDSR"].double())
-    refuses("contiguous", order_BDSR=given["order_BDSR"].transpose(1, 2).contiguous().transpose(1, 2))
+    refuses(
+        "contiguous", order_BDSR=given["order_BDSR"].transpose(1, 2).contiguous().transpose(1, 2)
+    )
     refuses("block_BN", block_BN=block[:, :3])
     refuses("unit stride", ids_BT=given["ids_BT"].T.contiguous().T)
     refuses("nodes_XBN", nodes_XBN=nodes[:3])
@@ -132,4 +165,6 @@ def test_bad_input() -> None:
     refuses("a state per candidate", candidates_BDC=None)
     refuses("ids_BT and follows_FM", cursor_B=None)
     few = draft(4, 1, 2, False, 0)
-    check_raises(lambda: build_tree(**few, nodes_XBN=nodes, block_BN=block), "2 ranks over 1 levels")
+    check_raises(
+        lambda: build_tree(**few, nodes_XBN=nodes, block_BN=block), "2 ranks over 1 levels"
+    )

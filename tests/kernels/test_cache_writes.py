@@ -14,7 +14,15 @@ from dflash_hf.draft_layers import DFlashAttention
 from dflash_hf.norm_and_rope import rotate
 from dflash_kernels import context_kv, norm_rope_write
 from dflash_kernels._dispatch import runs_kernel
-from helpers.kernel_checks import CUDA, DEVICES, DTYPES, Guarded, assert_same_writes, check_raises, poisoned
+from helpers.kernel_checks import (
+    CUDA,
+    DEVICES,
+    DTYPES,
+    Guarded,
+    assert_same_writes,
+    check_raises,
+    poisoned,
+)
 from tiny import tiny_draft, tiny_target
 
 EPS = 1e-6
@@ -36,7 +44,9 @@ REAL: dict[str, Shape] = {
 class Inputs:
     """Random states, weights, angles and a guarded cache with NaN where nothing was written."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str, buffer_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: str, buffer_dtype: torch.dtype | None = None
+    ) -> None:
         width, heads, groups, size, rings, lengths = shape
         generator = torch.Generator().manual_seed(width)
         batch = len(lengths)
@@ -47,7 +57,8 @@ class Inputs:
         # One fused product, of which queries, keys and values are views.
         fused = normal(batch, width, (heads + 2 * groups) * size)
         self.states = [
-            t.unflatten(-1, (-1, size)) for t in fused.split([n * size for n in (heads, groups, groups)], -1)
+            t.unflatten(-1, (-1, size))
+            for t in fused.split([n * size for n in (heads, groups, groups)], -1)
         ]
         self.projected = normal(batch, width, len(rings) * 2 * groups * size).view(
             batch, width, len(rings), 2, groups, size
@@ -56,17 +67,25 @@ class Inputs:
         self.weights: Any = normal(2, size)
         self.weight_LE = normal(len(rings), size)
         # As the draft computes them: [B, W, 1, E] with an extra dimension.
-        self.cos, self.sin = normal(batch, width, 1, size)[:, :, 0], normal(batch, width, 1, size)[:, :, 0]
+        self.cos, self.sin = (
+            normal(batch, width, 1, size)[:, :, 0],
+            normal(batch, width, 1, size)[:, :, 0],
+        )
         self.lengths = torch.tensor(lengths, device=device)
         self.cache = {
-            f"{name}{layer}": Guarded(normal(batch, ring, groups, size).fill_(torch.nan).to(buffer_dtype or dtype))
+            f"{name}{layer}": Guarded(
+                normal(batch, ring, groups, size).fill_(torch.nan).to(buffer_dtype or dtype)
+            )
             for name in ("keys", "values")
             for layer, ring in enumerate(rings)
         }
 
     def buffers(self, cache: dict[str, Guarded]) -> tuple[list[Tensor], list[Tensor]]:
         """Key and value buffers of all layers."""
-        keys, values = ([g.tensor for n, g in cache.items() if n.startswith(name)] for name in ("keys", "values"))
+        keys, values = (
+            [g.tensor for n, g in cache.items() if n.startswith(name)]
+            for name in ("keys", "values")
+        )
         return keys, values
 
     def check_block(self) -> None:
@@ -76,10 +95,14 @@ class Inputs:
         assert runs_kernel(self.states[0])
         with poisoned():
             out = norm_rope_write(*shared, ours["keys0"].tensor, ours["values0"].tensor, EPS)
-        query = norm_rope_write.reference(*shared, wanted["keys0"].tensor, wanted["values0"].tensor, EPS)
+        query = norm_rope_write.reference(
+            *shared, wanted["keys0"].tensor, wanted["values0"].tensor, EPS
+        )
         tolerance = 4 * torch.finfo(query.dtype).eps
         # Sums of squares in another order and `rsqrt` of another unit: to the scale of what is normed.
-        torch.testing.assert_close(out, query, rtol=tolerance, atol=tolerance * float(query.abs().max()))
+        torch.testing.assert_close(
+            out, query, rtol=tolerance, atol=tolerance * float(query.abs().max())
+        )
         assert out.is_contiguous()
         assert_same_writes(ours, wanted, tolerance)
 
@@ -96,10 +119,15 @@ class Inputs:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [*((shape, torch.float32) for shape in SHAPES), *(("a wrapping ring", dtype) for dtype in DTYPES[1:])],
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        *(("a wrapping ring", dtype) for dtype in DTYPES[1:]),
+    ],
     ids=str,
 )
-def test_kernels_write_what_the_references_write(shape: str, dtype: torch.dtype, device: str) -> None:
+def test_kernels_write_what_the_references_write(
+    shape: str, dtype: torch.dtype, device: str
+) -> None:
     inputs = Inputs(SHAPES[shape], dtype, device)
     inputs.check_block()
     inputs.check_context()
@@ -110,7 +138,9 @@ def test_kernels_write_what_the_references_write(shape: str, dtype: torch.dtype,
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", REAL)
-def test_kernels_write_what_the_references_write_at_real_sizes(shape: str, dtype: torch.dtype, device: str) -> None:
+def test_kernels_write_what_the_references_write_at_real_sizes(
+    shape: str, dtype: torch.dtype, device: str
+) -> None:
     inputs = Inputs(REAL[shape], dtype, device)
     inputs.check_block()
     inputs.check_context()
@@ -156,7 +186,9 @@ def draft_and_states() -> tuple[DFlashDraftModel, Tensor, RaggedBlock, RaggedCac
     """A draft of two kinds of layers in bfloat16, states of a block, and an empty cache."""
     torch.manual_seed(0)
     target = tiny_target("qwen3")
-    draft = tiny_draft(target, 6, layer_types=["full_attention", "sliding_attention"], sliding_window=4)
+    draft = tiny_draft(
+        target, 6, layer_types=["full_attention", "sliding_attention"], sliding_window=4
+    )
     draft = draft.to(torch.bfloat16)
     for module in draft.modules():
         if isinstance(module, DFlashAttention):
@@ -192,14 +224,20 @@ def test_references_are_the_drafts_own_modules() -> None:
     product = torch.stack([f(hidden) for a in attentions for f in (a.k_proj, a.v_proj)], dim=2)
     projected = product.unflatten(2, (-1, 2)).unflatten(-1, (-1, draft.config.head_dim))
     weights = torch.stack([a.k_norm.weight for a in attentions])
-    buffers = [[getattr(layer, name) for layer in ours.layers] for name in ("key_buffer", "value_buffer")]
-    context_kv.reference(projected, weights, cos[:, :, 0], sin[:, :, 0], block.lengths, *buffers, EPS)
+    buffers = [
+        [getattr(layer, name) for layer in ours.layers] for name in ("key_buffer", "value_buffer")
+    ]
+    context_kv.reference(
+        projected, weights, cos[:, :, 0], sin[:, :, 0], block.lengths, *buffers, EPS
+    )
     assert_same_caches(ours, cache)
 
     again = empty_cache(draft.cache_shapes())
     for attention, layer in zip(attentions, again.layers, strict=True):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        heads = [project(hidden).unflatten(-1, (-1, draft.config.head_dim)) for project in projections]
+        heads = [
+            project(hidden).unflatten(-1, (-1, draft.config.head_dim)) for project in projections
+        ]
         query = norm_rope_write.reference(
             *heads,
             attention.q_norm.weight,
@@ -219,10 +257,28 @@ def test_references_are_the_drafts_own_modules() -> None:
 def test_one_operation_each_with_a_true_schema(device: str) -> None:
     inputs = Inputs((2, 2, 1, 4, [3, 5], [0, 2]), torch.float32, device)
     keys, values = ([t.nan_to_num() for t in side] for side in inputs.buffers(inputs.cache))
-    block = (*inputs.states, *inputs.weights, inputs.cos, inputs.sin, inputs.lengths, keys[0], values[0], EPS)
+    block = (
+        *inputs.states,
+        *inputs.weights,
+        inputs.cos,
+        inputs.sin,
+        inputs.lengths,
+        keys[0],
+        values[0],
+        EPS,
+    )
     torch.library.opcheck(norm_rope_write.op, block)
     torch.library.opcheck(norm_rope_write.op, (*block[:3], None, None, *block[5:]))
-    context = (inputs.projected, inputs.weight_LE, inputs.cos, inputs.sin, inputs.lengths, keys, values, EPS)
+    context = (
+        inputs.projected,
+        inputs.weight_LE,
+        inputs.cos,
+        inputs.sin,
+        inputs.lengths,
+        keys,
+        values,
+        EPS,
+    )
     torch.library.opcheck(context_kv.op, context)
 
 

@@ -38,7 +38,12 @@ def compiled(which: str, cache: Path, *capabilities: int) -> dict[int, list[dict
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "kernels/torch-ext", "tests"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests/helpers/compile_kernels.py"), which, *map(str, capabilities)],
+        [
+            sys.executable,
+            str(ROOT / "tests/helpers/compile_kernels.py"),
+            which,
+            *map(str, capabilities),
+        ],
         # An inherited path goes first: it may hold another release of Triton.
         env={
             **environment,
@@ -59,7 +64,11 @@ def compiled(which: str, cache: Path, *capabilities: int) -> dict[int, list[dict
 # 80, 90 and 100; 86 and 89 have 80's, and 120's memory.
 @pytest.mark.parametrize(
     ("which", "capabilities"),
-    [("", (90, 120)), ("attention", (80, 100)), pytest.param("", (80, 86, 89, 100), marks=pytest.mark.slow)],
+    [
+        ("", (90, 120)),
+        ("attention", (80, 100)),
+        pytest.param("", (80, 86, 89, 100), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_kernels_compile_fit_and_keep_what_they_need_in_registers(

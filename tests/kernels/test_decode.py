@@ -33,13 +33,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-def check(family: str, device: str, engine: Any, lengths: list[int], draft_options: Any, calls: Calls) -> None:
+def check(
+    family: str, device: str, engine: Any, lengths: list[int], draft_options: Any, calls: Calls
+) -> None:
     """Left-padded rows, of which the oracle draft knows a part, in float32."""
     small = SHALLOW if family in ("llama", "gemma2") else SMALL
     target = tiny_target(family, **(small if device == "cpu" else {})).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts(lengths, 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options, **TAPS).to(device)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options, **TAPS).to(
+        device
+    )
     set_engine(draft, engine)
     find_out(target)
     calls.clear()
@@ -84,7 +88,9 @@ def test_kernels_replayed_from_a_tape_give_the_plain_text(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_second_call_reads_nothing_that_the_first_has_left(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_reads_nothing_that_the_first_has_left(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Buffers of two of the interpreter's tiles: one that is read in part, and one that is not.
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 64)
     target = tiny_target("llama", **SHALLOW).to(device, torch.float32)
@@ -95,7 +101,8 @@ def test_a_second_call_reads_nothing_that_the_first_has_left(device: str, monkey
     for _ in range(2):
         with ops.kernels(True):
             assert torch.equal(
-                target.generate(**inputs, max_new_tokens=3, do_sample=False, assistant_model=draft), wanted
+                target.generate(**inputs, max_new_tokens=3, do_sample=False, assistant_model=draft),
+                wanted,
             )
         (kept,) = kept_buffers(draft)
         for buffer in (*kept.cache.buffers(), *kept.draft_cache.buffers()):
@@ -105,7 +112,8 @@ def test_a_second_call_reads_nothing_that_the_first_has_left(device: str, monkey
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("engine", ["eager", "cuda_graph"])
 @pytest.mark.parametrize(
-    ("family", "lengths"), [("llama", [9]), ("mistral", [4, 9, 6]), ("gemma3", [4, 9, 6]), ("phi3", [9])]
+    ("family", "lengths"),
+    [("llama", [9]), ("mistral", [4, 9, 6]), ("gemma3", [4, 9, 6]), ("phi3", [9])],
 )
 def test_kernels_give_the_plain_text_of_more_families(
     family: str, lengths: list[int], engine: str, device: str, calls: Calls
@@ -115,7 +123,11 @@ def test_kernels_give_the_plain_text_of_more_families(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "proposal", [*(pytest.param(rule, marks=pytest.mark.slow) for rule in ("argmax", "sample")), "shared_noise"]
+    "proposal",
+    [
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("argmax", "sample")),
+        "shared_noise",
+    ],
 )
 def test_a_sampled_text_is_that_without_kernels(
     proposal: Any, device: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
@@ -145,20 +157,30 @@ def test_kernels_are_used_where_they_are_said_to_be() -> None:
     with ops.kernels(True):
         assert ops.use_kernel(ops.block_attention, query, key, key)
         assert not ops.use_kernel(ops.block_attention, query, key.double(), key), "one dtype"
-        assert not ops.use_kernel(ops.block_attention, query.requires_grad_(), key, key), "kernels have no gradient"
+        assert not ops.use_kernel(ops.block_attention, query.requires_grad_(), key, key), (
+            "kernels have no gradient"
+        )
         with torch.no_grad():
             assert ops.use_kernel(ops.block_attention, query, key, key)
         with ops.kernels(False), torch.no_grad():
             assert not ops.use_kernel(ops.block_attention, query, key, key)
     with torch.no_grad():
-        assert not ops.use_kernel(ops.block_attention, query, key, key), "the setting ends with its block"
+        assert not ops.use_kernel(ops.block_attention, query, key, key), (
+            "the setting ends with its block"
+        )
 
 
 def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
-    states, weight, buffer = torch.zeros(1, 2, 3, 4), torch.nn.Parameter(torch.ones(4)), torch.zeros(1, 9, 3, 4)
+    states, weight, buffer = (
+        torch.zeros(1, 2, 3, 4),
+        torch.nn.Parameter(torch.ones(4)),
+        torch.zeros(1, 9, 3, 4),
+    )
     counts = torch.zeros(2, dtype=torch.long)
     with torch.no_grad():
-        assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer]), "a CPU takes torch"
+        assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer]), (
+            "a CPU takes torch"
+        )
         assert not ops.use_kernel(ops.argmax, states)
         assert not ops.use_kernel(ops.accept_and_prepare, counts)
         with ops.kernels(True):
@@ -166,17 +188,23 @@ def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
             assert ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer.half()]), (
                 "a cache is written in its own dtype"
             )
-            assert not ops.use_kernel(ops.norm_rope_write, states, weight.bfloat16(), buffers=[buffer])
-            assert not ops.use_kernel(ops.norm_rope_write, states, weight.to("meta"), buffers=[buffer]), (
-                "weights that are offloaded"
+            assert not ops.use_kernel(
+                ops.norm_rope_write, states, weight.bfloat16(), buffers=[buffer]
             )
-            assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer.to("meta")])
+            assert not ops.use_kernel(
+                ops.norm_rope_write, states, weight.to("meta"), buffers=[buffer]
+            ), "weights that are offloaded"
+            assert not ops.use_kernel(
+                ops.norm_rope_write, states, weight, buffers=[buffer.to("meta")]
+            )
             with torch.autocast("cpu"):
                 assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer])
             assert ops.use_kernel(ops.argmax, states)
             assert ops.use_kernel(ops.accept_and_prepare, counts)
     with ops.kernels(True):
-        assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer]), "kernels have no gradient"
+        assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer]), (
+            "kernels have no gradient"
+        )
         with ops.kernels(False), torch.no_grad():
             assert not ops.use_kernel(ops.norm_rope_write, states, weight, buffers=[buffer])
             assert not ops.use_kernel(ops.argmax, states)
@@ -185,7 +213,8 @@ def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "kind", [pytest.param({}, id="tokens"), pytest.param(DFLASH2, id="candidates", marks=pytest.mark.slow)]
+    "kind",
+    [pytest.param({}, id="tokens"), pytest.param(DFLASH2, id="candidates", marks=pytest.mark.slow)],
 )
 def test_a_tree_is_built_followed_and_moved_by_kernels(
     kind: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +222,9 @@ def test_a_tree_is_built_followed_and_moved_by_kernels(
     target = tiny_target("qwen3", **SHALLOW).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts([4], 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, **TAPS, **kind).to(device)
+    draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, **TAPS, **kind).to(
+        device
+    )
     draft.generation_config.num_tree_nodes, draft.strength = 6, 4.0
     set_engine(draft, "static")
     find_out(target)
@@ -202,5 +233,7 @@ def test_a_tree_is_built_followed_and_moved_by_kernels(
         out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
     assert not calls.references
-    assert [calls.kernels[name] for name in TREES] == [draft.last_stats.num_target_forwards - 1] * len(TREES)
+    assert [calls.kernels[name] for name in TREES] == [
+        draft.last_stats.num_target_forwards - 1
+    ] * len(TREES)
     assert draft.last_stats.acceptance_length > 1

@@ -34,7 +34,9 @@ def forgotten() -> Iterator[None]:
 
 
 def no_compiler() -> Exception:
-    return RuntimeError("Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.")
+    return RuntimeError(
+        "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs."
+    )
 
 
 def does_not_fit() -> Exception:
@@ -54,10 +56,18 @@ def compiler_fails() -> Exception:
 
 
 def wrong_image() -> Exception:
-    return RuntimeError("Triton Error [CUDA]: no kernel image is available for execution on the device")
+    return RuntimeError(
+        "Triton Error [CUDA]: no kernel image is available for execution on the device"
+    )
 
 
-KINDS: list[Callable[[], Exception]] = [no_compiler, does_not_fit, does_not_compile, compiler_fails, wrong_image]
+KINDS: list[Callable[[], Exception]] = [
+    no_compiler,
+    does_not_fit,
+    does_not_compile,
+    compiler_fails,
+    wrong_image,
+]
 
 
 class Failing:
@@ -81,7 +91,10 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("device", [INTERPRETED])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_kernel_that_cannot_run_is_tried_once(
-    kind: Callable[[], Exception], device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: Callable[[], Exception],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing = Failing(monkeypatch, argmax, kind())
     logits = torch.randn(3, 50, device=device)
@@ -89,7 +102,9 @@ def test_a_kernel_that_cannot_run_is_tried_once(
         assert torch.equal(argmax(logits), logits.argmax(-1))
     assert failing.num == 1
     assert len(said(caplog)) == 1
-    assert said(caplog)[0].startswith(f"argmax runs in torch on cpu, its kernel cannot: {type(kind()).__name__}")
+    assert said(caplog)[0].startswith(
+        f"argmax runs in torch on cpu, its kernel cannot: {type(kind()).__name__}"
+    )
 
 
 @pytest.mark.parametrize("device", [INTERPRETED])
@@ -98,7 +113,9 @@ def test_a_kernel_that_cannot_run_is_tried_once(
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("Triton Error [CUDA]: operation failed due to a previous error during capture"),
+        RuntimeError(
+            "Triton Error [CUDA]: operation failed due to a previous error during capture"
+        ),
         KeyboardInterrupt(),
         TypeError("a fault of ours"),
     ],
@@ -151,7 +168,9 @@ def test_a_run_goes_on_in_torch(
 
 
 @pytest.mark.parametrize("device", [INTERPRETED])
-def test_an_attention_that_does_not_fit_gives_way_to_torchs_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_does_not_fit_gives_way_to_torchs_own(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ops, "_is_recent", lambda device: True)
     states = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16, device=device)
     assert ops.use_kernel(ops.block_attention, states, states, states)
@@ -176,7 +195,9 @@ for _ in range(2):
 print(argmax.failures)
 """
     (tmp_path / "libcuda.so.1").touch()
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")
+    }
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))
     run = subprocess.run(
         [sys.executable, "-c", source],

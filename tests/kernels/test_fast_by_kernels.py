@@ -49,7 +49,9 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kinds_of(target: Any) -> set[str]:
     """The classes of modules that have a fast form."""
-    return {type(m).__name__ for m in target.modules() if fast_forward_of(m, torch.float32) is not None}
+    return {
+        type(m).__name__ for m in target.modules() if fast_forward_of(m, torch.float32) is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,9 @@ class AnotherMLP(Qwen3MLP):
 class AnotherAttention(Qwen3Attention):
     """Rotates by twice the sine."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         cos, sin = position_embeddings
         return super().forward(hidden_states, (cos, 2 * sin), *args, **kwargs)
 
@@ -125,9 +129,13 @@ class ClippedAttention(LlamaAttention):
 class UnrotatedAttention(LlamaAttention):
     """Rotates nothing."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         cos, sin = position_embeddings
-        return super().forward(hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)), *args, **kwargs)
+        return super().forward(
+            hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)), *args, **kwargs
+        )
 
 
 class BlindAttention(MistralAttention):
@@ -156,7 +164,16 @@ class ForgetfulLayer(Qwen3DecoderLayer):
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *(("qwen3", kind) for kind in (AnotherNorm, AnotherMLP, AnotherAttention, ScaledAttention, SwappedAttention)),
+        *(
+            ("qwen3", kind)
+            for kind in (
+                AnotherNorm,
+                AnotherMLP,
+                AnotherAttention,
+                ScaledAttention,
+                SwappedAttention,
+            )
+        ),
         *(("qwen3", kind) for kind in (AnotherLayer, ForgetfulLayer)),
         *(("llama", kind) for kind in (ClippedAttention, UnrotatedAttention)),
         ("mistral", BlindAttention),
@@ -175,7 +192,9 @@ def test_modules_that_compute_something_else_are_not(
     assert fast_forward_of(module, torch.float32) is None, "its trial shows it"
 
 
-def decode(target: Any, lengths: list[int], width: int = 6, dtype: torch.dtype = torch.float64) -> None:
+def decode(
+    target: Any, lengths: list[int], width: int = 6, dtype: torch.dtype = torch.float64
+) -> None:
     """Text with a draft under kernels is plain `generate`'s."""
     target.to(dtype)
     inputs = prompts(lengths, 2)
@@ -188,7 +207,9 @@ def decode(target: Any, lengths: list[int], width: int = 6, dtype: torch.dtype =
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "llama3-rope", "mistral", "qwen2", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3-sliding", "llama3-rope", "mistral", "qwen2", "phi3"]
+)
 def test_texts_stay(family: str, dtype: torch.dtype, calls: Calls) -> None:
     """By references. In float64 the kernel's norm before attention is float64, and that of Qwen3 float32."""
     decode(tiny_target(family), [4, 11, 7], dtype=dtype)
@@ -197,8 +218,13 @@ def test_texts_stay(family: str, dtype: torch.dtype, calls: Calls) -> None:
     # In a draft the norm of the context and the first one have no sum before them.
     assert num["rms_norm"] > drafts * 2
     sums_of_drafts = drafts * 2 * draft_layers
-    assert (num["add_norm"] > sums_of_drafts) == (num["silu_mul"] > drafts * draft_layers) == (family != "phi3")
-    is_attention_fused = num["norm_rope_write"] > drafts * draft_layers + 2 * LAYERS  # two to find out
+    assert (
+        (num["add_norm"] > sums_of_drafts)
+        == (num["silu_mul"] > drafts * draft_layers)
+        == (family != "phi3")
+    )
+    # Two to find out
+    is_attention_fused = num["norm_rope_write"] > drafts * draft_layers + 2 * LAYERS
     has_norms = family.startswith("qwen3")
     assert is_attention_fused == (dtype == torch.float32 if has_norms else family != "phi3")
 
@@ -302,7 +328,13 @@ def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by(calls: Calls) 
     layer: Any = target.model.layers[1]
     own = own_forward(layer.input_layernorm)
     fired = list[str]()
-    for name in ("self_attn.k_norm", "post_attention_layernorm", "mlp.act_fn", "self_attn", "input_layernorm"):
+    for name in (
+        "self_attn.k_norm",
+        "post_attention_layernorm",
+        "mlp.act_fn",
+        "self_attn",
+        "input_layernorm",
+    ):
         layer.get_submodule(name).register_forward_hook(lambda *args, name=name: fired.append(name))
     inputs = prompts([5, 9], 1)
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -312,5 +344,7 @@ def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by(calls: Calls) 
         out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
     assert layer.input_layernorm.forward is own
-    assert sorted(set(fired)) == sorted({n for n in fired if fired.count(n) == draft.last_stats.num_target_forwards})
+    assert sorted(set(fired)) == sorted(
+        {n for n in fired if fired.count(n) == draft.last_stats.num_target_forwards}
+    )
     assert len(set(fired)) == 5

@@ -21,7 +21,9 @@ def tree(num: int, batch: int, seed: int) -> dict[str, Tensor]:
         for node in range(1, num):
             parent = max(0, node - int(torch.randint(1, 4, (), generator=generator)))
             parents[row, node], depths[row, node] = parent, depths[row, parent] + 1
-            ancestors[row, node] = int(ancestors[row, parent]) | (1 << node if node < 63 else -(1 << 63))
+            ancestors[row, node] = int(ancestors[row, parent]) | (
+                1 << node if node < 63 else -(1 << 63)
+            )
             block[row, node] = int((parents[row, :node] == parent).sum()) + 10
             if torch.rand((), generator=generator) < 0.6:
                 tokens[row, parent] = block[row, node]
@@ -54,7 +56,9 @@ def test_the_kernel_goes_the_path_of_the_definition(num: int, device: str) -> No
 def test_parts_of_wider_tensors(device: str) -> None:
     """As a step has them: the first nodes of the widest verify, and a path beside what else the host is told."""
     given = {name: tensor.to(device) for name, tensor in tree(16, 2, 1).items()}
-    wanted, ours = ({name: tensor.clone()[:, :6] for name, tensor in given.items()} for _ in range(2))
+    wanted, ours = (
+        {name: tensor.clone()[:, :6] for name, tensor in given.items()} for _ in range(2)
+    )
     for operation, written in ((follow_tree.reference, wanted), (follow_tree, ours)):
         written["node_ids_BN"] = torch.full((2, 16), 7, device=device)[:, :6]
         written["path_BN"] = torch.full((20, 2), 7, device=device)[5:11].T
@@ -67,7 +71,12 @@ def test_bad_input() -> None:
     given = tree(8, 2, 0)
     given |= {name: torch.zeros(2, 8, dtype=torch.long) for name in WRITTEN[2:]}
     check_raises(lambda: follow_tree(**(given | {"path_BN": given["path_BN"].int()})), "path_BN")
-    check_raises(lambda: follow_tree(**(given | {"tokens_BN": given["tokens_BN"][:, :7]})), "tokens_BN")
-    check_raises(lambda: follow_tree(**(given | {"block_BN": given["block_BN"].T.contiguous().T})), "unit stride")
+    check_raises(
+        lambda: follow_tree(**(given | {"tokens_BN": given["tokens_BN"][:, :7]})), "tokens_BN"
+    )
+    check_raises(
+        lambda: follow_tree(**(given | {"block_BN": given["block_BN"].T.contiguous().T})),
+        "unit stride",
+    )
     wide = {name: torch.zeros(1, 65, dtype=torch.long) for name in given}
     check_raises(lambda: follow_tree(**wide), "1 to 64 nodes")

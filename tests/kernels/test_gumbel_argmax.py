@@ -25,7 +25,9 @@ from helpers.kernel_checks import CUDA, DEVICES, DTYPES, check_raises, poisoned
 INF = float("inf")
 
 
-def inputs(rows: int, columns: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    rows: int, columns: int, vocab: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logits that tie often, a seed and positions."""
     random = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(rows, columns, vocab, generator=random) * 8).round() / 4
@@ -35,7 +37,12 @@ def inputs(rows: int, columns: int, vocab: int, dtype: torch.dtype, device: str)
 
 
 def check(
-    logits: Tensor, seed: Tensor, positions: Tensor, least: Tensor | None, temperature: float, stream: int
+    logits: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    least: Tensor | None,
+    temperature: float,
+    stream: int,
 ) -> None:
     """The kernel chooses the definition's token, or one that is as good to the last digits."""
     assert runs_kernel(logits)
@@ -66,7 +73,9 @@ def test_kernel_draws_what_the_definition_draws(size: int, dtype: torch.dtype, d
 
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernel_draws_what_the_definition_draws_at_real_sizes(dtype: torch.dtype, device: str) -> None:
+def test_kernel_draws_what_the_definition_draws_at_real_sizes(
+    dtype: torch.dtype, device: str
+) -> None:
     check(*inputs(8, 16, 151936, dtype, device), None, 0.6, 0)
 
 
@@ -94,7 +103,9 @@ def test_small_noise_keeps_its_digits(device: str) -> None:
     """The winner of a draw among many equal tokens has the smallest noise: where 1 - u has lost its digits."""
     logits = torch.zeros(2, 2, 70_000, device=device)
     _, seed, positions = inputs(2, 2, 4, torch.float32, device)
-    assert torch.equal(gumbel_argmax(logits, seed, positions), gumbel_argmax.reference(logits, seed, positions))
+    assert torch.equal(
+        gumbel_argmax(logits, seed, positions), gumbel_argmax.reference(logits, seed, positions)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -111,7 +122,9 @@ def test_it_is_the_choice_from_processed_scores(
     warpers: list[Any] = [kind(value) for kind, value in filters if value is not None]
     processors = BlockProcessors(LogitsProcessorList([TemperatureLogitsWarper(0.8), *warpers]))
     is_known = top_p is None or top_k is not None
-    assert processors.draw == (Draw(0.8, top_k or 0, top_p or 1.0, min_p or 0.0) if is_known else None)
+    assert processors.draw == (
+        Draw(0.8, top_k or 0, top_p or 1.0, min_p or 0.0) if is_known else None
+    )
     with ops.kernels(True):
         found = draw_from_logits(logits, processors, seed, positions)
     assert torch.equal(found, choose(processors.warp(logits), seed, positions))

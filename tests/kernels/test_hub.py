@@ -27,7 +27,18 @@ import dflash_kernels
 ROOT = Path(__file__).resolve().parents[2] / "kernels"
 PACKAGE = ROOT / "torch-ext" / "dflash_kernels"
 # Of edition 5: huggingface/kernels, kernels-data/src/config/v5.rs.
-GENERAL = {"name", "version", "edition", "license", "upstream", "source", "minver", "backends", "cuda", "hub"}
+GENERAL = {
+    "name",
+    "version",
+    "edition",
+    "license",
+    "upstream",
+    "source",
+    "minver",
+    "backends",
+    "cuda",
+    "hub",
+}
 GENERAL |= {"kernel-depends", "neuron", "python-depends", "tpu", "xpu"}
 BACKENDS = {"cann", "cpu", "cuda", "metal", "neuron", "rocm", "tpu", "xpu"}
 # What a kernel may import besides itself: the Hub installs nothing that `python-depends` does not name.
@@ -85,8 +96,12 @@ def test_the_builders_file_has_the_keys_of_its_edition() -> None:
     assert found["torch-noarch"].keys() <= {"pyext", "cuda_capabilities", "rocm_archs"}
     # The package stands where the builder looks for it, and nothing but Python is in it.
     assert general["name"].replace("-", "_") == PACKAGE.name
-    assert [path.name for path in (ROOT / "torch-ext").iterdir() if path.name != "__pycache__"] == [PACKAGE.name]
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert [path.name for path in (ROOT / "torch-ext").iterdir() if path.name != "__pycache__"] == [
+        PACKAGE.name
+    ]
+    files = [
+        path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
     assert {path.suffix for path in files} == {".py"}
     assert "_ops.py" in {path.name for path in PACKAGE.iterdir()}
 
@@ -130,9 +145,15 @@ def load(name: str, variant: Path) -> Any:
 def test_a_built_copy_loads_under_another_name(tmp_path: Path) -> None:
     variant = build(tmp_path, "cpu")
     name = f"{NAMESPACE}_cpu"
-    own = {key: value for key, value in sys.modules.items() if key.split(".")[0] == "dflash_kernels"}
+    own = {
+        key: value for key, value in sys.modules.items() if key.split(".")[0] == "dflash_kernels"
+    }
     check_loaded(load(name, variant))
-    assert all(str(variant) in str(sys.modules[key].__file__) for key in sys.modules if key.startswith(name))
+    assert all(
+        str(variant) in str(sys.modules[key].__file__)
+        for key in sys.modules
+        if key.startswith(name)
+    )
     assert {key: sys.modules[key] for key in own} == own
 
 
@@ -140,19 +161,25 @@ def test_a_built_copy_loads_under_another_name(tmp_path: Path) -> None:
 def test_without_triton_definitions_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find_spec(name, *a)
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "triton" else find_spec(name, *a),
     )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = load(f"{NAMESPACE}_cpu", build(tmp_path, "cpu"))
     check_loaded(module)
     for name in module.__all__:
-        assert list(getattr(module, name).op._backend_fns) == [None], "nothing but the definition is registered"
+        assert list(getattr(module, name).op._backend_fns) == [None], (
+            "nothing but the definition is registered"
+        )
 
 
 @pytest.mark.usefixtures("clean_modules")
 def test_the_hubs_own_parser_and_loader_take_it(tmp_path: Path) -> None:
     # The folder `kernels/` of this repository is found under that name too, where the root is on the path.
-    hub: Any = pytest.importorskip("kernels", reason="Hugging Face's package `kernels` is not installed")
+    hub: Any = pytest.importorskip(
+        "kernels", reason="Hugging Face's package `kernels` is not installed"
+    )
     if not hasattr(hub, "get_local_kernel"):
         pytest.skip("Hugging Face's package `kernels` is not installed")
     config: Any = importlib.import_module("kernels._rust")

@@ -12,7 +12,13 @@ from dflash_kernels import keep_path
 from helpers.kernel_checks import DEVICES, DTYPES, check_raises
 
 
-def inputs(shapes: list[tuple[int, int, int]], lengths: list[int], num: int, dtype: torch.dtype, device: str) -> Any:
+def inputs(
+    shapes: list[tuple[int, int, int]],
+    lengths: list[int],
+    num: int,
+    dtype: torch.dtype,
+    device: str,
+) -> Any:
     """Random paths, some of them short, and buffers `[B, R, G, E]`."""
     generator = torch.Generator().manual_seed(num)
     path = torch.zeros(len(lengths), num + 2, dtype=torch.long)
@@ -20,7 +26,9 @@ def inputs(shapes: list[tuple[int, int, int]], lengths: list[int], num: int, dty
         end = int(torch.randint(0, num, (), generator=generator))
         nodes = 1 + torch.randperm(2 * num, generator=generator)[:end].sort().values
         path[row, 1 : 1 + end] = nodes
-    buffers = [torch.randn(len(lengths), *shape, generator=generator).to(device, dtype) for shape in shapes]
+    buffers = [
+        torch.randn(len(lengths), *shape, generator=generator).to(device, dtype) for shape in shapes
+    ]
     # As a step has them: parts of wider tensors.
     return path.to(device)[:, :num], torch.tensor(lengths, device=device), buffers
 
@@ -51,7 +59,11 @@ def moved(path: Tensor, lengths: Tensor, buffer: Tensor) -> dict[tuple[int, int]
     ],
 )
 def test_the_path_stands_where_a_chain_would(
-    shapes: list[tuple[int, int, int]], lengths: list[int], num: int, dtype: torch.dtype, device: str
+    shapes: list[tuple[int, int, int]],
+    lengths: list[int],
+    num: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
     for move in (keep_path.reference, keep_path):
         path, rows, buffers = inputs(shapes, lengths, num, dtype, device)
@@ -67,5 +79,9 @@ def test_bad_input() -> None:
     check_raises(lambda: keep_path(path.int(), lengths, buffers), "path_BN")
     check_raises(lambda: keep_path(path, lengths[:1], buffers), "lengths_B")
     check_raises(lambda: keep_path(path, lengths, [buffers[0][:, :3]]), "contiguous buffers")
-    check_raises(lambda: keep_path(path, lengths, [buffers[0][:1].contiguous()]), "contiguous buffers")
-    check_raises(lambda: keep_path(path, lengths, [buffers[0].transpose(2, 3)]), "contiguous buffers")
+    check_raises(
+        lambda: keep_path(path, lengths, [buffers[0][:1].contiguous()]), "contiguous buffers"
+    )
+    check_raises(
+        lambda: keep_path(path, lengths, [buffers[0].transpose(2, 3)]), "contiguous buffers"
+    )

@@ -26,7 +26,9 @@ REAL = [(1, 16, 4096), (32, 16, 4096), (1, 16, 12288), (512, 151), (1, 16, 32, 1
 def normal(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
     """Random numbers of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(*shape, generator=generator) * torch.exp(2 * torch.randn(*shape[:-1], 1, generator=generator))
+    states = torch.randn(*shape, generator=generator) * torch.exp(
+        2 * torch.randn(*shape[:-1], 1, generator=generator)
+    )
     return states.to(device, dtype)
 
 
@@ -40,7 +42,13 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
         if str(wanted) != "bf16" or str(given) != "fp32":
             return convert(values, given, wanted, mode)
         floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-        return floats.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(values.shape)
+        return (
+            floats.to(torch.bfloat16)
+            .view(torch.int16)
+            .numpy()
+            .view(np.uint16)
+            .reshape(values.shape)
+        )
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
@@ -54,7 +62,9 @@ def assert_close(ours: Tensor, wanted: Tensor, num_wrong: float = 0) -> None:
         return
     differs = ~((ours == wanted) | (ours.isnan() & wanted.isnan()))
     assert int(differs.sum()) <= num_wrong
-    torch.testing.assert_close(ours, wanted, rtol=torch.finfo(ours.dtype).eps, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        ours, wanted, rtol=torch.finfo(ours.dtype).eps, atol=0, equal_nan=True
+    )
 
 
 def check(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -63,7 +73,11 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     weight = normal(shape[-1], dtype=dtype, device=device, seed=3)
     assert runs_kernel(first)
     with poisoned():
-        results = rms_norm(first, weight, EPS), add_norm(first, second, weight, EPS), silu_mul(first, second)
+        results = (
+            rms_norm(first, weight, EPS),
+            add_norm(first, second, weight, EPS),
+            silu_mul(first, second),
+        )
     assert_close(results[0], rms_norm.reference(first, weight, EPS))
     assert_close(results[1], add_norm.reference(first, second, weight, EPS))
     assert_close(results[2], silu_mul.reference(first, second), first.numel() / 500)
@@ -72,7 +86,9 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_compute_what_the_references_compute(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def test_kernels_compute_what_the_references_compute(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
     check(shape, dtype, device)
 
 
@@ -87,17 +103,25 @@ def test_kernels_compute_what_the_references_compute_at_real_sizes(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device: str) -> None:
-    first, second = (normal(6, 3, 10, dtype=torch.float32, device=device, seed=seed).mT for seed in (1, 2))
+    first, second = (
+        normal(6, 3, 10, dtype=torch.float32, device=device, seed=seed).mT for seed in (1, 2)
+    )
     weight = normal(6, dtype=torch.float32, device=device)[::2]
     assert_close(rms_norm(first, weight, EPS), rms_norm.reference(first, weight, EPS))
-    assert_close(add_norm(first, second, weight, EPS), add_norm.reference(first, second, weight, EPS))
-    assert_close(silu_mul(first, second[:1].expand_as(second)), silu_mul.reference(first, second[:1]))
+    assert_close(
+        add_norm(first, second, weight, EPS), add_norm.reference(first, second, weight, EPS)
+    )
+    assert_close(
+        silu_mul(first, second[:1].expand_as(second)), silu_mul.reference(first, second[:1])
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_special_values(device: str) -> None:
-    gate = torch.tensor([0.0, -0.0, 100.0, -100.0, 3e38, -3e38, torch.inf, torch.nan], device=device)
+    gate = torch.tensor(
+        [0.0, -0.0, 100.0, -100.0, 3e38, -3e38, torch.inf, torch.nan], device=device
+    )
     assert_close(silu_mul(gate, gate.sign() + 2), silu_mul.reference(gate, gate.sign() + 2))
     zeros, weight = torch.zeros(2, 5, device=device), torch.ones(5, device=device)
     assert torch.equal(rms_norm(zeros, weight, EPS), zeros)

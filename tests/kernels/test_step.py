@@ -49,7 +49,9 @@ def num_fused(target: Any) -> int:
     return 4 if target.config.model_type in ("llama", "mistral") else 0
 
 
-def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: Any, width: int, **options: Any) -> Any:
+def check_greedy(
+    target: Any, inputs: dict[str, Tensor], calls: Calls, engine: Any, width: int, **options: Any
+) -> Any:
     """Two calls, the second one over kept buffers, give the plain text; returns the draft."""
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6, **options)
@@ -60,7 +62,9 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
     for _ in range(2):
         calls.clear()
         with ops.kernels(True):
-            out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+            out = target.generate(
+                **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft
+            )
         assert torch.equal(out, wanted)
         assert draft.last_stats.engine == engine
         assert draft.last_stats.acceptance_length > 1
@@ -78,19 +82,25 @@ def check_greedy(target: Any, inputs: dict[str, Tensor], calls: Calls, engine: A
     ("family", "lengths", "engine"),
     half(["qwen3-sliding", "llama3-rope", "gemma3", "phi3"], {"1": [9], "3": [4, 11, 7]}, ENGINES),
 )
-def test_the_kernel_path_gives_the_plain_text(family: str, lengths: list[int], engine: Any, calls: Calls) -> None:
+def test_the_kernel_path_gives_the_plain_text(
+    family: str, lengths: list[int], engine: Any, calls: Calls
+) -> None:
     check_greedy(tiny_target(family), prompts(lengths, 2), calls, engine, 6)
 
 
 @pytest.mark.parametrize(("kind", "engine"), half(DRAFTS, ["eager", "cuda_graph"]))
-def test_every_kind_of_draft_gives_the_plain_text(kind: dict[str, Any], engine: Any, calls: Calls) -> None:
+def test_every_kind_of_draft_gives_the_plain_text(
+    kind: dict[str, Any], engine: Any, calls: Calls
+) -> None:
     check_greedy(tiny_target("mistral"), prompts([4, 11, 7], 2), calls, engine, 4, **kind)
 
 
 def test_pictures_give_the_plain_text(calls: Calls) -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8)]], 0)
-    inputs = {name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+    inputs = {
+        name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()
+    }
     check_greedy(target, inputs, calls, "static", 6)
 
 
@@ -103,7 +113,12 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
     set_engine(draft, engine)
     eos = [int(free[0, -NEW + 4]), int(free[1, -5]), *range(100, 120)][:num_ids]
     for new in (NEW, 7, 2):
-        settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": new,
+            "do_sample": False,
+            "eos_token_id": eos,
+            "pad_token_id": 0,
+        }
         wanted = target.generate(**inputs, **settings)
         with ops.kernels(True):
             assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), wanted)
@@ -113,7 +128,9 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
     ("kind", "proposal", "engine"),
     half({"dflash": {}, "dflash 2": DFLASH2}, ["argmax", "shared_noise", "sample"], ENGINES),
 )
-def test_a_sampled_text_is_that_without_kernels(kind: Any, proposal: Any, engine: Any, calls: Calls) -> None:
+def test_a_sampled_text_is_that_without_kernels(
+    kind: Any, proposal: Any, engine: Any, calls: Calls
+) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6, **kind)
@@ -122,9 +139,17 @@ def test_a_sampled_text_is_that_without_kernels(kind: Any, proposal: Any, engine
     for chosen, enabled in (("eager", False), (engine, True)):
         set_engine(draft, chosen)
         torch.manual_seed(5)
-        settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.4, "top_k": 20, "eos_token_id": [9]}
+        settings = {
+            "max_new_tokens": NEW,
+            "do_sample": True,
+            "temperature": 0.4,
+            "top_k": 20,
+            "eos_token_id": [9],
+        }
         with ops.kernels(enabled):
-            texts.append(target.generate(**inputs, **settings, pad_token_id=0, assistant_model=draft))
+            texts.append(
+                target.generate(**inputs, **settings, pad_token_id=0, assistant_model=draft)
+            )
         assert (len(calls.all()) >= 4) == enabled
     assert torch.equal(texts[0], texts[1])
 
@@ -135,11 +160,15 @@ class Recording(TensorOracle):
     def forward_block(self, noise_embeds: Tensor, cache: Any, context: Any = None) -> Tensor:
         hidden = super().forward_block(noise_embeds, cache, context)
         rows = self.rows_of(len(hidden))
-        self.blocks.append((rows, cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone()))
+        self.blocks.append(
+            (rows, cache.block.lengths.clone(), noise_embeds.clone(), hidden.clone())
+        )
         return hidden
 
 
-def check_context(target: Any, engine: Any, lengths: list[int], new: int, tolerance: float, **options: Any) -> None:
+def check_context(
+    target: Any, engine: Any, lengths: list[int], new: int, tolerance: float, **options: Any
+) -> None:
     """What the draft sees is what it would see in one forward, in torch, over all that is committed."""
     inputs = prompts(lengths, 6)
     wanted = target.generate(**inputs, max_new_tokens=new, do_sample=False)
@@ -157,13 +186,21 @@ def check_context(target: Any, engine: Any, lengths: list[int], new: int, tolera
     taps = draft.config.target_layer_ids
     with torch.no_grad():
         features = [
-            torch.cat([target(torch.tensor([row]), output_hidden_states=True).hidden_states[i + 1] for i in taps], -1)
+            torch.cat(
+                [
+                    target(torch.tensor([row]), output_hidden_states=True).hidden_states[i + 1]
+                    for i in taps
+                ],
+                -1,
+            )
             for row in truth
         ]
         checked = 0
         for rows, starts, noise, hidden in draft.blocks:
             for place, (row, start) in enumerate(zip(rows, starts.tolist(), strict=True)):
-                once = draft(noise[place : place + 1], features[row][:, :start]).last_hidden_state[0]
+                once = draft(noise[place : place + 1], features[row][:, :start]).last_hidden_state[
+                    0
+                ]
                 assert (once - hidden[place]).abs().max() < tolerance * once.abs().max()
                 checked += start > lengths[row]
     assert checked > 3
@@ -201,7 +238,9 @@ def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
     target, draft, inputs, _ = pair("static", family, **overrides)
     draft.generation_config.proposal = "sample" if sampling else "auto"
     watched = Watched(monkeypatch)
-    settings = {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
+    settings = (
+        {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
+    )
     settings |= {"max_new_tokens": 26, "eos_token_id": [9], "pad_token_id": 0}
     find_out(target)
     calls.clear()
@@ -213,7 +252,9 @@ def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
     watched.check()
 
 
-def test_a_step_over_finished_rows_changes_only_scratch(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+def test_a_step_over_finished_rows_changes_only_scratch(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
     target, draft, inputs, ref = pair("static")
     frozen = freeze_each_step_first(monkeypatch)
     with ops.kernels(True):
@@ -241,7 +282,9 @@ def test_copies_of_weights_are_made_anew_in_their_place() -> None:
         attentions = [layer.self_attn for layer in draft.layers]
         now = torch.cat([p.weight for a in attentions for p in (a.k_proj, a.v_proj)])
         assert torch.equal(kept.context.weights.projection, now)
-        assert torch.equal(kept.context.weights.norm, torch.stack([a.k_norm.weight for a in attentions]))
+        assert torch.equal(
+            kept.context.weights.norm, torch.stack([a.k_norm.weight for a in attentions])
+        )
         places.append(kept.context.weights.projection.data_ptr())
         with torch.no_grad():
             attentions[1].k_proj.weight.mul_(-0.5)
@@ -251,7 +294,9 @@ def test_copies_of_weights_are_made_anew_in_their_place() -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
 @pytest.mark.parametrize("what", ["bias", "hook"])
-def test_projections_that_are_more_than_a_weight_take_the_torch_path(what: str, engine: Any, calls: Calls) -> None:
+def test_projections_that_are_more_than_a_weight_take_the_torch_path(
+    what: str, engine: Any, calls: Calls
+) -> None:
     options = {"attention_bias": True} if what == "bias" else {}
     target, draft, inputs, ref = pair(engine, **options)
     seen: list[int] = []
@@ -262,7 +307,9 @@ def test_projections_that_are_more_than_a_weight_take_the_torch_path(what: str, 
     wanted = calls_of(draft)
     wanted["norm_rope_write"] = wanted["context_kv"] = 0
     assert calls.all() == +wanted
-    assert len(seen) == (0 if what == "bias" else draft.last_stats.num_draft_forwards + 1), "the prompt too"
+    assert len(seen) == (0 if what == "bias" else draft.last_stats.num_draft_forwards + 1), (
+        "the prompt too"
+    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -310,7 +357,11 @@ def test_a_conversation_over_a_kept_cache_goes_on(engine: Any, calls: Calls) -> 
     """The last block's context is written behind the last step: by the same kernel."""
     target = tiny_target("qwen3-sliding")
     inputs = prompts([5, 9], 1)
-    settings: dict[str, Any] = {"max_new_tokens": 13, "do_sample": False, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 13,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+    }
     plain, ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
     draft: Any = None
     for turn in range(2):

@@ -16,12 +16,26 @@ from helpers.kernel_checks import CUDA, DEVICES, DTYPES, Guarded, check_raises, 
 NAN, INF = float("nan"), float("inf")
 # A block of the kernel is 512 tokens, from 16 on 128, and a program of its first launch sees 4,096; the definition
 # looks at 64 first.
-SHAPES = [(1, 1), (2, 2), (5, 3), (64, 63), (128, 8), (129, 16), (512, 15), (513, 7), (4096, 3), (4100, 31), (9000, 9)]
+SHAPES = [
+    (1, 1),
+    (2, 2),
+    (5, 3),
+    (64, 63),
+    (128, 8),
+    (129, 16),
+    (512, 15),
+    (513, 7),
+    (4096, 3),
+    (4100, 31),
+    (9000, 9),
+]
 
 
 def some(vocab: int, rows: tuple[int, ...] = (2, 3, 1)) -> Tensor:
     """Scores in steps of a quarter: every great one stands in several places, also of different blocks."""
-    return (torch.randn(*rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 4).round() / 4
+    return (
+        torch.randn(*rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    ).round() / 4
 
 
 def check(scores: Tensor, num: int, is_first: bool = True) -> None:
@@ -62,7 +76,9 @@ def test_equals_a_sort_at_real_sizes(batch: int, num: int, dtype: torch.dtype, d
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize(("vocab", "num"), [(1536, 2), (1536, 3), (1536, 4), (4096, 7), (6400, 12), (49152, MAX_NUM)])
+@pytest.mark.parametrize(
+    ("vocab", "num"), [(1536, 2), (1536, 3), (1536, 4), (4096, 7), (6400, 12), (49152, MAX_NUM)]
+)
 def test_the_definition_looks_at_the_best_blocks(vocab: int, num: int, dtype: torch.dtype) -> None:
     """And gives the same: the greatest all in one block, each in another, the last one's equal in many."""
     scores = some(vocab).to(dtype)
@@ -115,7 +131,13 @@ def test_a_selectors_states(states: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device: str) -> None:
     scores = some(700, (2, 4, 2)).to(device)
-    for view in (scores[:, 1:], scores.transpose(1, 2), scores[..., 3::2], scores[:, ::2, 1:], scores[:, :, :1]):
+    for view in (
+        scores[:, 1:],
+        scores.transpose(1, 2),
+        scores[..., 3::2],
+        scores[:, ::2, 1:],
+        scores[:, :, :1],
+    ):
         check(view, 5)
     moved = scores.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
     assert moved.stride(-1) != 1

@@ -30,7 +30,8 @@ def images(book: nbformat.NotebookNode) -> int:
 def kernel() -> Iterator[KernelManager]:
     """One process for all notebooks: each begins with no variables and in a folder of its own, and torch is loaded."""
     manager = KernelManager(kernel_name="python3")
-    manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"  # as NotebookClient has it
+    # As NotebookClient has it
+    manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(FOLDER.parents[1] / "src"))
         patch.setenv("NOTEBOOK_REHEARSAL", "1")
@@ -72,5 +73,11 @@ def test_notebook_ends_with_what_was_learned(path: Path) -> None:
 
 
 def test_all_notebooks_are_there() -> None:
-    names = ["01_quickstart", "02_inside_a_block", "03_train_a_draft", "04_break_a_draft", "05_images"]
+    names = [
+        "01_quickstart",
+        "02_inside_a_block",
+        "03_train_a_draft",
+        "04_break_a_draft",
+        "05_images",
+    ]
     assert [path.stem for path in NOTEBOOKS] == names

@@ -25,7 +25,9 @@ def model() -> ChatModel:
 
 
 def ask(conversation: Conversation, text: str, **settings: object) -> Answer:
-    *_, answer = model().ask(conversation, text, [], Settings(**{"max_new_tokens": 320, **settings}))
+    *_, answer = model().ask(
+        conversation, text, [], Settings(**{"max_new_tokens": 320, **settings})
+    )
     return answer
 
 
@@ -45,9 +47,13 @@ def test_answers_are_plain_generate_s_and_the_figures_are_the_run_s_own() -> Non
         assert counted.acceptance_histogram() == stats.acceptance_histogram()
         bonus = sum(
             committed > accepted
-            for committed, accepted in zip(stats.num_committed[0], stats.num_accepted[0], strict=True)
+            for committed, accepted in zip(
+                stats.num_committed[0], stats.num_accepted[0], strict=True
+            )
         )
-        assert sum(bool(run.bonus) for run in answer.runs) in (bonus, bonus - 1), "only an end has no text"
+        assert sum(bool(run.bonus) for run in answer.runs) in (bonus, bonus - 1), (
+            "only an end has no text"
+        )
     assert answer.num_cached_tokens > 0
     assert plain.turns[1].answer.num_cached_tokens == 0
 
@@ -71,7 +77,9 @@ def test_stopped_answer_leaves_a_conversation_that_goes_on(monkeypatch: pytest.M
     assert again.num_cached_tokens > 0, "the stopped run cost the cache"
     inputs = model().encode(conversation, 320)
     ids = model().target.generate(**inputs, max_new_tokens=320, do_sample=False)
-    assert again.text == model().tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert again.text == model().tokenizer.decode(
+        ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
 
 
 def test_leaving_an_answer_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +98,11 @@ def test_leaving_an_answer_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None
 def test_refused_messages_leave_the_conversation_as_it_was() -> None:
     conversation = Conversation()
     ask(conversation, QUESTIONS[0])
-    for text, part in ((" ", "empty message"), ("x " * 2000, "at most 704 tokens"), ("y" * 200_001, "200,001")):
+    for text, part in (
+        (" ", "empty message"),
+        ("x " * 2000, "at most 704 tokens"),
+        ("y" * 200_001, "200,001"),
+    ):
         with pytest.raises(ValueError, match=part):
             model().ask(conversation, text, [], Settings(max_new_tokens=320))
     with pytest.raises(ValueError, match="reads text only"):
@@ -122,7 +134,9 @@ def test_terminal_chat_answers_and_counts() -> None:
     assert run.exit_code == 0, run.output
     assert answer.text in run.stdout
     # How many forwards it takes follows the clock; what is said must fit together, without the token of the prefill.
-    said = re.search(r"(\d+) tokens, (\d+) forwards, acceptance length ([\d.]+)", run.stdout.replace("\n", " "))
+    said = re.search(
+        r"(\d+) tokens, (\d+) forwards, acceptance length ([\d.]+)", run.stdout.replace("\n", " ")
+    )
     assert said is not None, run.stdout
     tokens, forwards = int(said[1]), int(said[2])
     assert tokens == len(answer.ids)

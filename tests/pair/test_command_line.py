@@ -40,21 +40,36 @@ def test_version_is_in_one_place() -> None:
 # ---- what goes wrong: never a stack trace, never status 1
 
 BAD: dict[str, tuple[list[object], str]] = {
-    "dtype": (["--dtype", "float99"], "expected one of auto, float32, .* as --dtype, got 'float99'"),
-    "whole numbers": (["--dtype", "int8"], "expected one of auto, float32, .* as --dtype, got 'int8'"),
+    "dtype": (
+        ["--dtype", "float99"],
+        "expected one of auto, float32, .* as --dtype, got 'float99'",
+    ),
+    "whole numbers": (
+        ["--dtype", "int8"],
+        "expected one of auto, float32, .* as --dtype, got 'int8'",
+    ),
     "no such device": (["--device", "nonsense"], "expected cpu, .* as --device, got 'nonsense'"),
-    "no data": (["--device", "meta"], "expected an accelerator of this machine as --device, got 'meta'"),
+    "no data": (
+        ["--device", "meta"],
+        "expected an accelerator of this machine as --device, got 'meta'",
+    ),
     "seed": (["--seed", 2**70], "--seed"),
     "negative seed": (["--seed", -1], "--seed"),
     "seed of sampling": (["--seed", "x", "--temperature", "1"], "--seed"),
     "tokens": (["--max-new-tokens", 10**30], "--max-new-tokens"),
-    "width": (["--verify-width", "x"], "expected a whole number or auto as --verify-width, got 'x'"),
+    "width": (
+        ["--verify-width", "x"],
+        "expected a whole number or auto as --verify-width, got 'x'",
+    ),
     "wide": (["--verify-width", "99"], "expected verify_width between 1 and 16"),
     "block": (["--block-size", "0"], "expected a number of tokens, at least 1, as block_size"),
     "proposal": (["--proposal", "x"], "expected proposal in"),
     "engine": (["--engine", "x"], "expected engine in"),
     "raw": (["--raw", "--system", "x"], "expected --raw alone"),
-    "template": (["--chat-template-kwargs", "[1]"], "expected a JSON object as --chat-template-kwargs"),
+    "template": (
+        ["--chat-template-kwargs", "[1]"],
+        "expected a JSON object as --chat-template-kwargs",
+    ),
     "system": (["--system", "a\udcff"], "expected UTF-8 as --system"),
     "two prompts": (["--file", "x"], "expected one prompt, got an argument and --file"),
     "target": (["--target", "/nowhere"], "expected a folder or a Hub id as --target"),
@@ -83,7 +98,9 @@ def test_an_accelerator_that_is_not_here() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert_refused(run("generate", PROMPT, "--device", "cuda"), "got 'cuda', and it has none; pass cpu or auto")
+    assert_refused(
+        run("generate", PROMPT, "--device", "cuda"), "got 'cuda', and it has none; pass cpu or auto"
+    )
 
 
 @pytest.mark.parametrize("command", ["doctor", "demo"])
@@ -129,18 +146,33 @@ def with_config(**fields: Any) -> Callable[[Path], object]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut weights": (cut, r"expected weights of a model in .*, got files that do not load \(SafetensorError"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "cut weights": (
+        cut,
+        r"expected weights of a model in .*, got files that do not load \(SafetensorError",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "no file named model.safetensors",
+    ),
     "no tokenizer": (without_tokenizer, "expected a tokenizer in .*, got none with a vocabulary"),
     "no tokenizer.json": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
     "half a tokenizer": (with_bytes("tokenizer.json", b"{}"), "expected a tokenizer of a model in"),
     "tokenizer_config": (with_bytes("tokenizer_config.json", b"["), "Error: "),
-    "template": (with_bytes("chat_template.jinja", b"{% for"), "expected a conversation that the chat template takes"),
-    "generation_config": (with_bytes("generation_config.json", b"[1]"), "expected weights of a model in"),
+    "template": (
+        with_bytes("chat_template.jinja", b"{% for"),
+        "expected a conversation that the chat template takes",
+    ),
+    "generation_config": (
+        with_bytes("generation_config.json", b"[1]"),
+        "expected weights of a model in",
+    ),
     "config": (with_bytes("config.json", b"\xff\xfe\x00"), "not a valid JSON"),
     "no model_type": (with_bytes("config.json", b"{}"), "model_type"),
     "type": (with_config(hidden_size="x"), "expected a config of a model in .*hidden_size"),
-    "depth": (with_config(num_hidden_layers=3), "expected a config of a model in .*num_hidden_layers"),
+    "depth": (
+        with_config(num_hidden_layers=3),
+        "expected a config of a model in .*num_hidden_layers",
+    ),
 }
 
 
@@ -152,12 +184,16 @@ def test_damaged_targets_are_one_sentence(name: str, tmp_path: Path) -> None:
     assert_refused(run("generate", PROMPT, "--target", tmp_path / "target"), message)
 
 
-def test_without_pillow_a_target_that_takes_images_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_a_target_that_takes_images_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     vision = TOY / "vision"
     result = run("generate", PROMPT, "--target", vision / "target", "--draft", vision / "draft")
     assert result.exit_code == 2
-    assert "expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'" in words(result.stderr)
+    assert "expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'" in words(
+        result.stderr
+    )
 
 
 def test_what_nobody_foresaw_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +210,18 @@ def test_what_nobody_foresaw_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) 
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_an_interrupt_and_a_reader_that_went_away_have_their_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_and_a_reader_that_went_away_have_their_own_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dflash_hf.cli.generate.load_pair", interrupt)
     assert run("generate", PROMPT).exit_code == 130
     command = f"{sys.executable} -m dflash_hf.cli generate 'Count from 1 to 90.' | head -c 1; echo ${{PIPESTATUS[0]}}"
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=280)
+    ended = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=280
+    )
     assert ended.stdout[1:].strip() == "141", ended
     assert "Traceback" not in ended.stderr
     assert "BrokenPipe" not in ended.stderr
@@ -201,7 +241,9 @@ def test_prompts_that_are_none(name: str, tmp_path: Path) -> None:
     assert_refused(run("generate", stdin=content), message)
     (tmp_path / "p").write_bytes(content)
     assert_refused(run("generate", "--file", tmp_path / "p"), message.replace("stdin", ".*"))
-    assert_refused(run("generate", "--file", tmp_path / "none"), "expected a file with the prompt as --file")
+    assert_refused(
+        run("generate", "--file", tmp_path / "none"), "expected a file with the prompt as --file"
+    )
     assert_refused(run("generate", "a\udcff"), "expected UTF-8 as the prompt, got other bytes")
 
 
@@ -219,7 +261,9 @@ def test_tables_fit_the_terminal(columns: int) -> None:
         assert result.exit_code in (0, 1), result.stderr
         assert max(map(len, shown.splitlines())) <= columns
         assert "…" not in shown
-    assert re.search(r"structured *(\(1\))? +yes +6 +\d+ +\d+\.\d\d +\d+\.\d\d +\d+\.\d\d +\d+\.\d\dx", table), table
+    assert re.search(
+        r"structured *(\(1\))? +yes +6 +\d+ +\d+\.\d\d +\d+\.\d\d +\d+\.\d\d +\d+\.\d\dx", table
+    ), table
     assert re.search(r"all \(\d+\) +yes ", table), table
     said = words(doctor.stdout)
     assert "what generate has on 1 prompt and 16 tokens of answers" in said
@@ -252,16 +296,30 @@ def test_options_reach_prompt_template_and_draft(monkeypatch: pytest.MonkeyPatch
 
     def look(target: Any, draft: Any, processor: Any, asked: Any, **given: Any) -> None:
         names = ("block_size", "verify_width", "proposal", "engine")
-        seen.update(asked=asked, **given, **{name: getattr(draft.generation_config, name) for name in names})
+        seen.update(
+            asked=asked, **given, **{name: getattr(draft.generation_config, name) for name in names}
+        )
         raise ValueError("enough")
 
     monkeypatch.setattr("dflash_hf.evaluation.harness.answer", look)
-    options = ["--block-size", 8, "--verify-width", "auto", "--proposal", "shared_noise", "--engine", "eager"]
+    options = [
+        "--block-size",
+        8,
+        "--verify-width",
+        "auto",
+        "--proposal",
+        "shared_noise",
+        "--engine",
+        "eager",
+    ]
     template = ["--no-thinking", "--chat-template-kwargs", '{"level": 3}', "--system", "Be short."]
     result = run("generate", PROMPT, *options, *template, "--temperature", 0.5, "--top-k", 7)
     assert "the chat template has no enable_thinking" in result.stderr
     turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
-    assert (seen["asked"], seen["encoding"]) == (turns, {"template": True, "enable_thinking": False, "level": 3})
+    assert (seen["asked"], seen["encoding"]) == (
+        turns,
+        {"template": True, "enable_thinking": False, "level": 3},
+    )
     assert (seen["block_size"], seen["verify_width"]) == (8, "auto")
     assert (seen["proposal"], seen["engine"]) == ("shared_noise", "eager")
     assert (seen["temperature"], seen["top_k"], seen["do_sample"]) == (0.5, 7, True)

@@ -40,7 +40,11 @@ NEW = 80
 @cache
 def pair() -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
     target = AutoModelForCausalLM.from_pretrained(TOY / "target")
-    return target, DFlashDraftModel.from_pretrained(TOY / "draft"), AutoTokenizer.from_pretrained(TOY / "target")
+    return (
+        target,
+        DFlashDraftModel.from_pretrained(TOY / "draft"),
+        AutoTokenizer.from_pretrained(TOY / "target"),
+    )
 
 
 @cache
@@ -55,7 +59,9 @@ ANSWERS: dict[str, list[Example]] = {}
 def answers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's answers do not depend on the draft: they are written once for all tests."""
 
-    def remembered(model: PreTrainedModel, inputs: list[dict[str, torch.Tensor]], limit: int) -> list[Example]:
+    def remembered(
+        model: PreTrainedModel, inputs: list[dict[str, torch.Tensor]], limit: int
+    ) -> list[Example]:
         if model is not pair()[0]:
             return write_answers(model, inputs, limit)
         key = str(([row["input_ids"].tolist() for row in inputs], limit))
@@ -66,7 +72,9 @@ def answers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_module, "write_answers", remembered)
 
 
-def examine(draft: DFlashDraftModel, target: PreTrainedModel | None = None, num: int = 8) -> Diagnosis:
+def examine(
+    draft: DFlashDraftModel, target: PreTrainedModel | None = None, num: int = 8
+) -> Diagnosis:
     """Examines on eight answers, or, where a difference is plain to see, on four, or on three short ones."""
     prompts, limit = (held_out()[:3], 32) if num == 3 else (held_out()[:: 8 // num], NEW)
     return diagnose(target or pair()[0], draft, pair()[2], prompts, max_new_tokens=limit)
@@ -79,7 +87,11 @@ def names(diagnosis: Diagnosis) -> list[str]:
 def test_the_healthy_pair_has_no_findings_and_stays_as_it_is() -> None:
     target, draft, _ = pair()
     weights = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    config, attention, stats = draft.config.to_dict(), target.config._attn_implementation, draft.last_stats
+    config, attention, stats = (
+        draft.config.to_dict(),
+        target.config._attn_implementation,
+        draft.last_stats,
+    )
     diagnosis = examine(draft)
     assert names(diagnosis) == []
     assert diagnosis.acceptance_length > 6
@@ -134,7 +146,11 @@ def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
     target = AutoModelForImageTextToText.from_pretrained(folder / "target")
     draft = DFlashDraftModel.from_pretrained(folder / "draft")
     processor = AutoProcessor.from_pretrained(folder / "target")
-    shown = [p for p in read_prompts(folder / "held_out.jsonl") if not isinstance(p, str) and image_names(p)][:2]
+    shown = [
+        p
+        for p in read_prompts(folder / "held_out.jsonl")
+        if not isinstance(p, str) and image_names(p)
+    ][:2]
     inputs = [encode_prompt(processor, prompt, target.device) for prompt in shown]
     probe = Probe(find_target(target), draft, write_answers(target, inputs, 32))
     assert probe.deepstack_differs
@@ -146,9 +162,14 @@ def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
             target.generate(**row, max_new_tokens=32, do_sample=False, assistant_model=changed)
             committed += changed.last_stats.num_committed[0]
         assert probe.walked(setup) == pytest.approx(sum(committed) / len(committed)), after
-        checks = {check.name: check for check in diagnose(target, changed, processor, shown, max_new_tokens=32).checks}
+        checks = {
+            check.name: check
+            for check in diagnose(target, changed, processor, shown, max_new_tokens=32).checks
+        }
         label = f"taps {'before' if after else 'after'} DeepStack's additions"
-        assert checks["deepstack"].measured[label] == round(probe.measure({"tap_after_deepstack": not after}).mean, 3)
+        assert checks["deepstack"].measured[label] == round(
+            probe.measure({"tap_after_deepstack": not after}).mean, 3
+        )
         assert checks["deepstack"].status == "ok"
 
 
@@ -175,8 +196,16 @@ def fill(name: str, value: float) -> Callable[[DFlashDraftModel], DFlashDraftMod
 
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
 DAMAGE: dict[str, tuple[Callable[[DFlashDraftModel], DFlashDraftModel], str, str]] = {
-    "taps one too low": (fields(target_layer_ids=[0, 3, 5, 8]), "tap_offset", "target_layer_ids to [1, 4, 6, 9]"),
-    "taps one too high": (fields(target_layer_ids=[2, 5, 7, 10]), "tap_offset", "target_layer_ids to [1, 4, 6, 9]"),
+    "taps one too low": (
+        fields(target_layer_ids=[0, 3, 5, 8]),
+        "tap_offset",
+        "target_layer_ids to [1, 4, 6, 9]",
+    ),
+    "taps one too high": (
+        fields(target_layer_ids=[2, 5, 7, 10]),
+        "tap_offset",
+        "target_layer_ids to [1, 4, 6, 9]",
+    ),
     "another mask": (fields(mask_token_id=1), "mask_token", "mask_token_id to 3"),
     "causal blocks": (fields(is_causal=True), "causality", "is_causal to [False, False, False]"),
     "a window": (fields(**SLIDING), "sliding_window", "full_attention"),
@@ -191,8 +220,16 @@ DAMAGE: dict[str, tuple[Callable[[DFlashDraftModel], DFlashDraftModel], str, str
         "weights",
         "layers.0.input_layernorm, layers.1.self_attn.k_norm are ones everywhere",
     ),
-    "NaN": (fill("layers.1.mlp.up_proj.weight", float("nan")), "weights", "layers.1.mlp.up_proj.weight has NaN"),
-    "an empty projection": (fill("layers.2.self_attn.o_proj.weight", 0.0), "weights", "o_proj.weight is all zeros"),
+    "NaN": (
+        fill("layers.1.mlp.up_proj.weight", float("nan")),
+        "weights",
+        "layers.1.mlp.up_proj.weight has NaN",
+    ),
+    "an empty projection": (
+        fill("layers.2.self_attn.o_proj.weight", 0.0),
+        "weights",
+        "o_proj.weight is all zeros",
+    ),
 }
 
 
@@ -209,7 +246,12 @@ def test_each_damage_is_the_one_finding(damage: str) -> None:
 def test_the_rope_of_a_target_with_axes_for_images_is_one_that_a_draft_can_have() -> None:
     draft = pair()[1]
     axes = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     text = SimpleNamespace(rope_parameters={**rope, **axes})
     probe: Any = SimpleNamespace(draft=draft, target=SimpleNamespace(config=text))
     trials = list(doctor_module._rope_trials(probe))
@@ -241,7 +283,10 @@ def test_a_pair_that_does_not_fit_is_named_without_measuring() -> None:
     draft = variant(pair()[1], {"num_target_layers": 24})
     diagnosis = examine(draft)
     assert names(diagnosis) == ["other_target"]
-    assert "expected a draft for 12 layers (the target's depth), got 24" in diagnosis.findings[0].sentence
+    assert (
+        "expected a draft for 12 layers (the target's depth), got 24"
+        in diagnosis.findings[0].sentence
+    )
     assert diagnosis.num_prompts == 0
 
 
@@ -270,7 +315,8 @@ def test_the_chat_template_is_named_where_the_draft_does_better_without_it() -> 
     target, draft, tokenizer = pair()
     other = copy.deepcopy(tokenizer)
     texts = [
-        str(tokenizer.apply_chat_template(list(p), add_generation_prompt=True, tokenize=False)) for p in held_out()[:3]
+        str(tokenizer.apply_chat_template(list(p), add_generation_prompt=True, tokenize=False))
+        for p in held_out()[:3]
     ]
     other.chat_template = "{{ messages[0]['content'] + ':' * 12 }}"
     assert "chat_template" in names(diagnose(target, draft, other, texts, max_new_tokens=32))
@@ -291,10 +337,14 @@ def test_a_gain_counts_only_when_it_is_clear() -> None:
     assert not base.beats(base)
     assert Measurement((4.5, 5.5, 6.5, 5.5), base.weights).beats(base)
     assert not Measurement((4.1, 5.1, 6.1, 5.1), base.weights).beats(base), "below the margin"
-    assert not Measurement((9.0, 5.0, 6.0, 5.0), base.weights).beats(base), "one run of anchors is chance"
+    assert not Measurement((9.0, 5.0, 6.0, 5.0), base.weights).beats(base), (
+        "one run of anchors is chance"
+    )
     assert not Measurement((3.0, 4.0, 5.0, 4.0), base.weights).beats(base)
     assert not Measurement((), ()).beats(Measurement((), ()))
-    assert not Measurement((9.0, 9.0), (16, 16)).beats(Measurement((2.0, 2.0), (16, 16))), "too few to tell"
+    assert not Measurement((9.0, 9.0), (16, 16)).beats(Measurement((2.0, 2.0), (16, 16))), (
+        "too few to tell"
+    )
 
 
 HELD_OUT = ["--prompts", str(TOY / "held_out.jsonl")]
@@ -323,11 +373,19 @@ def test_prompt_files(tmp_path: Path) -> None:
     text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
     text.write_text("one\n\ntwo\n")
     assert read_prompts(text) == ["one", "two"]
-    rows.write_text('{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}], "answer": "x"}\n')
+    rows.write_text(
+        '{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}], "answer": "x"}\n'
+    )
     assert read_prompts(rows) == ["one", [{"role": "user", "content": "two"}]]
-    with pytest.raises(ValueError, match=r"expected a file of prompts .* which is none; fix the path"):
+    with pytest.raises(
+        ValueError, match=r"expected a file of prompts .* which is none; fix the path"
+    ):
         read_prompts(tmp_path / "none.txt")
-    for content, message in (("", "got none"), ("{", "line 1"), ('{"answer": "x"}', "expected messages or prompt")):
+    for content, message in (
+        ("", "got none"),
+        ("{", "line 1"),
+        ('{"answer": "x"}', "expected messages or prompt"),
+    ):
         rows.write_text(content)
         with pytest.raises(ValueError, match=message):
             read_prompts(rows)
@@ -337,5 +395,7 @@ def test_without_template_and_prompts_there_is_nothing_to_measure_on() -> None:
     target, draft, tokenizer = pair()
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
-    with pytest.raises(ValueError, match="expected prompts for a tokenizer without a chat template"):
+    with pytest.raises(
+        ValueError, match="expected prompts for a tokenizer without a chat template"
+    ):
         diagnose(target, draft, bare)

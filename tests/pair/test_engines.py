@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cache_name import CACHE_NAME
@@ -32,12 +38,19 @@ def pair() -> tuple[PreTrainedModel, DFlashDraftModel, PreTrainedTokenizerBase]:
 def batch_of(num_rows: int) -> dict[str, torch.Tensor]:
     tokenizer = pair()[2]
     rows = read_prompts(TOY / "held_out.jsonl", 1)[:num_rows]
-    texts = [tokenizer.apply_chat_template(r["messages"], add_generation_prompt=True, tokenize=False) for r in rows]
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    texts = [
+        tokenizer.apply_chat_template(r["messages"], add_generation_prompt=True, tokenize=False)
+        for r in rows
+    ]
+    encoded = tokenizer(
+        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+    )
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-@pytest.mark.parametrize(("sampling", "num_rows", "engine"), half([False, True], [1, 3], ["static", "cuda_graph"]))
+@pytest.mark.parametrize(
+    ("sampling", "num_rows", "engine"), half([False, True], [1, 3], ["static", "cuda_graph"])
+)
 def test_every_verify_accepts_what_it_accepts_eagerly(
     sampling: bool, num_rows: int, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +79,11 @@ def test_the_next_turn_accepts_what_it_accepts_eagerly(
 ) -> None:
     use_tapes(monkeypatch, smallest_bucket=32)
     target, draft, _ = pair()
-    settings: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_scores": host_decides}
+    settings: dict[str, Any] = {
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": host_decides,
+    }
     inputs, found = batch_of(3), []
     for chosen in ("eager", engine):
         set_engine(draft, chosen)
@@ -76,7 +93,9 @@ def test_the_next_turn_accepts_what_it_accepts_eagerly(
         counts = [draft.last_stats.num_committed]
         mask = torch.ones_like(first.sequences)
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        second = target.generate(input_ids=first.sequences, attention_mask=mask, **settings, max_new_tokens=32, **kept)
+        second = target.generate(
+            input_ids=first.sequences, attention_mask=mask, **settings, max_new_tokens=32, **kept
+        )
         counts.append(draft.last_stats.num_committed)
         assert draft.last_stats.engine == chosen
         found.append((second.sequences.tolist(), counts))

@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
@@ -83,7 +88,9 @@ def test_answers_are_identical_and_every_verify_accepts_what_the_walk_says(per_k
     verifies: dict[str, list[int]] = defaultdict(list)
     for at, row in enumerate(prompts()):
         if at % PER_KIND < per_kind:
-            assert torch.equal(target.generate(**encode(row), **GREEDY, assistant_model=draft), plain_text(at)), row
+            assert torch.equal(
+                target.generate(**encode(row), **GREEDY, assistant_model=draft), plain_text(at)
+            ), row
             assert draft.last_stats.num_committed == [walked(at)], row
             verifies[row["kind"]] += walked(at)
     assert tuple(verifies) == KINDS
@@ -94,7 +101,9 @@ def test_answers_are_identical_and_every_verify_accepts_what_the_walk_says(per_k
 
 
 # Nine batches of four, of all 36 prompts: one of each kind, which may have been answered alone before, and another.
-@pytest.mark.parametrize("first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 9))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 9))]
+)
 def test_left_padded_batches_are_identical_and_roll_each_row_back_by_itself(first: int) -> None:
     target, draft, tokenizer = pair()
     alone = range(first, len(prompts()), PER_KIND)

@@ -29,7 +29,9 @@ def wheel_paths() -> Iterator[tuple[Path, str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     for path in wheel["only-include"]:
-        [(source, destination)] = [item for item in wheel["sources"].items() if path.startswith(f"{item[0]}/")]
+        [(source, destination)] = [
+            item for item in wheel["sources"].items() if path.startswith(f"{item[0]}/")
+        ]
         yield ROOT / path, f"{destination}/{path.removeprefix(f'{source}/')}".lstrip("/")
 
 
@@ -50,9 +52,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `dflash-hf` of these packages where there is no Pillow."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(site),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, "-c", WITHOUT_PILLOW, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
 
 
 def sizes(folder: Path) -> dict[Path, int]:
@@ -63,7 +72,9 @@ def test_the_demo_of_a_clone_reads_the_clone() -> None:
     assert BUNDLED == ROOT / "demos" / "toy"
 
 
-def test_the_demo_needs_the_package_alone_and_leaves_it_as_it_was(site: Path, tmp_path: Path) -> None:
+def test_the_demo_needs_the_package_alone_and_leaves_it_as_it_was(
+    site: Path, tmp_path: Path
+) -> None:
     before = sizes(site)
     done = run(site, tmp_path, "demo", "--per-kind", "1", "--max-new-tokens", "8", "--json")
     assert done.returncode == 0, done.stderr
@@ -83,7 +94,11 @@ def test_a_prompt_is_answered_by_the_pair_of_the_package(site: Path, tmp_path: P
 
 def test_a_pair_that_comes_with_a_clone_only_is_a_sentence(site: Path, tmp_path: Path) -> None:
     done = run(site, tmp_path, "chat", "--pair", "vision")
-    assert_refused(done.returncode, done.stderr, "expected a clone for the pair vision, got an installed package")
+    assert_refused(
+        done.returncode,
+        done.stderr,
+        "expected a clone for the pair vision, got an installed package",
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +112,11 @@ def test_so_it_is_for_every_pair_and_command(
     monkeypatch.chdir(tmp_path)
     Path("x.png").touch()
     done = CliRunner().invoke(app, arguments)
-    assert_refused(done.exit_code, done.stderr, f"expected a clone for the pair {name}, got an installed package")
+    assert_refused(
+        done.exit_code,
+        done.stderr,
+        f"expected a clone for the pair {name}, got an installed package",
+    )
 
 
 def test_a_pair_that_is_missing_is_a_sentence(site: Path, tmp_path: Path) -> None:
@@ -105,7 +124,11 @@ def test_a_pair_that_is_missing_is_a_sentence(site: Path, tmp_path: Path) -> Non
     shutil.copytree(site / "dflash_hf", code, ignore=shutil.ignore_patterns("bundled_pair"))
     (code.parent / "dflash_kernels").symlink_to(site / "dflash_kernels")
     done = run(code.parent, tmp_path, "demo")
-    assert_refused(done.returncode, done.stderr, f"expected held-out prompts in {code}/bundled_pair/held_out.jsonl")
+    assert_refused(
+        done.returncode,
+        done.stderr,
+        f"expected held-out prompts in {code}/bundled_pair/held_out.jsonl",
+    )
 
 
 @pytest.mark.parametrize("arguments", [["generate", "x"], ["chat"], ["serve"]])

@@ -58,9 +58,32 @@ JUNK = (
         "..",
         "a/b",
     ),
-    *("/dev/null", "/nowhere", "a/b/c", "cuda:99", "cpu:3", "meta", "float16", "dflash", "%s", "[bold]", "\x1b[31m"),
+    *(
+        "/dev/null",
+        "/nowhere",
+        "a/b/c",
+        "cuda:99",
+        "cpu:3",
+        "meta",
+        "float16",
+        "dflash",
+        "%s",
+        "[bold]",
+        "\x1b[31m",
+    ),
 )
-COMMANDS = ("generate", "doctor", "demo", "chat", "inspect", "drafts", "convert", "push", "bench", "bench prepare")
+COMMANDS = (
+    "generate",
+    "doctor",
+    "demo",
+    "chat",
+    "inspect",
+    "drafts",
+    "convert",
+    "push",
+    "bench",
+    "bench prepare",
+)
 FLAGS, PROMPTS, DRAFTS, TARGETS = 110, 40, 30, 20
 
 
@@ -78,7 +101,12 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_sentence(result: Result, case: object) -> None:
-    assert result.exit_code in (0, 2), (case, result.exit_code, result.output[-2000:], result.exception)
+    assert result.exit_code in (0, 2), (
+        case,
+        result.exit_code,
+        result.output[-2000:],
+        result.exception,
+    )
     assert "Traceback" not in result.output, (case, result.output)
     assert isinstance(result.exception, SystemExit | None), (case, result.exception)
 
@@ -87,7 +115,9 @@ def options_of(path: str) -> list[str]:
     command: Any = typer.main.get_command(app)
     for name in path.split():
         command = command.commands[name]
-    flags = [parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("--")]
+    flags = [
+        parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("--")
+    ]
     return [flag for flag in flags if flag not in ("--help", "--web")]
 
 
@@ -119,14 +149,21 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
         case 1:
             return content[:at] + content[at + length :]
         case 2:
-            return content[: at + length] + content[at:] if not content[at : at + length].isdigit() else content[at:]
+            return (
+                content[: at + length] + content[at:]
+                if not content[at : at + length].isdigit()
+                else content[at:]
+            )
         case 3:
             part = bytes(
-                b if chr(b).isdigit() else chance.choice(b'{}[]",:\x00\xff\\ax') for b in content[at : at + 8]
+                b if chr(b).isdigit() else chance.choice(b'{}[]",:\x00\xff\\ax')
+                for b in content[at : at + 8]
             )
             return content[:at] + part + content[at + 8 :]
         case _:
-            return chance.choice((b"", b"null", b"[]", b"{}", b'"x"', b"\xff\xfe", b"[" * 5000, b"{" * 5000))
+            return chance.choice(
+                (b"", b"null", b"[]", b"{}", b'"x"', b"\xff\xfe", b"[" * 5000, b"{" * 5000)
+            )
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
@@ -146,14 +183,18 @@ def copied(folder: Path, place: Path, case: int) -> Path:
     chance = random.Random(case)
     file = chance.choice(sorted(file for file in place.iterdir() if file.name != "README.md"))
     content = file.read_bytes()
-    head, rest = (content[:3000], content[3000:]) if file.suffix == ".safetensors" else (content, b"")
+    head, rest = (
+        (content[:3000], content[3000:]) if file.suffix == ".safetensors" else (content, b"")
+    )
     file.write_bytes(mutated(head, chance) + rest)
     return place
 
 
 def test_mutated_drafts(tmp_path: Path) -> None:
     for case in range(DRAFTS):
-        result = CliRunner().invoke(app, ["inspect", str(copied(TOY / "draft", tmp_path / "draft", case))])
+        result = CliRunner().invoke(
+            app, ["inspect", str(copied(TOY / "draft", tmp_path / "draft", case))]
+        )
         assert_sentence(result, case)
 
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
@@ -39,8 +45,13 @@ def prompts(per_kind: int) -> list[dict[str, Any]]:
 
 def batch_of(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     tokenizer = pair()[2]
-    texts = [tokenizer.apply_chat_template(r["messages"], add_generation_prompt=True, tokenize=False) for r in rows]
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    texts = [
+        tokenizer.apply_chat_template(r["messages"], add_generation_prompt=True, tokenize=False)
+        for r in rows
+    ]
+    encoded = tokenizer(
+        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+    )
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
@@ -65,7 +76,9 @@ def test_going_on_from_a_kept_cache_accepts_what_it_accepts_without(rows: int) -
     plain = target.generate(**whole, **settings, max_new_tokens=60)
     committed = draft.last_stats.num_committed
     assert draft.last_stats.acceptance_length > 5
-    assert torch.equal(target.generate(**whole, **settings, max_new_tokens=60, **{CACHE_NAME: cache}), plain)
+    assert torch.equal(
+        target.generate(**whole, **settings, max_new_tokens=60, **{CACHE_NAME: cache}), plain
+    )
     assert draft.last_stats.num_committed == committed
 
 
@@ -88,7 +101,10 @@ def test_every_answer_is_identical_and_acceptance_is_above_the_floors() -> None:
     verifies: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(chosen()):
         out, committed = alone(index)
-        assert torch.equal(target.generate(**encode_prompt(tokenizer, row["messages"], target.device), **GREEDY), out)
+        assert torch.equal(
+            target.generate(**encode_prompt(tokenizer, row["messages"], target.device), **GREEDY),
+            out,
+        )
         verifies[row["kind"]] += committed
     lengths = {kind: sum(counts) / len(counts) for kind, counts in verifies.items()}
     everything = [count for counts in verifies.values() for count in counts]
@@ -110,7 +126,12 @@ def test_sampled_texts_are_the_same_at_block_sizes_1_4_and_16(temperature: float
     target, _, _ = pair()
     draft = DFlashDraftModel.from_pretrained(TOY / "draft")
     inputs = batch_of(prompts(1))
-    settings: dict[str, Any] = {"max_new_tokens": 120, "do_sample": True, "temperature": temperature, "top_k": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 120,
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": 0,
+    }
     texts = []
     for block_size in (1, 4, 16):
         draft.generation_config.block_size = block_size
@@ -136,7 +157,9 @@ def test_the_demo_command_compares_and_succeeds() -> None:
 
 def test_the_generate_command_streams_and_compares() -> None:
     prompt = prompts(1)[0]["messages"][-1]["content"]
-    run = CliRunner().invoke(app, ["generate", prompt, "--temperature", "0.7", "--seed", "5", "--compare"])
+    run = CliRunner().invoke(
+        app, ["generate", prompt, "--temperature", "0.7", "--seed", "5", "--compare"]
+    )
     assert run.exit_code == 0, run.output
     assert "yes" in run.stderr
 

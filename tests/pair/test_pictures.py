@@ -76,7 +76,9 @@ def test_paths_of_pictures_are_relative_to_the_file(folder: Path) -> None:
         [row["messages"] for row in read_prompts(folder / "held_out.jsonl", 3)],
         read_doctor_prompts(folder / "held_out.jsonl"),
     ):
-        assert [len(image_names(prompt)) for prompt in prompts] == [len(s) for k in KINDS.values() for s in k]
+        assert [len(image_names(prompt)) for prompt in prompts] == [
+            len(s) for k in KINDS.values() for s in k
+        ]
         part = prompts[3][0]["content"][1]
         assert part == {"type": "image", "path": str(folder / "pictures" / "004.png")}
         assert image_names(prompts[3]) == ["003.png", "004.png"]
@@ -89,17 +91,25 @@ def test_prompts_are_encoded_as_the_processor_does(folder: Path) -> None:
         inputs = encode_prompt(processor, messages, target.device)
         text = processor.apply_chat_template(messages, add_generation_prompt=True)
         content = messages[0]["content"]
-        pictures = [] if isinstance(content, str) else [Image.open(p["path"]) for p in content if p["type"] == "image"]
+        pictures = (
+            []
+            if isinstance(content, str)
+            else [Image.open(p["path"]) for p in content if p["type"] == "image"]
+        )
         expected = processor(text=text, images=pictures or None, return_tensors="pt")
         assert inputs.keys() == expected.keys()
         assert all(torch.equal(inputs[name], expected[name]) for name in inputs)
         assert ("pixel_values" in inputs) == bool(pictures)
     spoken = encode_prompt(processor, "Hello", target.device)
     turn = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
-    assert torch.equal(spoken["input_ids"], encode_prompt(processor, turn, target.device)["input_ids"])
+    assert torch.equal(
+        spoken["input_ids"], encode_prompt(processor, turn, target.device)["input_ids"]
+    )
 
 
-def test_pictures_need_a_processor_its_template_and_a_readable_file(folder: Path, tmp_path: Path) -> None:
+def test_pictures_need_a_processor_its_template_and_a_readable_file(
+    folder: Path, tmp_path: Path
+) -> None:
     target, _, processor = loaded(folder)
     prompt = read_prompts(folder / "held_out.jsonl", 1)[0]["messages"]
     with pytest.raises(ValueError, match=r"expected a processor .* got \w+; leave"):
@@ -135,16 +145,28 @@ def test_the_demo_names_the_pictures(known: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "[000.png] Question 0 about count?" in result.stdout
     assert all(f"{kind} (1)" in result.stdout for kind in KINDS)
-    rows = last_json(run("demo", "--pair", str(known), "--max-new-tokens", str(NEW), "--json"))["rows"]
+    rows = last_json(run("demo", "--pair", str(known), "--max-new-tokens", str(NEW), "--json"))[
+        "rows"
+    ]
     assert [row["images"] for row in rows if row["kind"] == "compare"][1] == ["005.png", "006.png"]
 
 
-def test_the_demo_shows_the_pair_for_pictures_beside_the_one_for_texts(known: Path, tmp_path: Path) -> None:
+def test_the_demo_shows_the_pair_for_pictures_beside_the_one_for_texts(
+    known: Path, tmp_path: Path
+) -> None:
     for name in ("target", "draft", "held_out.jsonl"):
         (tmp_path / name).symlink_to(TOY / name)
     (tmp_path / "vision").symlink_to(known)
-    result = last_json(run("demo", "--pair", str(tmp_path), "--per-kind", "1", "--max-new-tokens", "8", "--json"))
-    assert [row["kind"] for row in result["rows"]] == ["arithmetic", "code", "structured", "dialogue", *KINDS]
+    result = last_json(
+        run("demo", "--pair", str(tmp_path), "--per-kind", "1", "--max-new-tokens", "8", "--json")
+    )
+    assert [row["kind"] for row in result["rows"]] == [
+        "arithmetic",
+        "code",
+        "structured",
+        "dialogue",
+        *KINDS,
+    ]
     assert result["all"]["identical"] is True
 
 
@@ -154,7 +176,9 @@ def test_generate_takes_pictures_in_their_order(folder: Path) -> None:
     result = run("generate", "What?", "--image", files[0], "--image", files[1], *options)
     assert result.exit_code == 0, result.output
     assert "[003.png] [000.png] What?" in result.stderr
-    row = last_json(run("generate", "What?", "--image", files[0], "--image", files[1], *options, "--json"))
+    row = last_json(
+        run("generate", "What?", "--image", files[0], "--image", files[1], *options, "--json")
+    )
     parts = [{"type": "image", "path": file} for file in files]
     prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
     assert row["text"] == answer(*loaded(folder), prompt, max_new_tokens=NEW, do_sample=False).text
@@ -164,10 +188,20 @@ def test_generate_takes_pictures_in_their_order(folder: Path) -> None:
 
 def test_pictures_that_cannot_be_used_are_one_sentence(folder: Path) -> None:
     missing = run("generate", "What?", "--image", "/nowhere.png", *pair_options(folder))
-    assert (missing.exit_code, "expected an image file, got '/nowhere.png'" in missing.stderr) == (2, True)
-    unreadable = run("generate", "What?", "--image", str(folder / "held_out.jsonl"), *pair_options(folder))
-    assert (unreadable.exit_code, "expected images that can be read" in unreadable.stderr) == (2, True)
-    texts = run("generate", "What?", "--image", str(folder / "pictures" / "000.png"), *pair_options(TOY))
+    assert (missing.exit_code, "expected an image file, got '/nowhere.png'" in missing.stderr) == (
+        2,
+        True,
+    )
+    unreadable = run(
+        "generate", "What?", "--image", str(folder / "held_out.jsonl"), *pair_options(folder)
+    )
+    assert (unreadable.exit_code, "expected images that can be read" in unreadable.stderr) == (
+        2,
+        True,
+    )
+    texts = run(
+        "generate", "What?", "--image", str(folder / "pictures" / "000.png"), *pair_options(TOY)
+    )
     assert (texts.exit_code, "expected a processor" in texts.stderr) == (2, True)
 
 
@@ -192,7 +226,9 @@ def test_the_doctor_measures_on_pictures_what_generate_does(folder: Path) -> Non
 
 def test_the_doctor_command_takes_pictures(known: Path) -> None:
     options = ["--max-new-tokens", str(NEW), "--num-prompts", "4", "--json"]
-    result = run("doctor", *pair_options(known), "--prompts", str(known / "held_out.jsonl"), *options)
+    result = run(
+        "doctor", *pair_options(known), "--prompts", str(known / "held_out.jsonl"), *options
+    )
     assert result.exit_code == 1, result.output
     assert json.loads(result.stdout.splitlines()[-1])["findings"] == ["weights"]
 

@@ -44,7 +44,9 @@ QUESTIONS = [
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (FOLDER / "target").is_dir(), reason="there is no build/smollm2/target; run: make real"),
+    pytest.mark.skipif(
+        not (FOLDER / "target").is_dir(), reason="there is no build/smollm2/target; run: make real"
+    ),
 ]
 
 
@@ -58,23 +60,32 @@ def real() -> tuple[Any, Any]:
 def asked(*questions: str) -> dict[str, torch.Tensor]:
     """The questions behind the chat template, with its system prompt, left-padded."""
     conversations = [[{"role": "user", "content": question}] for question in questions]
-    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
+    options = {
+        "add_generation_prompt": True,
+        "return_dict": True,
+        "return_tensors": "pt",
+        "padding": True,
+    }
     return dict(real()[1].apply_chat_template(conversations, **options))
 
 
 def long_question() -> str:
     """About 4,000 tokens, that are a text."""
     tokenizer = real()[1]
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8") + (ROOT / "docs" / "engines.md").read_text(
-        encoding="utf-8"
-    )
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8") + (
+        ROOT / "docs" / "engines.md"
+    ).read_text(encoding="utf-8")
     ids = tokenizer(text * 3)["input_ids"][:3950]
     return "Summarise this text in two sentences.\n\n" + tokenizer.decode(ids)
 
 
 def test_the_folders_are_the_model_as_it_is_published() -> None:
     target, tokenizer = real()
-    assert (target.dtype, target.num_parameters(), len(tokenizer)) == (torch.float32, 134_515_008, 49_152)
+    assert (target.dtype, target.num_parameters(), len(tokenizer)) == (
+        torch.float32,
+        134_515_008,
+        49_152,
+    )
     assert target.get_output_embeddings().weight is target.get_input_embeddings().weight
     assert (
         target.generation_config.eos_token_id
@@ -92,12 +103,16 @@ def test_the_folders_are_the_model_as_it_is_published() -> None:
     assert tokenizer.tokenize("a   42") == ["a", "ĠĠĠ", "4", "2"]
     for question in QUESTIONS:
         assert tokenizer.decode(tokenizer(question)["input_ids"]) == question
-    answer = target.generate(**(inputs := asked("What is the capital of France?")), max_new_tokens=20, do_sample=False)
+    answer = target.generate(
+        **(inputs := asked("What is the capital of France?")), max_new_tokens=20, do_sample=False
+    )
     new = answer[0, inputs["input_ids"].shape[1] :]
     assert tokenizer.decode(new) == "The capital of France is Paris.<|im_end|>"
     rounded = AutoModelForCausalLM.from_pretrained(FOLDER / "target-bf16", dtype="auto")
     assert rounded.dtype == torch.bfloat16
-    assert torch.equal(rounded.model.embed_tokens.weight, target.model.embed_tokens.weight.bfloat16())
+    assert torch.equal(
+        rounded.model.embed_tokens.weight, target.model.embed_tokens.weight.bfloat16()
+    )
     assert torch.equal(rounded.model.rotary_emb.inv_freq, target.model.rotary_emb.inv_freq)
 
 
@@ -113,7 +128,9 @@ def check(inputs: dict[str, torch.Tensor], new: int = NEW) -> None:
     # A prefill of 16,000 tokens takes minutes here, and both drafts go through the same one.
     for draft in drafts[: 1 if inputs["input_ids"].numel() > 10_000 else 2]:
         got = target.generate(**inputs, **settings, assistant_model=draft)
-        assert torch.equal(got, expected), f"{type(draft).__name__}: {got.tolist()} is not {expected.tolist()}"
+        assert torch.equal(got, expected), (
+            f"{type(draft).__name__}: {got.tolist()} is not {expected.tolist()}"
+        )
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=range(len(QUESTIONS)))

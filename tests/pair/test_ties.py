@@ -81,13 +81,20 @@ def test_tie_is_said_and_succeeds(monkeypatch: pytest.MonkeyPatch, dtype: str) -
     result = run(monkeypatch, True, *GENERATE, "--dtype", dtype)
     said = words(result)
     assert result.exit_code == 0, said
-    assert "the answer differs from token 7 on, where two logits tie within rounding (margin 0)" in said
+    assert (
+        "the answer differs from token 7 on, where two logits tie within rounding (margin 0)"
+        in said
+    )
     assert "1 tie" in said
     assert "NO" not in said
     result = run(monkeypatch, True, *GENERATE, "--dtype", dtype, "--json")
     assert result.exit_code == 0
     row = json.loads(result.stdout.splitlines()[-1])
-    assert (row["identical"], row["difference"]["token"], row["difference"]["is_tie"]) == (False, INDEX, True)
+    assert (row["identical"], row["difference"]["token"], row["difference"]["is_tie"]) == (
+        False,
+        INDEX,
+        True,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -95,7 +102,9 @@ def test_another_difference_is_said_and_fails(monkeypatch: pytest.MonkeyPatch, d
     result = run(monkeypatch, False, *GENERATE, "--dtype", dtype)
     said = words(result)
     assert result.exit_code == 1, said
-    assert f"differs from token 7 on, where two logits do not tie within rounding to {dtype}" in said
+    assert (
+        f"differs from token 7 on, where two logits do not tie within rounding to {dtype}" in said
+    )
     assert "NO" in said
     result = run(monkeypatch, False, *GENERATE, "--dtype", dtype, "--json")
     assert result.exit_code == 1
@@ -137,10 +146,16 @@ def test_race_of_the_chat_says_the_same(monkeypatch: pytest.MonkeyPatch, ties: b
 def test_margin_with_images_is_that_of_the_logits_in_decoding() -> None:
     target, _, processor = load_pair(str(TOY / "vision" / "target"), str(TOY / "vision" / "draft"))
     parts = [{"type": "image", "path": str(TOY / "vision" / "pictures" / "describe-0.png")}]
-    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is in this picture?"}]}]
+    messages = [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "What is in this picture?"}]}
+    ]
     inputs = encode_prompt(processor, messages, target.device)
     model: Any = target
-    kept: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    kept: dict[str, Any] = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "do_sample": False,
+    }
     out = model.generate(**inputs, **kept, max_new_tokens=20)
     plain = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     for index in (0, 7, 19):

@@ -55,7 +55,11 @@ def with_images(count: int) -> list[Row]:
 
 def mixed_rows() -> list[Row]:
     """Prompts without a picture, with one, with two, and a conversation, if there is one."""
-    chats = [row for row in prompts(COMPARED) if len(row["messages"]) > 1 and image_names(row["messages"])]
+    chats = [
+        row
+        for row in prompts(COMPARED)
+        if len(row["messages"]) > 1 and image_names(row["messages"])
+    ]
     return [with_images(1)[0], with_images(0)[0], with_images(2)[0], with_images(1)[-1], *chats[:1]]
 
 
@@ -78,7 +82,12 @@ def batch_of(rows: list[Row]) -> dict[str, Tensor]:
 def test_the_pair_is_small_and_float32() -> None:
     target, draft, processor = pair()
     assert target.dtype == draft.dtype == torch.float32
-    files = [path for name in ("target", "draft") for path in (VISION / name).rglob("*") if path.is_file()]
+    files = [
+        path
+        for name in ("target", "draft")
+        for path in (VISION / name).rglob("*")
+        if path.is_file()
+    ]
     assert sum(path.stat().st_size for path in files) <= 16e6
     assert draft.config.block_size == 16
     assert draft.config.mask_token_id == processor.tokenizer.mask_token_id
@@ -93,7 +102,9 @@ def test_answers_are_identical_and_acceptance_is_above_the_floors() -> None:
         inputs = encode(row)
         out = target.generate(**inputs, **GREEDY, assistant_model=draft)
         verifies[row["kind"]] += draft.last_stats.num_committed[0]
-        answer = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answer = processor.tokenizer.decode(
+            out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         exact.append(answer.split() == row["answer"].split())
         seen[row["kind"]] += 1
         if seen[row["kind"]] <= COMPARED:
@@ -106,7 +117,9 @@ def test_answers_are_identical_and_acceptance_is_above_the_floors() -> None:
     assert sum(exact) / len(exact) >= 0.9
 
 
-def test_batches_of_texts_and_pictures_are_identical_and_accept_what_the_rows_accept_alone() -> None:
+def test_batches_of_texts_and_pictures_are_identical_and_accept_what_the_rows_accept_alone() -> (
+    None
+):
     target, draft, _ = pair()
     rows = mixed_rows()
     inputs = batch_of(rows)
@@ -132,7 +145,11 @@ def follow(first: Tensor, inputs: dict[str, Tensor], row: Row, follow_up: Row) -
     answer = first[:, inputs["input_ids"].shape[1] :]
     both: dict[str, Tensor] = {"input_ids": torch.cat([first, more["input_ids"][:, skip:]], dim=1)}
     both["attention_mask"] = torch.ones_like(both["input_ids"])
-    types = [inputs["mm_token_type_ids"], torch.zeros_like(answer), more["mm_token_type_ids"][:, skip:]]
+    types = [
+        inputs["mm_token_type_ids"],
+        torch.zeros_like(answer),
+        more["mm_token_type_ids"][:, skip:],
+    ]
     both["mm_token_type_ids"] = torch.cat(types, dim=1)
     for name in ("pixel_values", "image_grid_thw"):
         both[name] = torch.cat([turn[name] for turn in (inputs, more) if name in turn])
@@ -159,7 +176,9 @@ def test_a_second_turn_goes_on_from_a_kept_cache(count: int) -> None:
 
 def test_the_doctor_finds_nothing() -> None:
     target, draft, processor = pair()
-    diagnosis = diagnose(target, draft, processor, [row["messages"] for row in prompts(1)], max_new_tokens=64)
+    diagnosis = diagnose(
+        target, draft, processor, [row["messages"] for row in prompts(1)], max_new_tokens=64
+    )
     assert [(check.name, check.sentence) for check in diagnosis.findings] == []
 
 

@@ -30,7 +30,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 5,
         "is_causal": False,
-        "dflash_config": {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 6},
+        "dflash_config": {
+            "conv_kernel_size": 2,
+            "conv_group_size": 4,
+            "selector_rank": 4,
+            "selector_top_k": 6,
+        },
     },
     "scaled": {
         "layer_types": [SLIDING, FULL, SLIDING],
@@ -38,7 +43,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "output_multiplier": 0.5,
         "final_logit_softcapping": 3.0,
-        "dflash_config": {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4},
+        "dflash_config": {
+            "conv_kernel_size": 3,
+            "conv_group_size": 8,
+            "selector_rank": 3,
+            "selector_top_k": 4,
+        },
     },
 }
 
@@ -57,7 +67,9 @@ def make_model(overrides: dict[str, Any]) -> zlab.DFlash2DraftModel:
     return model
 
 
-def sampling_probs(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Tensor:
+def sampling_probs(
+    logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> Tensor:
     """z-lab's distribution without its cast to float32."""
     assert top_p == 1.0
     assert top_k == 0
@@ -76,7 +88,9 @@ def propose(model: zlab.DFlash2DraftModel, activations: dict[str, Tensor]) -> No
         greedy, _, _ = model.propose(hidden, anchors, head, 0.0)
         steps = iter(RANKS)
         zlab._sampling_probs = sampling_probs
-        zlab._sample_probs = lambda q, steps=steps: q.argsort(dim=-1, descending=True)[:, next(steps)]
+        zlab._sample_probs = lambda q, steps=steps: q.argsort(dim=-1, descending=True)[
+            :, next(steps)
+        ]
         path, candidates, q = model.propose(hidden, anchors, head, TEMPERATURE)
         logits = model.compute_logits(hidden, head)
         assert not torch.equal(greedy, logits.argmax(-1)), "the pairs decide nothing"
@@ -97,7 +111,9 @@ def main() -> None:
         folder = GOLDENS / name
         model.save_pretrained(folder)
         weights = load_file(folder / "model.safetensors")
-        weights = {key.replace("codebook.weight", "codebook"): tensor for key, tensor in weights.items()}
+        weights = {
+            key.replace("codebook.weight", "codebook"): tensor for key, tensor in weights.items()
+        }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

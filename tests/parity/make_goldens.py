@@ -27,7 +27,11 @@ GOLDENS = Path(__file__).parent / "goldens" / "zlab"
 # (new context tokens, block) per call: a prompt, then what the last block committed.
 CALLS = ((9, 4), (3, 4), (1, 4))
 FULL, SLIDING = "full_attention", "sliding_attention"
-MIXED: dict[str, Any] = {"layer_types": [SLIDING, FULL, SLIDING], "use_sliding_window": True, "sliding_window": 5}
+MIXED: dict[str, Any] = {
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "use_sliding_window": True,
+    "sliding_window": 5,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "full-causal": {"is_causal": True},
@@ -90,10 +94,16 @@ def record(model: DFlashDraftModel) -> dict[str, torch.Tensor]:
         return torch.randn(1, length, width, generator=generator, dtype=torch.float64)
 
     prefix = ""
-    hooks = [model.hidden_norm.register_forward_hook(lambda m, i, o: kept.update({f"{prefix}.context": o}))]
+    hooks = [
+        model.hidden_norm.register_forward_hook(
+            lambda m, i, o: kept.update({f"{prefix}.context": o})
+        )
+    ]
     for index, layer in enumerate(model.layers):
         hooks.append(
-            layer.register_forward_hook(lambda m, i, o, index=index: kept.update({f"{prefix}.layer_{index}": o}))
+            layer.register_forward_hook(
+                lambda m, i, o, index=index: kept.update({f"{prefix}.layer_{index}": o})
+            )
         )
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
@@ -104,7 +114,11 @@ def record(model: DFlashDraftModel) -> dict[str, torch.Tensor]:
         noise = normal(block, model.config.hidden_size)
         positions = torch.arange(length, length + num_context + block)[None]
         out = model(
-            position_ids=positions, noise_embedding=noise, target_hidden=taps, **{CACHE_NAME: cache}, use_cache=True
+            position_ids=positions,
+            noise_embedding=noise,
+            target_hidden=taps,
+            **{CACHE_NAME: cache},
+            use_cache=True,
         )
         kept.update({f"{prefix}.taps": taps, f"{prefix}.noise": noise, f"{prefix}.out": out})
         length += num_context
@@ -121,7 +135,10 @@ def write_scales() -> None:
     config.dflash_config = {**config.dflash_config, **SCALES, "mask_token": "<|MASK|>"}
     model = make_model(config).double()
     generator = torch.Generator().manual_seed(2)
-    weights = {n: torch.randn(40, 16, generator=generator, dtype=torch.float64) for n in ("embedding", "head")}
+    weights = {
+        n: torch.randn(40, 16, generator=generator, dtype=torch.float64)
+        for n in ("embedding", "head")
+    }
     target = torch.nn.Module()
     target.get_input_embeddings = lambda: torch.nn.Embedding.from_pretrained(weights["embedding"])
     head = torch.nn.Linear(16, 40, bias=False, dtype=torch.float64)
@@ -130,7 +147,10 @@ def write_scales() -> None:
     hidden = torch.randn(1, 4, 16, generator=generator, dtype=torch.float64)
     scale = float(_draft_value(config, "input_embedding_scale", 1.0))
     kept = {"ids": ids, "hidden": hidden, "embedded": _raw_input_embeddings(target, ids, scale)}
-    save_file({**weights, **kept, "logits": model.compute_logits(hidden, head)}, GOLDENS / "scales.safetensors")
+    save_file(
+        {**weights, **kept, "logits": model.compute_logits(hidden, head)},
+        GOLDENS / "scales.safetensors",
+    )
     written = json.dumps(config.to_dict(), indent=1, sort_keys=True) + "\n"
     (GOLDENS / "scales.json").write_text(written)
 
@@ -151,7 +171,9 @@ def main() -> None:
         outs.append(activations[f"call_{len(CALLS) - 1}.out"])
     write_scales()
     for index, out in enumerate(outs):
-        assert all((out - other).abs().max() > 1e-3 for other in outs[:index]), "two variants compute the same"
+        assert all((out - other).abs().max() > 1e-3 for other in outs[:index]), (
+            "two variants compute the same"
+        )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ GOLDENS = Path(__file__).parent / "goldens" / "speculators"
 VOCAB, LENGTH, BLOCK = 40, 20, 4
 ANCHORS = (3, 9, 15)
 FULL, SLIDING = "full_attention", "sliding_attention"
-MIXED: dict[str, Any] = {"layer_types": [SLIDING, FULL, SLIDING], "use_sliding_window": True, "sliding_window": 5}
+MIXED: dict[str, Any] = {
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "use_sliding_window": True,
+    "sliding_window": 5,
+}
 # Per variant: the decoder's config, the draft's.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
@@ -69,7 +73,11 @@ def make_model(name: str) -> core.DFlashDraftModel:
         mask_token_id=VOCAB - 1,
         speculators_config=SpeculatorsConfig(
             algorithm="dflash",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1 + chosen["sample_from_anchor"])],
+            proposal_methods=[
+                GreedyTokenProposalConfig(
+                    speculative_tokens=BLOCK - 1 + chosen["sample_from_anchor"]
+                )
+            ],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=[]),
         ),
@@ -124,7 +132,8 @@ def main() -> None:
         weights = load_file(folder / "model.safetensors")
         assert "embed_tokens.weight" not in weights
         frozen = {
-            key: getattr(model, key.partition(".")[0]).weight.detach().clone() for key in ("embed_tokens.weight",)
+            key: getattr(model, key.partition(".")[0]).weight.detach().clone()
+            for key in ("embed_tokens.weight",)
         }
         if "lm_head.weight" not in weights:
             frozen["lm_head.weight"] = model.lm_head.weight.detach().clone()
@@ -140,9 +149,16 @@ def main() -> None:
     same = {frozenset({"full", "copies"})}
     for first in outs:
         for second in outs:
-            if first < second and frozenset({first, second}) not in same and outs[first].shape == outs[second].shape:
+            if (
+                first < second
+                and frozenset({first, second}) not in same
+                and outs[first].shape == outs[second].shape
+            ):
                 differ = (outs[first] - outs[second]).abs().max() > 1e-3
-                assert differ or {first, second} <= {"mixed", "reduced", "from-anchor"}, (first, second)
+                assert differ or {first, second} <= {"mixed", "reduced", "from-anchor"}, (
+                    first,
+                    second,
+                )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,11 @@ def calls(draft: DFlashDraftModel) -> Calls:
     """Inputs and activations, call by call, each with the head."""
     tensors = load_file(Path(draft.config.name_or_path) / "activations.safetensors")
     return [
-        {key.partition(".")[2] or key: value for key, value in tensors.items() if key.startswith((f"call_{i}.", "h"))}
+        {
+            key.partition(".")[2] or key: value
+            for key, value in tensors.items()
+            if key.startswith((f"call_{i}.", "h"))
+        }
         for i in range(3)
     ]
 
@@ -53,7 +57,12 @@ def check(got: dict[str, Tensor], golden: dict[str, Tensor], where: str) -> None
 
 def test_variants_differ_in_what_dflash2_adds(draft: DFlashDraftModel) -> None:
     config = draft.config
-    added = (config.conv_kernel_size, config.conv_group_size, config.selector_rank, config.selector_top_k)
+    added = (
+        config.conv_kernel_size,
+        config.conv_group_size,
+        config.selector_rank,
+        config.selector_top_k,
+    )
     expected = {"sliding": (2, 4, 4, 6), "scaled": (3, 8, 3, 4)}
     assert sorted(expected) == VARIANTS
     assert added == expected[Path(config.name_or_path).name]
@@ -96,7 +105,10 @@ def test_ragged_cache(draft: DFlashDraftModel, calls: Calls) -> None:
 @torch.no_grad()
 def test_paths_and_their_distribution(draft: DFlashDraftModel, calls: Calls) -> None:
     """All calls as rows of one batch: z-lab's code walks one row at a time."""
-    rows = {name: torch.cat([call[name] for call in calls]) for name in ("out", "anchor", "logits", "greedy", "path")}
+    rows = {
+        name: torch.cat([call[name] for call in calls])
+        for name in ("out", "anchor", "logits", "greedy", "path")
+    }
     distribution = torch.cat([call["law"] for call in calls])
     head = torch.nn.Linear(16, 40, bias=False, dtype=torch.float64)
     head.weight.copy_(calls[0]["head"])
@@ -111,10 +123,14 @@ def test_paths_and_their_distribution(draft: DFlashDraftModel, calls: Calls) -> 
     best = torch.stack([order[:, slot, :, rank] for slot, rank in enumerate(RANKS)], dim=1)
     path, path_scores = follow_path(candidates, scores, best)
     assert torch.equal(path, rows["path"])
-    ours = torch.zeros_like(distribution).scatter(-1, candidates, torch.softmax(path_scores / TEMPERATURE, dim=-1))
+    ours = torch.zeros_like(distribution).scatter(
+        -1, candidates, torch.softmax(path_scores / TEMPERATURE, dim=-1)
+    )
     assert relative_error(ours, distribution) < TOLERANCE
     # The distribution depends on the path: behind another predecessor it is another one.
     _, greedy_scores = follow_path(candidates, scores, scores.argmax(dim=-1))
-    other = torch.zeros_like(distribution).scatter(-1, candidates, torch.softmax(greedy_scores / TEMPERATURE, dim=-1))
+    other = torch.zeros_like(distribution).scatter(
+        -1, candidates, torch.softmax(greedy_scores / TEMPERATURE, dim=-1)
+    )
     assert torch.equal(other[:, 0], ours[:, 0])
     assert relative_error(other[:, 1], ours[:, 1]) > 1e-3

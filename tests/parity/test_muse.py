@@ -7,7 +7,10 @@ import pytest
 import torch
 from transformers import AutoModel
 from transformers.cache_utils import DFlashCache
-from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.models.muse_glimmer_assistant import (
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.cache_name import CACHE_NAME
@@ -50,7 +53,11 @@ def make_muse(**overrides: Any) -> MuseGlimmerAssistantModel:
         "target_layer_ids": [1, 4],
     }
     torch.manual_seed(0)
-    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**settings, **overrides})).double().eval()
+    model = (
+        MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**settings, **overrides}))
+        .double()
+        .eval()
+    )
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -128,4 +135,7 @@ def test_transformers_loads_our_export(stated: bool, tmp_path: Path) -> None:
     assert theirs.config.sliding_window == 4
     compare(ours, theirs)
     back = load_draft(tmp_path).config
-    assert (back.vocab_size, back.num_target_layers) == (config.vocab_size, config.num_target_layers)
+    assert (back.vocab_size, back.num_target_layers) == (
+        config.vocab_size,
+        config.num_target_layers,
+    )

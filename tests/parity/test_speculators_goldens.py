@@ -44,7 +44,9 @@ def golden(variant: str) -> dict[str, Tensor]:
 def target_parts(variant: str) -> tuple[nn.Module, nn.Module]:
     """Embedding and head of the target, for what the checkpoint leaves to it; empty where nothing is left."""
     file = GOLDENS / variant / "frozen.safetensors"
-    frozen = {name: tensor.double() for name, tensor in load_file(file).items()} if file.exists() else {}
+    frozen = (
+        {name: tensor.double() for name, tensor in load_file(file).items()} if file.exists() else {}
+    )
     embedding, head = nn.Module(), nn.Module()
     if "embed_tokens.weight" in frozen:
         embedding = nn.Embedding.from_pretrained(frozen["embed_tokens.weight"])
@@ -54,7 +56,9 @@ def target_parts(variant: str) -> tuple[nn.Module, nn.Module]:
     return embedding, head
 
 
-def block_of(golden: dict[str, Tensor], anchor: int, draft: DFlashDraftModel, variant: str) -> Tensor:
+def block_of(
+    golden: dict[str, Tensor], anchor: int, draft: DFlashDraftModel, variant: str
+) -> Tensor:
     """Embeddings of the anchor and the masks after it."""
     ids = torch.full((1, draft.config.block_size), draft.config.mask_token_id)
     ids[:, 0] = golden["input_ids"][:, anchor]
@@ -71,11 +75,17 @@ def test_config_is_read_as_speculators_reads_it(variant: str, draft: DFlashDraft
     assert config.sample_from_anchor == (variant == "from-anchor")
     assert config.num_proposals(4) == (4 if variant == "from-anchor" else 3)
     slides = variant not in ("full", "copies", "llama")
-    assert (config.sliding_window, config.window_from_anchor) == ((5, True) if slides else (None, False))
-    assert config.is_causal == ([True, False, True] if slides and variant != "mixed-non-causal" else [False] * 3)
+    assert (config.sliding_window, config.window_from_anchor) == (
+        (5, True) if slides else (None, False)
+    )
+    assert config.is_causal == (
+        [True, False, True] if slides and variant != "mixed-non-causal" else [False] * 3
+    )
 
 
-def check(draft: DFlashDraftModel, variant: str, hidden: Tensor, golden: dict[str, Tensor], anchor: int) -> None:
+def check(
+    draft: DFlashDraftModel, variant: str, hidden: Tensor, golden: dict[str, Tensor], anchor: int
+) -> None:
     """Compares hidden states and logits, the latter where the reduced vocabulary puts them."""
     assert relative_error(hidden, golden[f"anchor_{anchor}.hidden"]) < TOLERANCE, f"anchor {anchor}"
     logits = draft.compute_logits(hidden, target_parts(variant)[1])
@@ -91,12 +101,20 @@ def check(draft: DFlashDraftModel, variant: str, hidden: Tensor, golden: dict[st
 def test_combined_forward(variant: str, draft: DFlashDraftModel, golden: dict[str, Tensor]) -> None:
     for anchor in ANCHORS:
         noise = block_of(golden, anchor, draft, variant)
-        check(draft, variant, draft(noise, golden["taps"][:, :anchor]).last_hidden_state, golden, anchor)
+        check(
+            draft,
+            variant,
+            draft(noise, golden["taps"][:, :anchor]).last_hidden_state,
+            golden,
+            anchor,
+        )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("max_length", [24, 20])
-def test_ragged_cache(variant: str, draft: DFlashDraftModel, golden: dict[str, Tensor], max_length: int) -> None:
+def test_ragged_cache(
+    variant: str, draft: DFlashDraftModel, golden: dict[str, Tensor], max_length: int
+) -> None:
     """The decode loop's entry points: the prompt, then what blocks committed, in rings that wrap."""
     width = draft.config.block_size
     cache = RaggedCache(draft.cache_shapes(), batch=1, max_length=max_length, block=width)
@@ -106,8 +124,16 @@ def test_ragged_cache(variant: str, draft: DFlashDraftModel, golden: dict[str, T
         while seen < anchor:  # blocks of two accepted tokens and rejected ones
             rejected = torch.full((1, width - 2, taps.shape[2]), 7.0, dtype=taps.dtype)
             block = RaggedBlock.at(torch.tensor([seen]), width)
-            draft.write_context(NewContext(torch.cat([taps[:, seen : seen + 2], rejected], dim=1), block), cache)
+            draft.write_context(
+                NewContext(torch.cat([taps[:, seen : seen + 2], rejected], dim=1), block), cache
+            )
             seen += 2
         block = RaggedBlock.at(torch.tensor([anchor]), width, anchor + width, is_exact=True)
         cache.begin(block)
-        check(draft, variant, draft.forward_block(block_of(golden, anchor, draft, variant), cache), golden, anchor)
+        check(
+            draft,
+            variant,
+            draft.forward_block(block_of(golden, anchor, draft, variant), cache),
+            golden,
+            anchor,
+        )

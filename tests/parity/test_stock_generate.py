@@ -34,7 +34,9 @@ class StockOracle(DFlashDraftModel):
         self.kept: list[int] = []
         return self
 
-    def forward(self, noise_embeds: Tensor, context_hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, noise_embeds: Tensor, context_hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """Runs the real forward, checks it, and replaces its result."""
         out = super().forward(noise_embeds, context_hidden_states, *args, **kwargs)
         self.taps.append(context_hidden_states)
@@ -47,7 +49,9 @@ class StockOracle(DFlashDraftModel):
         states = torch.zeros_like(out.last_hidden_state)
         for slot, position in enumerate(positions):
             true = int(self.truth[position]) if position < len(self.truth) else 0
-            states[0, slot] = self.state_of(true if slot <= good else (true + 1) % self.head.shape[0])
+            states[0, slot] = self.state_of(
+                true if slot <= good else (true + 1) % self.head.shape[0]
+            )
         self.kept.append(good)
         return BaseModelOutputWithPast(last_hidden_state=states, **{CACHE_NAME: out[CACHE_NAME]})
 
@@ -70,17 +74,28 @@ def target() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("overrides", [{}, {"layer_types": None}, DFLASH2], ids=["mixed", "full", "dflash 2"])
+@pytest.mark.parametrize(
+    "overrides", [{}, {"layer_types": None}, DFLASH2], ids=["mixed", "full", "dflash 2"]
+)
 def test_partly_right_draft_gives_the_plain_text(
     target: PreTrainedModel, seed: int, overrides: dict[str, Any]
 ) -> None:
     inputs = prompts([9 + 7 * seed], seed)
     plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     config = draft_config(target, BLOCK, **overrides)
-    draft = StockOracle(config).double().eval().arm(plain[0], target.get_output_embeddings().weight, seed)
+    draft = (
+        StockOracle(config)
+        .double()
+        .eval()
+        .arm(plain[0], target.get_output_embeddings().weight, seed)
+    )
     randomise_dflash2(draft)
     out = target.generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, speculation_type="dflash"
+        **inputs,
+        max_new_tokens=NEW,
+        do_sample=False,
+        assistant_model=draft,
+        speculation_type="dflash",
     )
     assert torch.equal(out, plain)
     assert len(draft.kept) < NEW - 1, "nothing was ever accepted"
@@ -92,6 +107,10 @@ def test_random_draft_gives_the_plain_text(target: PreTrainedModel) -> None:
     plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = DFlashDraftModel(draft_config(target, BLOCK)).double().eval()
     out = target.generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft, speculation_type="dflash"
+        **inputs,
+        max_new_tokens=NEW,
+        do_sample=False,
+        assistant_model=draft,
+        speculation_type="dflash",
     )
     assert torch.equal(out, plain)

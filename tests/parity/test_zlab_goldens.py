@@ -89,7 +89,9 @@ def test_combined_forward(draft: DFlashDraftModel, calls: list[dict[str, Tensor]
 
 
 @torch.no_grad()
-def test_combined_forward_without_a_cache(draft: DFlashDraftModel, calls: list[dict[str, Tensor]]) -> None:
+def test_combined_forward_without_a_cache(
+    draft: DFlashDraftModel, calls: list[dict[str, Tensor]]
+) -> None:
     for index, golden in enumerate(calls):
         taps = torch.cat([call["taps"] for call in calls[: index + 1]], dim=1)
         out = draft(golden["noise"], taps).last_hidden_state
@@ -124,7 +126,9 @@ def test_ragged_cache(draft: DFlashDraftModel, calls: list[dict[str, Tensor]]) -
             if index == 0:
                 draft.write_prompt(taps, torch.arange(taps.shape[1])[None], cache)
             else:
-                rejected = torch.full((1, width - taps.shape[1], taps.shape[2]), 7.0, dtype=taps.dtype)
+                rejected = torch.full(
+                    (1, width - taps.shape[1], taps.shape[2]), 7.0, dtype=taps.dtype
+                )
                 block = RaggedBlock.at(lengths, width)
                 draft.write_context(NewContext(torch.cat([taps, rejected], dim=1), block), cache)
             lengths = lengths + taps.shape[1]

@@ -18,7 +18,9 @@ from dflash_hf.drafts import load_draft, save_draft
 from helpers.activations import recorded, relative_error
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target
 
-dflash = pytest.importorskip("dflash", reason="z-lab's package is not installed: pip install --no-deps dflash==0.1.0")
+dflash = pytest.importorskip(
+    "dflash", reason="z-lab's package is not installed: pip install --no-deps dflash==0.1.0"
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -82,7 +84,9 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
     # The class that its loader would choose.
     architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
     assert architecture == ("DFlash2DraftModel" if name == "dflash 2" else "DFlashDraftModel")
-    theirs, report = getattr(dflash, architecture).from_pretrained(tmp_path, output_loading_info=True)
+    theirs, report = getattr(dflash, architecture).from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(report.values()), report
     assert (theirs.dtype, theirs.block_size, theirs.mask_token_id) == (torch.float64, 4, 47)
     assert theirs.target_layer_ids == [0, 5]
@@ -99,7 +103,10 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
             out = ours(noise, taps, positions, **{CACHE_NAME: caches[0]}).last_hidden_state
         with recorded(theirs.hidden_norm, theirs.layers) as expected:
             expected["out"] = theirs(
-                position_ids=positions, noise_embedding=noise, target_hidden=taps, **{CACHE_NAME: caches[1]}
+                position_ids=positions,
+                noise_embedding=noise,
+                target_hidden=taps,
+                **{CACHE_NAME: caches[1]},
             )
         for key, value in expected.items():
             assert relative_error({**got, "out": out}[key], value) < 1e-9, key
@@ -117,7 +124,9 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
             assert torch.equal(ours.best_path(hidden, logits, torch.tensor([anchor])), path)
 
     back = load_draft(tmp_path)
-    assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in ours.state_dict().items())
+    assert all(
+        torch.equal(tensor, back.state_dict()[key]) for key, tensor in ours.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
@@ -131,7 +140,9 @@ def test_zlabs_loop_commits_the_same_at_every_verify(
         target.get_output_embeddings().weight[6:] *= 0.05
     draft = tiny_draft(target, 6, layer_types=None, raw_input_embeddings=True, **kind)
     save_draft(draft, tmp_path, "zlab")
-    theirs = (dflash.DFlash2DraftModel if kind else dflash.DFlashDraftModel).from_pretrained(tmp_path)
+    theirs = (dflash.DFlash2DraftModel if kind else dflash.DFlashDraftModel).from_pretrained(
+        tmp_path
+    )
     counts: set[int] = set()
     for seed in range(4):
         ids = prompts([5 + 4 * seed], seed)["input_ids"]
@@ -140,7 +151,11 @@ def test_zlabs_loop_commits_the_same_at_every_verify(
         assert torch.equal(ours, out.output_ids)
         # Near the limit z-lab drafts a shorter block, and other tokens with it: only whole blocks compare.
         starts = [0, *itertools.accumulate(out.acceptance_lengths)]
-        whole = [count for count, start in zip(out.acceptance_lengths, starts, strict=False) if start + 6 <= 40]
+        whole = [
+            count
+            for count, start in zip(out.acceptance_lengths, starts, strict=False)
+            if start + 6 <= 40
+        ]
         assert draft.last_stats.num_committed[0][: len(whole)] == whole
         counts |= set(whole)
     assert len(counts) > 2, "the draft is never right: the case shows nothing"

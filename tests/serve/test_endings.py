@@ -101,7 +101,9 @@ class Client:
 
     def got(self) -> tuple[int, str]:
         """Status and body of what came."""
-        return self.sent[0]["status"], b"".join(message.get("body", b"") for message in self.sent[1:]).decode()
+        return self.sent[0]["status"], b"".join(
+            message.get("body", b"") for message in self.sent[1:]
+        ).decode()
 
 
 @pytest.fixture
@@ -143,7 +145,9 @@ def test_others_are_answered_after_a_client_went(held: Held) -> None:
 
     status, body = asyncio.run(scenario())
     assert status == 200
-    assert json.loads(body)["choices"][0]["message"]["content"].endswith("The final answer is \\boxed{36}.")
+    assert json.loads(body)["choices"][0]["message"]["content"].endswith(
+        "The final answer is \\boxed{36}."
+    )
 
 
 def test_a_server_that_stops_says_so(held: Held) -> None:
@@ -211,10 +215,14 @@ def test_what_the_template_refuses_is_told(held: Held) -> None:
     )
 
 
-def test_an_answer_whose_markup_is_broken_is_told(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_whose_markup_is_broken_is_told(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cut(input_ids: Tensor, **_: Any) -> Tensor:
         held.pair.draft.last_stats = SimpleNamespace(acceptance_length=2.0, num_target_forwards=1)  # pyright: ignore
-        call = held.pair.tokenizer("<tool_call>\n{", add_special_tokens=False, return_tensors="pt")["input_ids"]
+        call = held.pair.tokenizer("<tool_call>\n{", add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ]
         return torch.cat([input_ids, call], dim=1)
 
     async def scenario() -> tuple[int, str]:
@@ -240,16 +248,26 @@ def test_tools_and_options_reach_the_template() -> None:
         raise ValueError("expected nothing; go")
 
     target.generate = noted
-    app = build_app(Pair(target, draft, tokenizer, name="x", encoding={"enable_thinking": False}, note=str))
+    app = build_app(
+        Pair(target, draft, tokenizer, name="x", encoding={"enable_thinking": False}, note=str)
+    )
     tools = [{"type": "function", "function": {"name": "f"}}]
 
     async def scenario() -> None:
-        for asked in ({}, {"tools": tools}, {"tools": tools, "chat_template_kwargs": {"enable_thinking": True}}):
+        for asked in (
+            {},
+            {"tools": tools},
+            {"tools": tools, "chat_template_kwargs": {"enable_thinking": True}},
+        ):
             await Client(app, **asked).task
 
     asyncio.run(scenario())
     asked = ASKED["messages"][0]["content"]
-    assert prompts == [f"{asked} thinks False", f"{asked} thinks False by f", f"{asked} thinks True by f"]
+    assert prompts == [
+        f"{asked} thinks False",
+        f"{asked} thinks False by f",
+        f"{asked} thinks True by f",
+    ]
 
 
 # ---- a server that does not begin
@@ -265,21 +283,36 @@ def refused(*arguments: str) -> str:
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "dflash_hf.serve.app")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "expected what a server needs, got no uvicorn; pip install 'dflash-hf[serve]'" in refused("--port", "0")
+    assert (
+        "expected what a server needs, got no uvicorn; pip install 'dflash-hf[serve]'"
+        in refused("--port", "0")
+    )
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    assert "got no FastAPI, Uvicorn or openai; pip install 'dflash-hf[serve]'" in refused("--port", "0")
+    assert "got no FastAPI, Uvicorn or openai; pip install 'dflash-hf[serve]'" in refused(
+        "--port", "0"
+    )
 
 
 def test_a_transformers_without_these_handlers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "dflash_hf.serve.app")
-    monkeypatch.setitem(sys.modules, "transformers.cli.serving.completion", ModuleType("completion"))
-    assert "expected a Transformers whose server takes handlers one by one" in refused("--port", "0")
+    monkeypatch.setitem(
+        sys.modules, "transformers.cli.serving.completion", ModuleType("completion")
+    )
+    assert "expected a Transformers whose server takes handlers one by one" in refused(
+        "--port", "0"
+    )
     assert "cannot import name 'CompletionHandler'" in refused("--port", "0")
 
 
 def test_wrong_options_are_said() -> None:
-    assert "expected --pair, or --target and --draft, got both" in refused("--pair", "text", "--draft", "x")
+    assert "expected --pair, or --target and --draft, got both" in refused(
+        "--pair", "text", "--draft", "x"
+    )
     assert "expected --target and --draft, got one of them" in refused("--target", "x")
     assert "expected --pair among text, vision" in refused("--pair", "nonsense")
-    assert "expected a JSON object as --chat-template-kwargs" in refused("--chat-template-kwargs", "[]")
-    assert "expected a place to listen, got no.such.host.invalid:8000" in refused("--host", "no.such.host.invalid")
+    assert "expected a JSON object as --chat-template-kwargs" in refused(
+        "--chat-template-kwargs", "[]"
+    )
+    assert "expected a place to listen, got no.such.host.invalid:8000" in refused(
+        "--host", "no.such.host.invalid"
+    )

@@ -93,19 +93,26 @@ def both_ways(server: Served, messages: Messages, **options: Any) -> tuple[str, 
     """
     found = joined(ask(server, messages, stream=True, **options))
     whole = ask(server, messages, **options)
-    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (found[0].strip(), found[1])
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (
+        found[0].strip(),
+        found[1],
+    )
     assert whole.usage.completion_tokens == found[2]
     return found
 
 
-def generated(name: str, prompt: Any, draft: bool = False, template: bool = True, **settings: Any) -> tuple[str, int]:
+def generated(
+    name: str, prompt: Any, draft: bool = False, template: bool = True, **settings: Any
+) -> tuple[str, int]:
     """Text and number of tokens of `generate`, plain unless `draft`."""
     target, assistant, processor = pair(name)
     inputs = encode_prompt(processor, prompt, torch.device("cpu"), template=template)
     settings = {"max_new_tokens": 600, "do_sample": False, **settings}
     if draft:
         settings["assistant_model"] = assistant
-    ids = target.generate(**inputs, **settings, tokenizer=tokenizer_of(processor))[0, inputs["input_ids"].shape[1] :]
+    ids = target.generate(**inputs, **settings, tokenizer=tokenizer_of(processor))[
+        0, inputs["input_ids"].shape[1] :
+    ]
     return str(tokenizer_of(processor).decode(ids, skip_special_tokens=True)), len(ids)
 
 
@@ -147,7 +154,9 @@ def test_without_a_limit_an_answer_may_fill_the_context(text: Served) -> None:
     answer = ask(text, messages, logit_bias=FOREVER)
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (length, 1024)
     assert answer.choices[0].finish_reason == "length"
-    with pytest.raises(BadRequestError, match=f"together at most 1024 tokens, got a prompt of {length} beside"):
+    with pytest.raises(
+        BadRequestError, match=f"together at most 1024 tokens, got a prompt of {length} beside"
+    ):
         ask(text, messages, max_tokens=1025 - length)
 
 
@@ -182,7 +191,9 @@ def test_sampling_is_that_of_generate_with_the_draft_and_the_seed(text: Served) 
     with ThreadPoolExecutor(3) as clients:
         assert list(clients.map(sampled, range(3))) == texts
     assert both_ways(text, ADDS, temperature=0, seed=1)[0] == generated("text", ADDS)[0]
-    free = [ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content for _ in range(2)]
+    free = [
+        ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content for _ in range(2)
+    ]
     ask(text, hello, temperature=2, max_tokens=1, seed=5)
     free.append(ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content)
     ask(text, hello, temperature=2, max_tokens=1, seed=5)
@@ -195,20 +206,34 @@ def test_plain_completions(text: Served) -> None:
     for settings in ({}, {"max_tokens": 9}, {"stop": "carry"}):
         names = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}
         expected, num_tokens = generated(
-            "text", prompt, template=False, **{names[name]: value for name, value in settings.items()}
+            "text",
+            prompt,
+            template=False,
+            **{names[name]: value for name, value in settings.items()},
         )
         options: Any = settings
         whole = text.client.completions.create(model=text.name, prompt=prompt, **options)
         assert whole.usage is not None
         assert (whole.choices[0].text, whole.usage.completion_tokens) == (expected, num_tokens)
-        pieces = text.client.completions.create(model=text.name, prompt=prompt, stream=True, **options)
+        pieces = text.client.completions.create(
+            model=text.name, prompt=prompt, stream=True, **options
+        )
         assert "".join(piece.choices[0].text for piece in pieces) == expected
 
 
 def test_parts_nulls_and_fields_without_effect(text: Served) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": ADDS[0]["content"]}], "name": None}]
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": ADDS[0]["content"]}], "name": None}
+    ]
     parts[0]["tool_calls"] = []  # as some clients send back what they were sent
-    neutral = {"n": 1, "presence_penalty": 0, "user": "me", "stop": None, "stream_options": None, "logprobs": False}
+    neutral = {
+        "n": 1,
+        "presence_penalty": 0,
+        "user": "me",
+        "stop": None,
+        "stream_options": None,
+        "logprobs": False,
+    }
     assert both_ways(text, parts, **neutral)[0] == generated("text", ADDS)[0]
 
 
@@ -237,7 +262,9 @@ def test_our_own_clients_understand_it(text: Served) -> None:
     assert (turn.text, turn.new_tokens, turn.finish_reason) == (expected, num_tokens, "stop")
     template = ChatTemplate(pair("text")[2])
     sampling = {"max_tokens": 600, "temperature": 0.0, "top_p": 1.0, "seed": 3}
-    ids, finished = AnswerServer(text.url).answer(template, [{"messages": messages}], [None], sampling)[0]
+    ids, finished = AnswerServer(text.url).answer(
+        template, [{"messages": messages}], [None], sampling
+    )[0]
     assert (template.tokenizer.decode(ids, skip_special_tokens=True), finished) == (expected, True)
 
 
@@ -248,7 +275,10 @@ def shown(image: Image.Image, kind: str = "PNG") -> dict[str, Any]:
     buffer = io.BytesIO()
     image.save(buffer, kind)
     code = base64.b64encode(buffer.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/{kind.lower()};base64,{code}", "detail": "high"}}
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/{kind.lower()};base64,{code}", "detail": "high"},
+    }
 
 
 def with_images(content: Any) -> Any:
@@ -266,9 +296,16 @@ def test_images_are_seen_as_generate_sees_them(vision: Served) -> None:
 
 
 def test_stops_where_a_processor_encodes(vision: Served) -> None:
-    row = next(row for row in read_prompts(TOY / "vision" / "held_out.jsonl", 1) if row["kind"] == "describe")
+    row = next(
+        row
+        for row in read_prompts(TOY / "vision" / "held_out.jsonl", 1)
+        if row["kind"] == "describe"
+    )
     messages = [{**turn, "content": with_images(turn["content"])} for turn in row["messages"]]
-    assert both_ways(vision, messages, stop=["."])[0] == generated("vision", row["messages"], stop_strings=["."])[0]
+    assert (
+        both_ways(vision, messages, stop=["."])[0]
+        == generated("vision", row["messages"], stop_strings=["."])[0]
+    )
 
 
 def test_what_is_no_image_is_refused(vision: Served) -> None:
@@ -284,7 +321,10 @@ def test_what_is_no_image_is_refused(vision: Served) -> None:
             "expected each image as data:image/...;base64,..., got 'http://127.0.0.1:9/x.png'",
         ),
         ("/etc/hostname", "expected each image as data:image/...;base64,..., got '/etc/hostname'"),
-        (str(TOY / "vision" / "pictures" / "describe-0.png"), "expected each image as data:image/...;base64,..., got"),
+        (
+            str(TOY / "vision" / "pictures" / "describe-0.png"),
+            "expected each image as data:image/...;base64,..., got",
+        ),
         (flat, "expected an image of at most 64 megapixels"),
         (shown(Image.new("L", (3000, 4)))["image_url"]["url"], "aspect ratio"),
         ("", "expected each image as"),
@@ -292,7 +332,15 @@ def test_what_is_no_image_is_refused(vision: Served) -> None:
         (5, "expected each image as"),
     ]:
         with pytest.raises(BadRequestError) as caught:
-            ask(vision, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, text]}])
+            ask(
+                vision,
+                [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": url}}, text],
+                    }
+                ],
+            )
         assert sentence in str(caught.value), url
     with pytest.raises(BadRequestError, match="at most 16 images, got 17"):
         ask(vision, [{"role": "user", "content": [shown(Image.new("RGB", (32, 32)))] * 17}])
@@ -311,25 +359,77 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": {"role": "user"}}, 400, NO_TURN),
     ({"messages": [5]}, 400, "expected turns with role and content in messages, got 5"),
     ({"messages": [{}]}, 400, "expected role of each turn among system, "),
-    ({"messages": [{"role": "king", "content": "x"}]}, 400, "expected role of each turn among system, "),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "expected role of each turn among system, "),
-    ({"messages": [{"role": "user"}]}, 400, "expected a text as content of each turn (or a list of parts), got None"),
-    ({"messages": [{"role": "user", "content": 7}]}, 400, "expected a text as content of each turn"),
-    ({"messages": [{"role": "user", "content": [7]}]}, 400, "expected parts of type text or image_url, got 7"),
-    ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, 400, "expected parts of type text or"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "expected a text as text of each part"),
+    (
+        {"messages": [{"role": "king", "content": "x"}]},
+        400,
+        "expected role of each turn among system, ",
+    ),
+    (
+        {"messages": [{"role": ["user"], "content": "x"}]},
+        400,
+        "expected role of each turn among system, ",
+    ),
+    (
+        {"messages": [{"role": "user"}]},
+        400,
+        "expected a text as content of each turn (or a list of parts), got None",
+    ),
+    (
+        {"messages": [{"role": "user", "content": 7}]},
+        400,
+        "expected a text as content of each turn",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [7]}]},
+        400,
+        "expected parts of type text or image_url, got 7",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+        400,
+        "expected parts of type text or",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        400,
+        "expected a text as text of each part",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
         "which are all that this target reads",
     ),
-    ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, "expected JSON of whole characters"),
-    ({"messages": [{"role": "user", "content": LONG}]}, 400, "together at most 1024 tokens, got a prompt of"),
-    ({"messages": [{"role": "user", "content": "x" * 4_000_000}]}, 400, "expected at most 4000000 characters"),
-    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, 400, "expected tool_calls with a function that has"),
-    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "expected tool_calls as a list, got 5"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "user", "content": "a\ud800b"}]},
+        400,
+        "expected JSON of whole characters",
+    ),
+    (
+        {"messages": [{"role": "user", "content": LONG}]},
+        400,
+        "together at most 1024 tokens, got a prompt of",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x" * 4_000_000}]},
+        400,
+        "expected at most 4000000 characters",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [5]}]},
+        400,
+        "expected tool_calls with a function that has",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": 5}]},
+        400,
+        "expected tool_calls as a list, got 5",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+            ]
+        },
         400,
         "expected arguments of each of tool_calls as an object in JSON, got '{'",
     ),
@@ -359,16 +459,40 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"logit_bias": {"-1": 1}}, 400, "expected token ids below"),
     ({"logit_bias": {"5": 1e9}}, 400, "expected numbers from -100 to 100 in logit_bias"),
     ({"logit_bias": [1]}, 400, "expected logit_bias as an object"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "of which the chat template knows none"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        400,
+        "of which the chat template knows none",
+    ),
     ({"tools": 5}, 400, "expected tools as a list, got 5"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "expected options that the chat template has in"),
-    ({"chat_template_kwargs": {"messages": []}}, 400, "expected options that the chat template has in"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "expected options that the chat template has in"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        400,
+        "expected options that the chat template has in",
+    ),
+    (
+        {"chat_template_kwargs": {"messages": []}},
+        400,
+        "expected options that the chat template has in",
+    ),
+    (
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        400,
+        "expected options that the chat template has in",
+    ),
     ({"n": 2}, 400, "expected n, if at all, as 1, got 2"),
     ({"logprobs": True}, 400, "expected logprobs, if at all, as False, got True"),
-    ({"response_format": {"type": "json_object"}}, 400, "expected response_format, if at all, as {'type': 'text'}"),
+    (
+        {"response_format": {"type": "json_object"}},
+        400,
+        "expected response_format, if at all, as {'type': 'text'}",
+    ),
     ({"top_k": 5}, 400, "expected fields that this server has, got 'top_k'"),
-    ({"generation_config": "{}"}, 400, "expected fields that this server has, got 'generation_config'"),
+    (
+        {"generation_config": "{}"},
+        400,
+        "expected fields that this server has, got 'generation_config'",
+    ),
 ]
 
 
@@ -406,13 +530,18 @@ def test_what_is_no_request_is_refused(text: Served) -> None:
         status, error = refusal(text, "chat/completions", content=content, headers=headers)
         assert status == 400, content[:20]
         assert error["message"].startswith("expected "), error
-    status, error = refusal(text, "chat/completions", content=b"{}", headers={"content-type": "text/plain"})
+    status, error = refusal(
+        text, "chat/completions", content=b"{}", headers={"content-type": "text/plain"}
+    )
     assert (status, error["message"]) == (
         415,
         "expected application/json as content-type, got text/plain; correct the request",
     )
     status, error = refusal(text, "completions", content=b" " * (64 * 2**20 + 1), headers=headers)
-    assert (status, error["message"]) == (413, "expected a body of at most 64 MB, got more; shorten it")
+    assert (status, error["message"]) == (
+        413,
+        "expected a body of at most 64 MB, got more; shorten it",
+    )
     status, error = refusal(text, "responses", json={})
     assert status == 404
     assert "expected one of POST /v1/chat/completions, " in error["message"]
@@ -439,7 +568,9 @@ def test_a_client_that_goes_away_ends_its_answer(text: Served) -> None:
     held = ask(text, ADDS, stream=True, logit_bias=FOREVER, max_tokens=900)
     next(iter(held))
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{text.url}/chat/completions", json={"messages": ADDS, "max_tokens": 900}, timeout=1.0)
+        httpx.post(
+            f"{text.url}/chat/completions", json={"messages": ADDS, "max_tokens": 900}, timeout=1.0
+        )
     held.close()
     text.waited_for(lambda log: log[start:].count("the client has gone") == 3)
     assert joined(ask(text, ADDS, stream=True))[0] == generated("text", ADDS)[0]

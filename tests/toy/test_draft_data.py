@@ -9,7 +9,12 @@ from answers import cached_answers, counts_of
 from scene_tasks import VISION_KINDS, VisionKind, make_vision_sample
 from transformers import AutoProcessor
 from vision_draft_data import Rows
-from vision_processor import build_vision_tokenizer, encode_sample, image_processor, processor_inputs
+from vision_processor import (
+    build_vision_tokenizer,
+    encode_sample,
+    image_processor,
+    processor_inputs,
+)
 
 from dflash_hf.processing_qwen3_vl import Qwen3VLProcessor
 from dflash_hf.training import ChatDataset
@@ -19,7 +24,9 @@ from dflash_hf.training import ChatDataset
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the vision pair's processor, saved and loaded."""
     folder = tmp_path_factory.mktemp("processor")
-    Qwen3VLProcessor(image_processor(), build_vision_tokenizer(per_kind=600)).save_pretrained(folder)
+    Qwen3VLProcessor(image_processor(), build_vision_tokenizer(per_kind=600)).save_pretrained(
+        folder
+    )
     return AutoProcessor.from_pretrained(folder)
 
 
@@ -35,7 +42,10 @@ def test_training_and_use_see_the_same_prompt(processor: Any, kind: VisionKind) 
         if sample.pictures():
             assert torch.equal(inputs["pixel_values"], encoded.pixel_values)
             assert torch.equal(inputs["image_grid_thw"], encoded.image_grid_thw)
-        answer = [*processor.tokenizer(sample.answer)["input_ids"], processor.tokenizer.eos_token_id]
+        answer = [
+            *processor.tokenizer(sample.answer)["input_ids"],
+            processor.tokenizer.eos_token_id,
+        ]
         assert encoded.input_ids[columns:-1] == answer  # and the line break of the template
 
 
@@ -62,7 +72,10 @@ def test_answers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for number, weights in enumerate((b"a", b"a", b"b")):
         (tmp_path / "model.safetensors").write_bytes(weights)
         rows = cached_answers(tmp_path, "some", [[1, 2], [4]], write)
-        assert [(row["answer"], row["as_reference"]) for row in rows] == [([1, 2], True), ([3], False)]
+        assert [(row["answer"], row["as_reference"]) for row in rows] == [
+            ([1, 2], True),
+            ([3], False),
+        ]
         assert len(calls) == (1, 1, 2)[number]
 
 

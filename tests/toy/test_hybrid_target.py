@@ -38,7 +38,9 @@ def values_and_gradients(rule: Rule, inputs: list[Tensor], upstream: Tensor) -> 
 
 
 @pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 5, 150])
-@pytest.mark.parametrize(("key_heads", "value_heads", "key_size", "value_size"), [(2, 4, 16, 16), (3, 3, 8, 24)])
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "key_size", "value_size"), [(2, 4, 16, 16), (3, 3, 8, 24)]
+)
 def test_the_rule_is_transformers_rule(
     size: int, key_heads: int, value_heads: int, key_size: int, value_size: int
 ) -> None:
@@ -48,7 +50,10 @@ def test_the_rule_is_transformers_rule(
     value = torch.randn(2, size, value_heads, value_size)
     decay = -torch.exp(torch.empty(2, size, value_heads).uniform_(-7, 2))
     beta = torch.rand(2, size, value_heads)
-    inputs, upstream = [query, key, value, decay, beta], torch.randn(2, size, value_heads, value_size)
+    inputs, upstream = (
+        [query, key, value, decay, beta],
+        torch.randn(2, size, value_heads, value_size),
+    )
     found = values_and_gradients(gated_delta_rule, inputs, upstream)
     expected = values_and_gradients(theirs, inputs, upstream)
     assert len(found) == len(expected) == 6
@@ -69,7 +74,9 @@ def test_training_sees_the_model_and_leaves_transformers_alone() -> None:
     results = []
     for logits in (model(input_ids=ids, use_cache=False).logits, hybrid_logits(model, ids)):
         model.zero_grad()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids.roll(-1, 1).flatten()
+        ).backward()
         results.append((logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
     (exact, exact_gradient), (fast, fast_gradient) = results
     assert closeness(fast, exact) < 1e-5
@@ -87,7 +94,9 @@ def test_fresh_heads_remember_for_more_than_a_few_tokens() -> None:
     torch.manual_seed(0)
     model, _ = fresh_target("hybrid")
     steps = [
-        torch.nn.functional.softplus(p.detach()) for name, p in model.named_parameters() if name.endswith("dt_bias")
+        torch.nn.functional.softplus(p.detach())
+        for name, p in model.named_parameters()
+        if name.endswith("dt_bias")
     ]
     assert len(steps) == 6
     assert 1e-3 <= float(torch.cat(steps).min()) < float(torch.cat(steps).max()) <= 0.1
@@ -113,4 +122,6 @@ def test_the_stored_target_is_the_configured_one_with_the_text_targets_tokenizer
 def test_the_held_out_prompts_are_what_the_script_writes() -> None:
     """Twelve of each kind."""
     lines = (HYBRID_DIR / "held_out.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == json.loads(json.dumps(text_rows(HYBRID_KINDS, 12)))
+    assert [json.loads(line) for line in lines] == json.loads(
+        json.dumps(text_rows(HYBRID_KINDS, 12))
+    )

@@ -24,14 +24,17 @@ def test_samples_are_deterministic_and_splits_disjoint(kind: VisionKind) -> None
     first, again = (make_vision_sample(kind, "train", 7) for _ in range(2))
     assert (first.turns, first.answer) == (again.turns, again.answer)
     train, held_out = (
-        {make_vision_sample(kind, split, i).turns for i in range(200)} for split in ("train", "heldout")
+        {make_vision_sample(kind, split, i).turns for i in range(200)}
+        for split in ("train", "heldout")
     )
     assert not train & held_out
     assert len(train) > 190
 
 
 def _nearest(pixel: tuple[int, int, int], names: dict[str, tuple[int, int, int]]) -> str:
-    return min(names, key=lambda name: sum(abs(a - b) for a, b in zip(pixel, names[name], strict=True)))
+    return min(
+        names, key=lambda name: sum(abs(a - b) for a, b in zip(pixel, names[name], strict=True))
+    )
 
 
 def _pixel(image: Image.Image, x: float, y: float) -> tuple[int, int, int]:
@@ -52,11 +55,17 @@ def test_descriptions_say_what_is_drawn() -> None:
         assert len(said) == len(scene.things)
         taken = {}
         for thing, (place, size, colour, shape) in zip(scene.things, said, strict=True):
-            assert (place, size, shape) == (scene.place(thing.row, thing.column), thing.size, thing.shape)
+            assert (place, size, shape) == (
+                scene.place(thing.row, thing.column),
+                thing.size,
+                thing.shape,
+            )
             taken[thing.row, thing.column] = colour
         for row in range(scene.rows):
             for column in range(scene.columns):
-                cell = image.crop((column * CELL, row * CELL, (column + 1) * CELL, (row + 1) * CELL))
+                cell = image.crop(
+                    (column * CELL, row * CELL, (column + 1) * CELL, (row + 1) * CELL)
+                )
                 counts = cell.getcolors(CELL * CELL)
                 assert counts is not None
                 painted = [(n, rgb) for n, rgb in counts if rgb in COLOURS.values()]
@@ -90,10 +99,14 @@ def test_neighbours_are_right() -> None:
         scene = sample.pictures()[0]
         assert isinstance(scene, Scene)
         cells = {
-            scene.place(row, column): (row, column) for row in range(scene.rows) for column in range(scene.columns)
+            scene.place(row, column): (row, column)
+            for row in range(scene.rows)
+            for column in range(scene.columns)
         }
         assert len(cells) == scene.rows * scene.columns
-        asked = re.fullmatch(r"What is (left of|right of|above|below) the ([a-z ]+)\?", sample.turns[0].text)
+        asked = re.fullmatch(
+            r"What is (left of|right of|above|below) the ([a-z ]+)\?", sample.turns[0].text
+        )
         assert asked
         there = tuple(map(sum, zip(cells[asked[2]], steps[asked[1]], strict=True)))
         found = [thing.name for thing in scene.things if (thing.row, thing.column) == there]
@@ -128,7 +141,9 @@ def test_charts_and_signs() -> None:
         assert COLOURS[sign.colour] in [rgb for _, rgb in board.getcolors(2**18) or []]
         # Nothing is cut off by the rim.
         for edge in (0, board.width - 1):
-            assert all(_pixel(board, edge, y) == BACKGROUNDS[sign.background] for y in range(board.height))
+            assert all(
+                _pixel(board, edge, y) == BACKGROUNDS[sign.background] for y in range(board.height)
+            )
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
@@ -142,7 +157,9 @@ def test_encoding(tokenizer: PreTrainedTokenizerBase, kind: VisionKind) -> None:
         assert encoded.input_ids.count(image_id) == len(encoded.pixel_values) // MERGE**2  # type: ignore[arg-type]
         assert len(encoded.input_ids) < 512
         said = [turn.text for turn in sample.turns if turn.role == "assistant"] + [sample.answer]
-        marked = [token for token, flag in zip(encoded.input_ids, encoded.is_answer, strict=True) if flag]
+        marked = [
+            token for token, flag in zip(encoded.input_ids, encoded.is_answer, strict=True) if flag
+        ]
         assert tokenizer.decode(marked) == "".join(f"{text}{tokenizer.eos_token}" for text in said)
 
 
@@ -163,7 +180,8 @@ def test_fast_forward_matches_the_model(tokenizer: PreTrainedTokenizerBase) -> N
         if "visual" in name:  # so that what a picture says is heard
             torch.nn.init.normal_(parameter, std=0.1)
     rows = [
-        encode_sample(tokenizer, make_vision_sample(kind, "train", 0)) for kind in ("compare", "read", "talk", "chart")
+        encode_sample(tokenizer, make_vision_sample(kind, "train", 0))
+        for kind in ("compare", "read", "talk", "chart")
     ]
     batch = pad_batch(rows, tokenizer.pad_token_id, model.config.image_token_id, 0.1)  # type: ignore[arg-type]
     real = batch.attention_mask_BS.bool()
@@ -184,8 +202,13 @@ def test_fast_forward_matches_the_model(tokenizer: PreTrainedTokenizerBase) -> N
             ).logits
         torch.nn.functional.cross_entropy(out[real], batch.input_ids_BS[real]).backward()
         logits.append(out[real].detach())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert torch.nn.functional.cosine_similarity(logits[0].flatten(), logits[1].flatten(), dim=0) > 0.999
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    assert (
+        torch.nn.functional.cosine_similarity(logits[0].flatten(), logits[1].flatten(), dim=0)
+        > 0.999
+    )
     assert torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.99
 
 

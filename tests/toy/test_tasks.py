@@ -12,7 +12,12 @@ from tasks import KINDS, SPLITS, Kind, make_sample, prompt_text, split_of
 from tasks_arithmetic import work_out
 from tasks_code import extract_code
 from train_target import IGNORE, encode, make_config, pad_batch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen3ForCausalLM,
+)
 
 pytestmark = pytest.mark.skipif(
     not (Path(TARGET_DIR) / "tokenizer.json").exists(), reason="the toy target has not been built"
@@ -36,7 +41,10 @@ def test_samples_are_deterministic(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_splits_share_no_prompt(kind: Kind) -> None:
     """A prompt belongs to one split, decided by its text alone."""
-    prompts = {split: {prompt_text(make_sample(kind, split, i).messages) for i in range(300)} for split in SPLITS}
+    prompts = {
+        split: {prompt_text(make_sample(kind, split, i).messages) for i in range(300)}
+        for split in SPLITS
+    }
     assert not prompts["train"] & prompts["heldout"]
     for split in SPLITS:
         assert len(prompts[split]) > 290
@@ -73,7 +81,9 @@ def test_code_checker_refuses_what_it_should_not_run() -> None:
     ("operator", "left", "right", "expected"),
     [("+", 82, 54, "82+54=136"), ("-", 315, 224, "315-224=91"), ("*", 269, 3, "269*3=807")],
 )
-def test_worked_steps_end_in_the_right_number(operator: str, left: int, right: int, expected: str) -> None:
+def test_worked_steps_end_in_the_right_number(
+    operator: str, left: int, right: int, expected: str
+) -> None:
     """The spelled out operation states the true result."""
     assert work_out(operator, left, right).endswith(f"So {expected}.")
 
@@ -114,7 +124,9 @@ def test_chat_template_marks_what_the_assistant_writes(tokenizer: PreTrainedToke
         {"role": "user", "content": "Thanks!"},
         {"role": "assistant", "content": "Enjoy your meal!"},
     ]
-    encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    encoded = tokenizer.apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
     marked = [t for t, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
     assert tokenizer.decode(marked) == f"Hi, Ada!{IM_END}Enjoy your meal!{IM_END}"
     prompt = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True)["input_ids"]
@@ -143,8 +155,12 @@ def test_fast_forward_matches_the_model(tokenizer: PreTrainedTokenizerBase) -> N
     gradients = []
     for logits in (model(input_ids=ids, use_cache=False).logits, fast_logits(model, ids).float()):
         model.zero_grad()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
-        gradients.append((logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids.roll(-1, 1).flatten()
+        ).backward()
+        gradients.append(
+            (logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]))
+        )
     (exact, exact_grad), (fast, fast_grad) = gradients
     assert torch.nn.functional.cosine_similarity(exact.flatten(), fast.flatten(), dim=0) > 0.999
     assert torch.nn.functional.cosine_similarity(exact_grad, fast_grad, dim=0) > 0.995

@@ -22,7 +22,9 @@ from tiny import DFLASH2
 MakeDraft = Callable[..., DFlashDraftModel]
 
 
-def propose(draft: DFlashDraftModel, hidden: torch.Tensor, target: Target, anchor: int) -> list[int]:
+def propose(
+    draft: DFlashDraftModel, hidden: torch.Tensor, target: Target, anchor: int
+) -> list[int]:
     """The draft's greedy proposals for slots `[1, K, D]`, one slot after another."""
     before, path = torch.tensor([anchor]), []
     for states, logits in zip(hidden[0], draft.compute_logits(hidden[0], target.head), strict=True):
@@ -35,7 +37,13 @@ def propose(draft: DFlashDraftModel, hidden: torch.Tensor, target: Target, ancho
 
 
 def simulate(
-    draft: DFlashDraftModel, target: Target, example: Example, limit: int, eos: int, block: int, width: int
+    draft: DFlashDraftModel,
+    target: Target,
+    example: Example,
+    limit: int,
+    eos: int,
+    block: int,
+    width: int,
 ) -> list[int]:
     """Greedy speculative decoding of one prompt with whole forwards and no cache; committed tokens per verify."""
     prompt = example.input_ids[: example.prompt_length()]
@@ -44,10 +52,13 @@ def simulate(
     committed: list[int] = []
     while len(tokens) - len(prompt) < limit and tokens[-1] != eos:
         anchor = len(tokens) - 1
-        features = target_features(target, config.target_layer_ids, collate([Example.from_pair(tokens, [])])).taps
+        features = target_features(
+            target, config.target_layer_ids, collate([Example.from_pair(tokens, [])])
+        ).taps
         ids = torch.tensor([[tokens[-1]] + [config.mask_token_id] * (block - 1)])
         hidden = draft(
-            noise_embeds=draft.embed(ids, target.embedding), context_hidden_states=features[:, :anchor]
+            noise_embeds=draft.embed(ids, target.embedding),
+            context_hidden_states=features[:, :anchor],
         ).last_hidden_state
         proposals = propose(draft, hidden[:, 1:width], target, tokens[-1])
         best = model(torch.tensor([tokens + proposals])).logits[0, anchor:].argmax(dim=-1).tolist()
@@ -64,7 +75,9 @@ def simulate(
     return committed
 
 
-def often_right(draft: DFlashDraftModel, target: Qwen3ForCausalLM) -> tuple[DFlashDraftModel, Target]:
+def often_right(
+    draft: DFlashDraftModel, target: Qwen3ForCausalLM
+) -> tuple[DFlashDraftModel, Target]:
     """A target whose greedy text is repetitive enough that a random draft is sometimes right."""
     # A strong bias towards a few tokens makes a random draft right now and then, and lets some answers end.
     with torch.no_grad():
@@ -82,17 +95,30 @@ def pair(
 
 @torch.no_grad()
 @pytest.mark.parametrize(("block", "width"), [(6, 6), (5, 3)])
-def test_walk_equals_a_decoding_loop(block: int, width: int, pair: tuple[DFlashDraftModel, Target]) -> None:
+def test_walk_equals_a_decoding_loop(
+    block: int, width: int, pair: tuple[DFlashDraftModel, Target]
+) -> None:
     draft, target = pair
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)]
+    prompts = [
+        torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)
+    ]
     for limit in (13, 19):
         answers = regenerate_answers(
-            target.model, prompts, max_new_tokens=limit, eos_token_id=3, pad_token_id=0, batch_size=4
+            target.model,
+            prompts,
+            max_new_tokens=limit,
+            eos_token_id=3,
+            pad_token_id=0,
+            batch_size=4,
         )
         examples = [Example.from_pair(*pair) for pair in zip(prompts, answers, strict=True)]
-        walked = walked_acceptance(draft, target, examples, block_size=block, verify_width=width, batch_size=4)
-        expected = [simulate(draft, target, example, limit, 3, block, width) for example in examples]
+        walked = walked_acceptance(
+            draft, target, examples, block_size=block, verify_width=width, batch_size=4
+        )
+        expected = [
+            simulate(draft, target, example, limit, 3, block, width) for example in examples
+        ]
         assert walked.committed == expected
         counts = [count for row in expected for count in row]
         assert walked.acceptance_length == pytest.approx(sum(counts) / len(counts))
@@ -102,7 +128,9 @@ def test_walk_equals_a_decoding_loop(block: int, width: int, pair: tuple[DFlashD
 
 @torch.no_grad()
 @pytest.mark.parametrize(("block", "width"), [(6, 6), (6, 3), (4, 4), (6, 1), (2, 2)])
-def test_walk_equals_generate(block: int, width: int, pair: tuple[DFlashDraftModel, Target]) -> None:
+def test_walk_equals_generate(
+    block: int, width: int, pair: tuple[DFlashDraftModel, Target]
+) -> None:
     """What training reports is what `generate` does, verify by verify, in a left-padded batch."""
     check_walk(*pair, block, width)
 
@@ -119,21 +147,30 @@ def test_walk_equals_generate_where_the_anchor_proposes(
 def check_walk(draft: DFlashDraftModel, target: Target, block: int, width: int | None) -> None:
     """Compares the walk with the statistics of `generate`."""
     generator = torch.Generator().manual_seed(6)
-    prompts = [torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5, 6, 2)]
+    prompts = [
+        torch.randint(0, 47, (length,), generator=generator).tolist()
+        for length in (3, 8, 1, 5, 6, 2)
+    ]
     options = {"max_new_tokens": 21, "eos_token_id": 3, "pad_token_id": 0}
     answers = regenerate_answers(target.model, prompts, **options)
     examples = [Example.from_pair(*row) for row in zip(prompts, answers, strict=True)]
-    assert {len(answer) for answer in answers} > {21}, "no answer ends before the limit: a case is not covered"
+    assert {len(answer) for answer in answers} > {21}, (
+        "no answer ends before the limit: a case is not covered"
+    )
     walked = walked_acceptance(draft, target, examples, block_size=block, verify_width=width)
     draft.generation_config = DFlashGenerationConfig(block_size=block, verify_width=width)
     if width is None:
         use_whole_blocks(draft)
     ids = torch.tensor([[0] * (8 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (8 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    target.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, assistant_model=draft, **options)
+    target.model.generate(
+        input_ids=ids, attention_mask=mask, do_sample=False, assistant_model=draft, **options
+    )
     assert walked.committed == draft.last_stats.num_committed
     assert walked.acceptance_length == draft.last_stats.acceptance_length
-    assert width == 1 or walked.acceptance_length > 1, "the draft is never right: the case shows nothing"
+    assert width == 1 or walked.acceptance_length > 1, (
+        "the draft is never right: the case shows nothing"
+    )
 
 
 @torch.no_grad()
@@ -141,8 +178,12 @@ def test_the_loss_counts_what_the_walk_would_accept(pair: tuple[DFlashDraftModel
     """The loss scores a selector behind right tokens, the walk behind its own: the same until the first wrong one."""
     draft, target = pair
     generator = torch.Generator().manual_seed(6)
-    prompts = [torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)]
-    answers = regenerate_answers(target.model, prompts, max_new_tokens=21, eos_token_id=3, pad_token_id=0)
+    prompts = [
+        torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)
+    ]
+    answers = regenerate_answers(
+        target.model, prompts, max_new_tokens=21, eos_token_id=3, pad_token_id=0
+    )
     examples = [Example.from_pair(*row) for row in zip(prompts, answers, strict=True)]
     batch = collate(examples)
     anchors = all_anchors(batch.loss_mask, 6)
@@ -167,13 +208,25 @@ def test_the_cases_of_the_walk() -> None:
 
 
 @torch.no_grad()
-def test_chunks_of_anchors_do_not_matter(pair: tuple[DFlashDraftModel, Target], examples: list[Example]) -> None:
+def test_chunks_of_anchors_do_not_matter(
+    pair: tuple[DFlashDraftModel, Target], examples: list[Example]
+) -> None:
     draft, target = pair
-    whole, parts = (accepted_at_anchors(draft, target, collate(examples), chunk_anchors=size) for size in (64, 3))
+    whole, parts = (
+        accepted_at_anchors(draft, target, collate(examples), chunk_anchors=size)
+        for size in (64, 3)
+    )
     assert torch.equal(whole, parts)
 
 
-def test_widths_out_of_range_are_refused(pair: tuple[DFlashDraftModel, Target], examples: list[Example]) -> None:
-    for widths in ({"block_size": 7}, {"block_size": 1}, {"block_size": 4, "verify_width": 5}, {"verify_width": 0}):
+def test_widths_out_of_range_are_refused(
+    pair: tuple[DFlashDraftModel, Target], examples: list[Example]
+) -> None:
+    for widths in (
+        {"block_size": 7},
+        {"block_size": 1},
+        {"block_size": 4, "verify_width": 5},
+        {"verify_width": 0},
+    ):
         with pytest.raises(ValueError, match="expected 2 <= block_size <= 6"):
             accepted_at_anchors(*pair, collate(examples), **widths)

@@ -23,7 +23,9 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": 3, "pad_token_i
 PROMPTS = [[5, 9, 2], [11, 4, 8, 7, 30, 1], [17], [20, 21, 6]]
 
 
-def train(draft: DFlashDraftModel, target: Qwen3ForCausalLM, examples: list[Example], steps: int) -> list[float]:
+def train(
+    draft: DFlashDraftModel, target: Qwen3ForCausalLM, examples: list[Example], steps: int
+) -> list[float]:
     """Trains whatever wants a gradient on all anchors; returns the losses."""
     found, batch = find_target(target), collate(examples)
     anchors = all_anchors(batch.loss_mask, draft.config.block_size)
@@ -34,7 +36,9 @@ def train(draft: DFlashDraftModel, target: Qwen3ForCausalLM, examples: list[Exam
     losses = []
     for _ in range(steps):
         hidden = run_blocks(draft, found, batch, taps, anchors)
-        result = block_loss(hidden, labels, weights, lambda states: draft.compute_logits(states, found.head))
+        result = block_loss(
+            hidden, labels, weights, lambda states: draft.compute_logits(states, found.head)
+        )
         (result.loss / result.weight).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -59,7 +63,11 @@ def test_a_lora_follows_a_fine_tuned_target(target: Qwen3ForCausalLM, tmp_path: 
     fresh = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
     losses = train(draft, target, examples, 20)
     assert losses[-1] < losses[0] - 0.5
-    moved = {name for name, tensor in wrapped.state_dict().items() if not torch.equal(tensor, fresh[name])}
+    moved = {
+        name
+        for name, tensor in wrapped.state_dict().items()
+        if not torch.equal(tensor, fresh[name])
+    }
     assert moved == {name for name in fresh if "lora_" in name}
     assert len(moved) == 2 * (1 + 7 * 2)
 
@@ -67,7 +75,12 @@ def test_a_lora_follows_a_fine_tuned_target(target: Qwen3ForCausalLM, tmp_path: 
     draft.eval()
     ids = torch.tensor([[0] * (6 - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (6 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "do_sample": False, **OPTIONS}
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "do_sample": False,
+        **OPTIONS,
+    }
     plain = target.generate(**inputs)
     walked = walked_acceptance(draft, find_target(target), examples)
     assert walked.acceptance_length > 1.1, "the draft is never right: the case shows nothing"

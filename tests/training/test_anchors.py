@@ -3,18 +3,32 @@
 import pytest
 import torch
 
-from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors, valid_anchors
+from dflash_hf.training.anchors import (
+    Anchors,
+    BlockMaskRule,
+    all_anchors,
+    sample_anchors,
+    valid_anchors,
+)
 from dflash_hf.training.collators import Batch
 
 # (window, causal, from_anchor)
 KINDS = [
-    *((window, causal, False) for window, causal in [(None, False), (None, True), (3, True), (3, False), (8, True)]),
+    *(
+        (window, causal, False)
+        for window, causal in [(None, False), (None, True), (3, True), (3, False), (8, True)]
+    ),
     *((8, False, False), (1, False, False), (3, True, True), (3, False, True), (1, True, True)),
 ]
 
 
 def defined_mask(
-    real: list[bool], anchors: list[int], block: int, window: int | None, causal: bool, from_anchor: bool
+    real: list[bool],
+    anchors: list[int],
+    block: int,
+    window: int | None,
+    causal: bool,
+    from_anchor: bool,
 ) -> torch.Tensor:
     """Mask `[A * K, S + A * K]` of one row, straight from the definition."""
     num_context, num_queries = len(real), len(anchors) * block
@@ -31,7 +45,9 @@ def defined_mask(
             block_of_key, key_offset = divmod(other, block)
             if block_of_key != block_of_query or (causal and key_offset > offset):
                 continue
-            mask[query, num_context + other] = window is None or from_anchor or abs(offset - key_offset) < window
+            mask[query, num_context + other] = (
+                window is None or from_anchor or abs(offset - key_offset) < window
+            )
     return mask
 
 
@@ -42,7 +58,9 @@ def test_mask_equals_the_definition(kind: tuple[int | None, bool, bool], batch: 
     mask = BlockMaskRule(batch.attention_mask, anchors).dense(kind)
     assert mask.shape == (3, 1, 20, batch.input_ids.shape[1] + 20)
     for row in range(3):
-        expected = defined_mask(batch.attention_mask[row].tolist(), anchors.indices[row].tolist(), 5, *kind)
+        expected = defined_mask(
+            batch.attention_mask[row].tolist(), anchors.indices[row].tolist(), 5, *kind
+        )
         assert torch.equal(mask[row, 0], expected)
     assert mask.any(dim=-1).all(), "a query that sees nothing gives NaN"
 
@@ -66,7 +84,10 @@ def test_valid_anchors_are_answer_tokens_with_a_successor_in_the_answer() -> Non
 
 def test_sampled_anchors_are_distinct_valid_sorted_and_seeded(batch: Batch) -> None:
     valid = valid_anchors(batch.loss_mask)
-    drawn = [sample_anchors(batch.loss_mask, 4, 5, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    drawn = [
+        sample_anchors(batch.loss_mask, 4, 5, torch.Generator().manual_seed(seed))
+        for seed in (0, 0, 1)
+    ]
     for anchors in drawn:
         assert anchors.keep.sum(dim=1).tolist() == [4, 2, 4]
         for row in range(3):
@@ -98,11 +119,15 @@ def test_rows_without_any_anchor_are_kept_empty() -> None:
     for anchors in (sample_anchors(loss_mask, 3, 4), all_anchors(loss_mask, 4)):
         assert anchors.indices.shape == (2, 1)
         assert not anchors.keep.any()
-        mask = BlockMaskRule(torch.ones(2, 5, dtype=torch.bool), anchors).dense((None, False, False))
+        mask = BlockMaskRule(torch.ones(2, 5, dtype=torch.bool), anchors).dense(
+            (None, False, False)
+        )
         assert not mask[..., :5].any()
 
 
 def test_positions_and_selection() -> None:
-    anchors = Anchors(indices=torch.tensor([[2, 5, 9]]), keep=torch.ones(1, 3, dtype=torch.bool), block_size=3)
+    anchors = Anchors(
+        indices=torch.tensor([[2, 5, 9]]), keep=torch.ones(1, 3, dtype=torch.bool), block_size=3
+    )
     assert anchors.positions.tolist() == [[[2, 3, 4], [5, 6, 7], [9, 10, 11]]]
     assert anchors.select(1, 5).positions.tolist() == [[[5, 6, 7], [9, 10, 11]]]

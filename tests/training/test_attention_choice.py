@@ -25,9 +25,17 @@ Case = tuple[DFlashDraftModel, Target, Batch, Tensor, Anchors]
 
 
 @pytest.fixture
-def case(target: Qwen3ForCausalLM, make_draft: Callable[..., DFlashDraftModel], batch: Batch) -> Case:
+def case(
+    target: Qwen3ForCausalLM, make_draft: Callable[..., DFlashDraftModel], batch: Batch
+) -> Case:
     found = find_target(target.requires_grad_(False))
-    return make_draft(), found, batch, target_features(found, [0, 2], batch).taps, all_anchors(batch.loss_mask, 6)
+    return (
+        make_draft(),
+        found,
+        batch,
+        target_features(found, [0, 2], batch).taps,
+        all_anchors(batch.loss_mask, 6),
+    )
 
 
 @pytest.fixture
@@ -36,7 +44,11 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     failures: list[str] = []
     monkeypatch.setattr(forward, "_flex_failures", failures)
     wants = forward._wants_flex
-    monkeypatch.setattr(forward, "_wants_flex", lambda draft, asked, device: wants(draft, asked, torch.device("cuda")))
+    monkeypatch.setattr(
+        forward,
+        "_wants_flex",
+        lambda draft, asked, device: wants(draft, asked, torch.device("cuda")),
+    )
     return failures
 
 
@@ -52,7 +64,10 @@ def break_flex(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
 
 
 def test_sdpa_goes_on_where_flex_fails(
-    case: Case, as_on_cuda: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    case: Case,
+    as_on_cuda: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = run_blocks(*case, "sdpa")
     calls = break_flex(monkeypatch, RuntimeError("NoValidChoicesError:\nno kernel fits"))
@@ -116,7 +131,9 @@ def test_one_compiled_function_serves_batches_of_every_shape() -> None:
         with torch.no_grad():
             out = flex(query, key, value, block_mask=mask, enable_gqa=True)
         dense = rule.dense((64, True, False))
-        wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=dense, enable_gqa=True
+        )
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
         after.append(counts["flex"].frame_count)
     assert counts["mask"].frame_count == 1
@@ -124,7 +141,9 @@ def test_one_compiled_function_serves_batches_of_every_shape() -> None:
     assert after[-1] == after[-3], "every shape is compiled anew"
 
 
-def test_a_backward_pass_that_does_not_compile_fails_in_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_that_does_not_compile_fails_in_the_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if not hasattr(lowering, "force_non_lazy_backward_lowering"):
         pytest.skip("this torch compiles it when it comes")
 
@@ -133,7 +152,9 @@ def test_a_backward_pass_that_does_not_compile_fails_in_the_forward(monkeypatch:
 
     compile_ = torch.compile
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fail)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, **options, backend=backend))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_(function, **options, backend=backend)
+    )
     monkeypatch.setattr(attention, "flex_attention", lambda query, key: query * key.sin())
     flex = attention._compiled_flex_attention.__wrapped__()
     with pytest.raises(Exception, match="no kernel fits"):

@@ -43,7 +43,11 @@ def qwen(folder: Path) -> Any:
 
 
 def gemma(folder: Path) -> Any:
-    special = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    special = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
     tokenizer = with_tokens(special)
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
@@ -52,7 +56,9 @@ def gemma(folder: Path) -> Any:
 
 def idefics(folder: Path) -> Any:
     tokenizer = with_tokens({"image_token": "<image>"})
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+    )
     template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
     return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
 
@@ -106,13 +112,22 @@ def test_the_loss_is_on_answers_wherever_pictures_stand(processor: Any) -> None:
     example = Example.from_messages(processor, CHAT, pictures())
     assert answers_of(processor, example) == ANSWERS
     short = processor.tokenizer.apply_chat_template(
-        prepare_multimodal_messages(CHAT, pictures()), chat_template=processor.chat_template, return_dict=True
+        prepare_multimodal_messages(CHAT, pictures()),
+        chat_template=processor.chat_template,
+        return_dict=True,
     )
-    assert len(example.input_ids) > len(short["input_ids"]) + 3, "no picture was expanded: the case shows nothing"
+    assert len(example.input_ids) > len(short["input_ids"]) + 3, (
+        "no picture was expanded: the case shows nothing"
+    )
 
 
-def test_answers_that_the_processor_changes_are_refused(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    same = [{"role": "user", "content": [IMAGE, text("q")]}, {"role": "assistant", "content": "yes"}] * 2
+def test_answers_that_the_processor_changes_are_refused(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = [
+        {"role": "user", "content": [IMAGE, text("q")]},
+        {"role": "assistant", "content": "yes"},
+    ] * 2
     twice = Example.from_messages(processor, same, pictures()[:2])
     assert answers_of(processor, twice) == ["yes<|im_end|>"] * 2
     template = type(processor).apply_chat_template
@@ -142,7 +157,9 @@ def test_every_picture_belongs_to_its_turn(processor: Any) -> None:
         for block in message["content"]:
             if block["type"] == "image":
                 block["image"] = next(left)
-    encoded = processor.apply_chat_template(own, tokenize=True, return_dict=True, return_tensors="pt")
+    encoded = processor.apply_chat_template(
+        own, tokenize=True, return_dict=True, return_tensors="pt"
+    )
     assert encoded["input_ids"][0].tolist() == whole.input_ids
     assert set(whole.model_inputs) == set(encoded) - {"input_ids", "attention_mask"}
     for key, value in whole.model_inputs.items():
@@ -152,7 +169,8 @@ def test_every_picture_belongs_to_its_turn(processor: Any) -> None:
     assert torch.equal(again.model_inputs["pixel_values"], whole.model_inputs["pixel_values"])
     turned = Example.from_messages(processor, CHAT, images[::-1])
     assert not torch.equal(
-        turned.model_inputs["pixel_values"].flatten()[:50], whole.model_inputs["pixel_values"].flatten()[:50]
+        turned.model_inputs["pixel_values"].flatten()[:50],
+        whole.model_inputs["pixel_values"].flatten()[:50],
     )
 
 
@@ -162,7 +180,11 @@ def test_where_pictures_go_and_what_they_may_be(tmp_path: Path) -> None:
     raw = io.BytesIO()
     images[1].save(raw, format="PNG")
     plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    given = [tmp_path / "a.png", {"bytes": raw.getvalue(), "path": None}, {"bytes": None, "path": "b.png"}]
+    given = [
+        tmp_path / "a.png",
+        {"bytes": raw.getvalue(), "path": None},
+        {"bytes": None, "path": "b.png"},
+    ]
     prepared = prepare_multimodal_messages(plain, given)
     coded = base64.b64encode(raw.getvalue()).decode()
     assert prepared == [
@@ -170,32 +192,54 @@ def test_where_pictures_go_and_what_they_may_be(tmp_path: Path) -> None:
         {
             "role": "user",
             "content": [
-                *({"type": "image", "image": at} for at in (str(tmp_path / "a.png"), coded, "b.png")),
+                *(
+                    {"type": "image", "image": at}
+                    for at in (str(tmp_path / "a.png"), coded, "b.png")
+                ),
                 text("q"),
             ],
         },
     ]
     table = [
-        {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "q", "image": None}]}
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "text": None},
+                {"type": "text", "text": "q", "image": None},
+            ],
+        }
     ]
     assert prepare_multimodal_messages(table, [1]) == [
         {"role": "user", "content": [{"type": "image", "image": 1}, text("q")]}
     ]
-    assert table[0]["content"][0] == {"type": "image", "text": None}, "the caller's messages are changed"
-    for messages, images_given in ((table, []), (table, [1, 2]), ([{"role": "system", "content": "s"}], [1])):
-        with pytest.raises(ValueError, match=f"expected as many images as image blocks .* got {len(images_given)}"):
+    assert table[0]["content"][0] == {"type": "image", "text": None}, (
+        "the caller's messages are changed"
+    )
+    for messages, images_given in (
+        (table, []),
+        (table, [1, 2]),
+        ([{"role": "system", "content": "s"}], [1]),
+    ):
+        with pytest.raises(
+            ValueError, match=f"expected as many images as image blocks .* got {len(images_given)}"
+        ):
             prepare_multimodal_messages(messages, images_given)
 
 
 def test_rows_without_a_picture_are_plain_text(processor: Any) -> None:
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "image": None}
+    row = {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "image": None,
+    }
     example = ChatDataset([row], processor)[0]
     assert "pixel_values" not in example.model_inputs
     tokenizer = processor.tokenizer
     tokenizer.chat_template = processor.chat_template
     only = Example.from_messages(tokenizer, row["messages"])
     assert (example.input_ids, example.loss_mask) == (only.input_ids, only.loss_mask)
-    with pytest.raises(ValueError, match=r"expected a processor for messages with images, got [A-Z]"):
+    with pytest.raises(
+        ValueError, match=r"expected a processor for messages with images, got [A-Z]"
+    ):
         Example.from_messages(tokenizer, row["messages"], [picture(16, 16)])
 
 
@@ -235,7 +279,10 @@ def test_no_row_is_built_before_it_is_needed(tmp_path: Path) -> None:
     known = ChatDataset(rows, processor, lengths=lengths)
     target = vision_target("qwen3-vl", vocab_size=len(processor.tokenizer)).float()
     args = DFlashTrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, disable_tqdm=True
+        output_dir=str(tmp_path / "run"),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
     )
     give_ids(target, processor)
     trainer = DFlashTrainer(model=tiny_draft(target), target=target, args=args, train_dataset=known)
@@ -243,14 +290,19 @@ def test_no_row_is_built_before_it_is_needed(tmp_path: Path) -> None:
     trainer.train()
     assert len(rows.asked) == 1 + 4
     wrong = ChatDataset(rows, processor, lengths=[1, 2, 3])
-    with pytest.raises(ValueError, match=r"expected lengths of 12 entries \(one per example\), got 3"):
+    with pytest.raises(
+        ValueError, match=r"expected lengths of 12 entries \(one per example\), got 3"
+    ):
         DFlashTrainer(model=tiny_draft(target), target=target, args=args, train_dataset=wrong)
 
 
 def give_ids(target: Any, processor: Any) -> None:
     """Makes a random target read a processor's picture tokens."""
     ids = processor.tokenizer.convert_tokens_to_ids
-    target.config.image_token_id, target.config.video_token_id = processor.image_token_id, ids("<|video_pad|>")
+    target.config.image_token_id, target.config.video_token_id = (
+        processor.image_token_id,
+        ids("<|video_pad|>"),
+    )
     target.config.vision_start_token_id = ids("<|vision_start|>")
 
 
@@ -268,8 +320,14 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
     good = {"messages": chat, "image": picture(16, 16)}
     bad: list[tuple[dict[str, Any], str]] = [
         ({"messages": chat, "image": None}, "expected as many images as image blocks"),
-        ({"messages": chat, "images": [picture(16, 16)] * 2}, "expected as many images as image blocks"),
-        ({"messages": chat, "image": str(tmp_path / "broken.png")}, f"{READ} cannot identify image file"),
+        (
+            {"messages": chat, "images": [picture(16, 16)] * 2},
+            "expected as many images as image blocks",
+        ),
+        (
+            {"messages": chat, "image": str(tmp_path / "broken.png")},
+            f"{READ} cannot identify image file",
+        ),
         ({"messages": chat, "image": str(tmp_path / "cut.png")}, f"{READ} image file is truncated"),
         ({"messages": chat, "image": str(tmp_path / "none.png")}, f"{READ} Incorrect image source"),
         (
@@ -278,7 +336,10 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
         ),
         ({"messages": []}, f"{TURNS}, got none; leave the row out"),
         ({"messages": "hello"}, f"{TURNS}, got str 'hello'; put it into a turn"),
-        ({"messages": {"role": "user", "content": "q"}}, f"{TURNS}, got dict {{'content'.*; put it into a turn"),
+        (
+            {"messages": {"role": "user", "content": "q"}},
+            f"{TURNS}, got dict {{'content'.*; put it into a turn",
+        ),
         ({"messages": None}, f"{TURNS}, got NoneType None; put it into a turn"),
         ({"messages": ["hello"]}, f"{TURNS}, got str 'hello' as turn 0; give its role and content"),
         ({"messages": [chat[0], {"content": "a"}]}, f"{TURNS}, got turn 1 without a role; add it"),
@@ -287,11 +348,15 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
     dataset = ChatDataset([good, *(row for row, _ in bad)], processor)
     assert sum(dataset[0].loss_mask) == 2
     for at, (_, reason) in enumerate(bad, start=1):
-        with pytest.raises(ValueError, match=rf"^{reason}.*; .* \(row {at}\)$|^{reason} \(row {at}\)$") as refused:
+        with pytest.raises(
+            ValueError, match=rf"^{reason}.*; .* \(row {at}\)$|^{reason} \(row {at}\)$"
+        ) as refused:
             dataset[at]
         assert "Error" not in str(refused.value)
         with pytest.raises(ValueError, match=rf"\(row {at}\)$"):
-            ChatDataset([good, *(row for row, _ in bad)], processor, answers=[[1]] * (len(bad) + 1))[at]
+            ChatDataset(
+                [good, *(row for row, _ in bad)], processor, answers=[[1]] * (len(bad) + 1)
+            )[at]
     with pytest.raises(ValueError, match=rf"\(row {len(bad)}\)$"):
         dataset[-1]
     with pytest.raises(IndexError):
@@ -299,7 +364,9 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected 1 answers \(one per row\), got 2"):
         ChatDataset([good], processor, answers=[[1], [2]])
     padded = processor(text=["one", "three"], padding=True, return_tensors="pt")
-    with pytest.raises(ValueError, match=r"expected one prompt without padding, got input_ids of shape \(2, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"expected one prompt without padding, got input_ids of shape \(2, 5\)"
+    ):
         Example.from_pair(padded, [1])
 
 
@@ -313,7 +380,11 @@ def test_from_rows_to_the_walk_of_the_targets_own_answers(tmp_path: Path) -> Non
     draft = tiny_draft(target, 6)
     find_target(target).head.weight[6:] *= 0.05
     draft.norm.weight *= 4
-    options = {"max_new_tokens": 16, "eos_token_id": 3, "pad_token_id": processor.tokenizer.pad_token_id}
+    options = {
+        "max_new_tokens": 16,
+        "eos_token_id": 3,
+        "pad_token_id": processor.tokenizer.pad_token_id,
+    }
     answers = regenerate_answers(target, prompts, **options, batch_size=3)
     examples = ChatDataset(rows, processor, answers=answers)
     walked = walked_acceptance(draft, find_target(target), examples, batch_size=3)
@@ -321,14 +392,20 @@ def test_from_rows_to_the_walk_of_the_targets_own_answers(tmp_path: Path) -> Non
     for at, answer in enumerate(answers):
         messages = prepare_multimodal_messages(rows[at]["messages"][:1], rows[at]["images"] or [])
         inputs = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
         )
         out = target.generate(**inputs, do_sample=False, assistant_model=draft, **options)
         assert out[0, inputs["input_ids"].shape[1] :].tolist() == answer
         assert draft.last_stats.num_committed == [walked.committed[at]]
         assert examples[at].input_ids == out[0].tolist()
     together = collate(prompts[:], padding_side="left")
-    target.generate(**forward_inputs(target, together), do_sample=False, assistant_model=draft, **options)
+    target.generate(
+        **forward_inputs(target, together), do_sample=False, assistant_model=draft, **options
+    )
     assert draft.last_stats.num_committed == walked.committed
     assert regenerate_answers(target, prompts, **options, guesses=answers) == answers
     with pytest.raises(ValueError, match="expected a prompt without an answer, got one with"):

@@ -49,7 +49,11 @@ def _killed(runner: Any) -> Any:
     def run(*args: Any) -> Any:
         import dflash_hf.training.trainer as trainer
 
-        name = "_save_checkpoint" if hasattr(trainer.DFlashTrainer, "_save_checkpoint") else "save_checkpoint"
+        name = (
+            "_save_checkpoint"
+            if hasattr(trainer.DFlashTrainer, "_save_checkpoint")
+            else "save_checkpoint"
+        )
         saved = getattr(trainer.DFlashTrainer, name)
 
         def save_and_stop(self: Any, *rest: Any, **named: Any) -> None:
@@ -68,11 +72,15 @@ def test_a_run_is_killed_goes_on_and_leaves_everything(done: tuple[Path, str]) -
     lines = told.splitlines()
     assert lines[0] == f"prepare: done before, {out / 'prepared'}"
     assert lines[1] == f"regenerate: done before, {out / 'answered'}"
-    assert [line.partition(":")[0] for line in lines if line.split(":")[0] in STAGES] == list(STAGES)
+    assert [line.partition(":")[0] for line in lines if line.split(":")[0] in STAGES] == list(
+        STAGES
+    )
     state = json.loads((out / "stages.json").read_text())
     assert [state[stage]["finished"] for stage in STAGES] == [True] * 5
     assert state["run"]["facts"]["steps"] == 4
-    rows = [json.loads(line) for line in (out / "answered" / "train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (out / "answered" / "train.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 8
     assert all(0 < len(row["answer_ids"]) <= 12 for row in rows)
     assert (out / "bench" / "report.html").is_file()
@@ -83,27 +91,47 @@ def test_a_run_is_killed_goes_on_and_leaves_everything(done: tuple[Path, str]) -
 
 
 def test_only_checkpoints_have_pickles(done: tuple[Path, str]) -> None:
-    pickles = {path.relative_to(done[0]) for path in done[0].rglob("*") if path.suffix in (".bin", ".pt", ".pkl")}
+    pickles = {
+        path.relative_to(done[0])
+        for path in done[0].rglob("*")
+        if path.suffix in (".bin", ".pt", ".pkl")
+    }
     assert Path("run/checkpoint-4/training_args.bin") in pickles
     assert {path.parts[0] for path in pickles} == {"run"}
 
 
 def test_a_finished_run_is_not_run_again(done: tuple[Path, str]) -> None:
     out, _ = done
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "settings.yaml"}
+    before = {
+        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "settings.yaml"
+    }
     result = train("--output-dir", out)
     assert result.exit_code == 0, result.output
-    assert [line.partition(",")[0] for line in result.output.splitlines()] == [f"{s}: done before" for s in STAGES]
-    after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "settings.yaml"}
+    assert [line.partition(",")[0] for line in result.output.splitlines()] == [
+        f"{s}: done before" for s in STAGES
+    ]
+    after = {
+        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "settings.yaml"
+    }
     assert [path for path in after if before.get(path) != after[path] and path.is_file()] == []
 
 
 def test_a_killed_run_is_the_same_run(done: tuple[Path, str], data: Path, tmp_path: Path) -> None:
     out, _ = done
     words = [*SMALL, "--formats", "zlab"]
-    result = train("--dataset", data, "--output-dir", tmp_path / "whole", *words, "--stages", "prepare,regenerate,run")
+    result = train(
+        "--dataset",
+        data,
+        "--output-dir",
+        tmp_path / "whole",
+        *words,
+        "--stages",
+        "prepare,regenerate,run",
+    )
     assert result.exit_code == 0, result.output
-    whole, killed = (load_draft(folder / "draft").state_dict() for folder in (tmp_path / "whole", out))
+    whole, killed = (
+        load_draft(folder / "draft").state_dict() for folder in (tmp_path / "whole", out)
+    )
     assert all(value.equal(killed[name]) for name, value in whole.items())
 
 
@@ -119,15 +147,29 @@ def test_the_card_says_what_it_is(done: tuple[Path, str], data: Path) -> None:
         measured = json.loads((out / "bench" / "summary.json").read_text())
         block = next(m for m in measured["methods"] if m["method"] == "dflash")["all"]
         assert f"| {block['acceptance']['acceptance_length']:.2f} |" in body
-        for words in (str(data), "torch 2.", "| answers | the target's own, greedy |", "| num_anchors | 4 |"):
+        for words in (
+            str(data),
+            "torch 2.",
+            "| answers | the target's own, greedy |",
+            "| num_anchors | 4 |",
+        ):
             assert words in body
     assert "sglang.launch_server" in body
     assert "vllm serve" in body
 
 
-def test_settings_are_another_runs_config(done: tuple[Path, str], data: Path, tmp_path: Path) -> None:
+def test_settings_are_another_runs_config(
+    done: tuple[Path, str], data: Path, tmp_path: Path
+) -> None:
     out, _ = done
-    words = ["--config", out / "settings.yaml", "--output-dir", tmp_path / "other", "--num-prompts", 5]
+    words = [
+        "--config",
+        out / "settings.yaml",
+        "--output-dir",
+        tmp_path / "other",
+        "--num-prompts",
+        5,
+    ]
     result = train(*words, "--stages", "prepare")
     assert result.exit_code == 0, result.output
     made = json.loads((tmp_path / "other" / "stages.json").read_text())["prepare"]["made_from"]
@@ -183,27 +225,55 @@ def test_a_target_that_changed_is_refused(data: Path, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[list[object], str]] = {
     "no target": (["--output-dir", "x"], "expected --target, got None"),
     "no folder": (["--target", "x"], "expected --output-dir, got None"),
-    "target": (["--target", "/nowhere", "--output-dir", "x"], "as --target, got '/nowhere', which is not there"),
-    "no data": (["--target", TOY / "target", "--output-dir", "x"], "expected conversations as --dataset, got None"),
-    "stage": (["--stages", "trian"], "expected --stages among prepare, regenerate, run, bench, export, got 'trian'"),
+    "target": (
+        ["--target", "/nowhere", "--output-dir", "x"],
+        "as --target, got '/nowhere', which is not there",
+    ),
+    "no data": (
+        ["--target", TOY / "target", "--output-dir", "x"],
+        "expected conversations as --dataset, got None",
+    ),
+    "stage": (
+        ["--stages", "trian"],
+        "expected --stages among prepare, regenerate, run, bench, export, got 'trian'",
+    ),
     "name": (["--learnin-rate", "1"], "got 'learnin_rate'; did you mean 'learning_rate'?"),
     "value": (["--learning-rate", "fast"], "expected arguments of the training, got"),
     "range": (["--num-anchors", "0"], "expected num_anchors > 0, got 0"),
     "word": (["--num-anchors", "4", "five"], "got 'five'; write -- before the name of an option"),
-    "format": (["--formats", "gguf"], "expected --formats among zlab, speculators, muse, got 'gguf'"),
+    "format": (
+        ["--formats", "gguf"],
+        "expected --formats among zlab, speculators, muse, got 'gguf'",
+    ),
     "options": (["--draft-options", "[1]"], "expected a JSON object as --draft-options, got '[1]'"),
     "length": (["--max-length", "1"], "expected at least 2 as --max-length, got 1"),
     "server": (["--server", "localhost"], "expected a URL as --server, got 'localhost'"),
-    "config": (["--config", "nowhere.yaml"], "expected a YAML file as --config, got 'nowhere.yaml'"),
-    "stage that needs another": (["--stages", "run"], "expected what prepare, regenerate makes for run"),
+    "config": (
+        ["--config", "nowhere.yaml"],
+        "expected a YAML file as --config, got 'nowhere.yaml'",
+    ),
+    "stage that needs another": (
+        ["--stages", "run"],
+        "expected what prepare, regenerate makes for run",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_run_is_a_sentence_and_leaves_nothing(name: str, tmp_path: Path, data: Path) -> None:
+def test_what_cannot_be_run_is_a_sentence_and_leaves_nothing(
+    name: str, tmp_path: Path, data: Path
+) -> None:
     words, sentence = REFUSED[name]
     if not {"--target", "--output-dir"} & set(words):
-        words = ["--target", TOY / "target", "--dataset", data, "--output-dir", tmp_path / "out", *words]
+        words = [
+            "--target",
+            TOY / "target",
+            "--dataset",
+            data,
+            "--output-dir",
+            tmp_path / "out",
+            *words,
+        ]
     result = train(*words)
     assert result.exit_code == 2, result.output
     assert sentence in said(result)
@@ -214,7 +284,10 @@ def test_what_cannot_be_run_is_a_sentence_and_leaves_nothing(name: str, tmp_path
 YAML: dict[str, tuple[str, str]] = {
     "no YAML": ("target: [x", "expected YAML in"),
     "no names": ("- target", "expected names and their values in"),
-    "unknown": ("num_anchor: 3\ntarget: x\noutput_dir: y\nself_prompts: 1", "did you mean 'num_anchors'?"),
+    "unknown": (
+        "num_anchor: 3\ntarget: x\noutput_dir: y\nself_prompts: 1",
+        "did you mean 'num_anchors'?",
+    ),
 }
 
 
@@ -262,8 +335,18 @@ def test_flags_and_yaml_are_read_by_one_reader() -> None:
 
 
 def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> None:
-    made = TrainSettings(target="org/x", output_dir=Path("x"), arguments={"num_anchors": 3, "logging_steps": 1})
-    left_out = {"output_dir", "answer_batch", "streaming", "bench_data_dir", "device", "threads", "logging_steps"}
+    made = TrainSettings(
+        target="org/x", output_dir=Path("x"), arguments={"num_anchors": 3, "logging_steps": 1}
+    )
+    left_out = {
+        "output_dir",
+        "answer_batch",
+        "streaming",
+        "bench_data_dir",
+        "device",
+        "threads",
+        "logging_steps",
+    }
     every = set().union(*(made.made_from(stage) for stage in STAGES))
     assert set(made.plain()) - every == left_out
 
@@ -272,7 +355,9 @@ def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> Non
 def test_evaluations_may_come_at_other_steps_unless_the_best_draft_is_kept(is_kept: bool) -> None:
     given = {"max_steps": 9, "load_best_model_at_end": is_kept}
     seldom, often = (
-        TrainSettings(target="org/x", output_dir=Path("x"), arguments={**given, "eval_steps": steps}).made_from("run")
+        TrainSettings(
+            target="org/x", output_dir=Path("x"), arguments={**given, "eval_steps": steps}
+        ).made_from("run")
         for steps in (5, 2)
     )
     assert (seldom == often) is not is_kept
@@ -309,7 +394,9 @@ def test_plan_goes_by_the_cpu_where_torch_has_an_accelerator_and_the_machine_non
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA build of torch without a driver names CUDA as its accelerator, and raises at its first use."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL, "--plan")
     assert result.exit_code == 0, result.output
@@ -317,8 +404,14 @@ def test_plan_goes_by_the_cpu_where_torch_has_an_accelerator_and_the_machine_non
 
 
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").replace("\\\n", " ")
-COMMANDS = [line.partition("train ")[2] for line in GUIDE.splitlines() if "dflash-hf train --t" in line[:20]]
-COMMANDS += [line.partition("dflash_hf train ")[2] for line in GUIDE.splitlines() if line.startswith("accelerate")]
+COMMANDS = [
+    line.partition("train ")[2] for line in GUIDE.splitlines() if "dflash-hf train --t" in line[:20]
+]
+COMMANDS += [
+    line.partition("dflash_hf train ")[2]
+    for line in GUIDE.splitlines()
+    if line.startswith("accelerate")
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
@@ -326,8 +419,12 @@ def test_the_guides_commands_are_understood(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
     asked: list[TrainSettings] = []
-    monkeypatch.setattr("dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings))
-    monkeypatch.setattr("dflash_hf.cli.train_plan.print_plan", lambda settings, *rest: asked.append(settings))
+    monkeypatch.setattr(
+        "dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings)
+    )
+    monkeypatch.setattr(
+        "dflash_hf.cli.train_plan.print_plan", lambda settings, *rest: asked.append(settings)
+    )
     (tmp_path / "demos").symlink_to(ROOT / "demos")
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command.replace("--report-to trackio", ""))
@@ -341,8 +438,12 @@ def test_the_guides_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     text = GUIDE.partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "train.yaml").write_text(text)
     asked: list[TrainSettings] = []
-    monkeypatch.setattr("dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings))
-    monkeypatch.setattr("dflash_hf.cli.train.read_arguments", lambda words: {"words": " ".join(words)})
+    monkeypatch.setattr(
+        "dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings)
+    )
+    monkeypatch.setattr(
+        "dflash_hf.cli.train.read_arguments", lambda words: {"words": " ".join(words)}
+    )
     result = train("--config", tmp_path / "train.yaml", "--num-anchors", 3)
     assert result.exit_code == 0, result.output
     assert asked[0].dataset == ("prompts.jsonl", "more.jsonl")

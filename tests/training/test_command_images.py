@@ -16,7 +16,10 @@ PICTURES = TOY / "vision" / "pictures"
 
 
 def ask(text: str, *images: object) -> dict[str, Any]:
-    return {"role": "user", "content": [*({"type": "image", "path": str(one)} for one in images), block(text)]}
+    return {
+        "role": "user",
+        "content": [*({"type": "image", "path": str(one)} for one in images), block(text)],
+    }
 
 
 def block(text: str) -> dict[str, Any]:
@@ -27,24 +30,41 @@ def test_rows_with_images_and_of_text_go_through_every_stage(tmp_path: Path) -> 
     (tmp_path / "pictures").symlink_to(PICTURES)
     rows = [
         {"messages": [ask("What is in this picture?", "pictures/describe-0.png")]},
-        {"messages": [{"role": "user", "content": "How many objects are there?"}], "images": ["pictures/count-0.png"]},
+        {
+            "messages": [{"role": "user", "content": "How many objects are there?"}],
+            "images": ["pictures/count-0.png"],
+        },
         {"messages": [{"role": "user", "content": "Good morning, I am Yuri."}]},
-        {"messages": [ask("Which has more objects?", "pictures/compare-0a.png", "pictures/compare-0b.png")]},
+        {
+            "messages": [
+                ask("Which has more objects?", "pictures/compare-0a.png", "pictures/compare-0b.png")
+            ]
+        },
         {"messages": [ask("What is written here?", "pictures/read-0.png")]},
-        {"messages": [{"role": "user", "content": "What is in this picture?"}], "images": "pictures/describe-1.png"},
+        {
+            "messages": [{"role": "user", "content": "What is in this picture?"}],
+            "images": "pictures/describe-1.png",
+        },
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [*SMALL, "--target", TOY / "vision" / "target", "--num-eval", 1, "--max-steps", 2]
     result = train("--dataset", tmp_path / "rows.jsonl", "--output-dir", tmp_path / "out", *words)
     assert result.exit_code == 0, result.output
-    answered = [json.loads(line) for line in (tmp_path / "out" / "answered" / "train.jsonl").read_text().splitlines()]
+    answered = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "answered" / "train.jsonl").read_text().splitlines()
+    ]
     assert len(answered) == 5
     (answer,) = (tmp_path / "out" / "bench" / "answers-dflash.jsonl").read_text().splitlines()
     asked = json.loads(answer)["choices"][0]
     (held_out,) = (tmp_path / "out" / "answered" / "held_out.jsonl").read_text().splitlines()
     known = json.loads(held_out)
-    assert asked["prompt_tokens"] == [known["num_tokens"] - len(known["answer_ids"])], "with its image"
-    assert asked["token_ids"] == [known["answer_ids"]], "what the target said while it was asked for training"
+    assert asked["prompt_tokens"] == [known["num_tokens"] - len(known["answer_ids"])], (
+        "with its image"
+    )
+    assert asked["token_ids"] == [known["answer_ids"]], (
+        "what the target said while it was asked for training"
+    )
 
 
 QUESTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -67,7 +87,9 @@ def test_a_prepared_row_is_a_question(name: str, tmp_path: Path) -> None:
             part |= {"image": part.pop("path")} if "path" in part else {}
     question = stages._question({"id": "x", **row}, tmp_path)
     (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
-    (found,) = load_questions(str(tmp_path / "questions.jsonl"), data_dir=None, num_prompts=None, seed=0)
+    (found,) = load_questions(
+        str(tmp_path / "questions.jsonl"), data_dir=None, num_prompts=None, seed=0
+    )
     assert found.turns == ("What?",)
     assert [Path(path).name for path in found.images] == images
     assert all(Path(path).is_file() for path in found.images)

@@ -46,7 +46,8 @@ def test_what_the_chat_template_is_told_comes_to_every_stage(target: Path, tmp_p
         assert [row[name] for row in rows] == [row[name] for row in same]
     tokenizer: Any = AutoTokenizer.from_pretrained(target)
     untold = [
-        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False) for row in rows
+        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False)
+        for row in rows
     ]
     sizes = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in untold]
     told = [row["num_tokens"] - len(row["answer_ids"]) for row in rows]
@@ -56,10 +57,15 @@ def test_what_the_chat_template_is_told_comes_to_every_stage(target: Path, tmp_p
     (asked,), (known,) = (lines(out / "bench" / "answers-dflash.jsonl") for out in outs)
     for name in ("prompt_tokens", "token_ids", "committed"):
         assert asked["choices"][0][name] == known["choices"][0][name]
-    assert '| chat template reads | {"mood": "brief"} |' in (outs[0] / "draft" / "README.md").read_text()
+    assert (
+        '| chat template reads | {"mood": "brief"} |'
+        in (outs[0] / "draft" / "README.md").read_text()
+    )
     result = train("--output-dir", outs[0], "--chat-template-kwargs", '{"mood": "long"}')
     assert result.exit_code == 2
-    assert "whose chat_template_kwargs was {'mood': 'brief'} and is {'mood': 'long'}" in said(result)
+    assert "whose chat_template_kwargs was {'mood': 'brief'} and is {'mood': 'long'}" in said(
+        result
+    )
 
 
 def test_prompts_that_the_target_writes_are_told_too(
@@ -67,16 +73,39 @@ def test_prompts_that_the_target_writes_are_told_too(
 ) -> None:
     """What [`write_prompts`] makes of it is in test_regenerate.py."""
     asked: list[Any] = []
-    monkeypatch.setattr("dflash_hf.cli.train_stages.write_prompts", lambda settings, *rest: asked.append(settings))
+    monkeypatch.setattr(
+        "dflash_hf.cli.train_stages.write_prompts", lambda settings, *rest: asked.append(settings)
+    )
     data = write_rows(tmp_path / "rows.jsonl")
-    words = [*SMALL, "--target", target, *TOLD, "--stages", "prepare", "--self-prompts", 3, "--dataset", data]
+    words = [
+        *SMALL,
+        "--target",
+        target,
+        *TOLD,
+        "--stages",
+        "prepare",
+        "--self-prompts",
+        3,
+        "--dataset",
+        data,
+    ]
     train(*words, "--output-dir", tmp_path / "out")
     assert [settings.chat_template_kwargs for settings in asked] == [{"mood": "brief"}]
 
 
 def test_a_name_that_the_template_does_not_read_is_refused(target: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl")
-    words = ["--dataset", data, "--output-dir", tmp_path / "out", *SMALL, "--target", target, "--stages", "prepare"]
+    words = [
+        "--dataset",
+        data,
+        "--output-dir",
+        tmp_path / "out",
+        *SMALL,
+        "--target",
+        target,
+        "--stages",
+        "prepare",
+    ]
     result = train(*words, "--chat-template-kwargs", '{"moood": "brief"}')
     assert result.exit_code == 2
     assert "expected chat_template_kwargs that the chat template reads, got 'moood'" in said(result)
@@ -98,7 +127,9 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     result = train("--output-dir", tmp_path / "good", "--stages", "prepare", "--no-skip-bad-rows")
     assert "whose skip_bad_rows was True and is False" in said(result)
     settings = (tmp_path / "good" / "settings.yaml").read_text()
-    (tmp_path / "off.yaml").write_text(settings.replace("skip_bad_rows: true", "skip_bad_rows: false"))
+    (tmp_path / "off.yaml").write_text(
+        settings.replace("skip_bad_rows: true", "skip_bad_rows: false")
+    )
     words = ["--config", tmp_path / "off.yaml", "--stages", "prepare"]
     assert train(*words, "--output-dir", tmp_path / "off").exit_code == 2
     assert train(*words, "--output-dir", tmp_path / "on", "--skip-bad-rows").exit_code == 0
@@ -113,19 +144,42 @@ def test_sets_of_other_columns_are_read_and_streamed(
 
     asked: list[Any] = []
     load = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **named: asked.append(named) or load(*a, **named))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **named: asked.append(named) or load(*a, **named)
+    )
     (tmp_path / "set").mkdir()
     with (tmp_path / "set" / "train.jsonl").open("w") as file:
-        file.writelines(json.dumps({"question": f"Compute {number} + 1."}) + "\n" for number in range(6))
-    words = ["--dataset", tmp_path / "set", *SMALL, "--num-eval", 0, "--num-prompts", 5, "--stages", "prepare"]
-    result = train(*words, "--output-dir", tmp_path / "out", "--template", "{question} Think.", *streaming)
+        file.writelines(
+            json.dumps({"question": f"Compute {number} + 1."}) + "\n" for number in range(6)
+        )
+    words = [
+        "--dataset",
+        tmp_path / "set",
+        *SMALL,
+        "--num-eval",
+        0,
+        "--num-prompts",
+        5,
+        "--stages",
+        "prepare",
+    ]
+    result = train(
+        *words, "--output-dir", tmp_path / "out", "--template", "{question} Think.", *streaming
+    )
     assert result.exit_code == 0, result.output
     rows = lines(tmp_path / "out" / "prepared" / "train.jsonl")
-    assert [row["messages"][0]["content"] for row in rows] == [f"Compute {n} + 1. Think." for n in range(5)]
+    assert [row["messages"][0]["content"] for row in rows] == [
+        f"Compute {n} + 1. Think." for n in range(5)
+    ]
     assert [call.get("streaming", False) for call in asked] == [bool(streaming)]
     # How the rows came is not what they are.
-    assert "done before" in train("--output-dir", tmp_path / "out", "--stages", "prepare", "--no-streaming").output
-    result = train("--output-dir", tmp_path / "out", "--stages", "prepare", "--template", "{question}")
+    assert (
+        "done before"
+        in train("--output-dir", tmp_path / "out", "--stages", "prepare", "--no-streaming").output
+    )
+    result = train(
+        "--output-dir", tmp_path / "out", "--stages", "prepare", "--template", "{question}"
+    )
     assert "whose template was '{question} Think.' and is '{question}'" in said(result)
 
 
@@ -151,11 +205,16 @@ class Hub:
         self.asked.append((repo, kwargs))
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        files = {str(file.relative_to(folder_path)): file.read_bytes() for file in folder_path.rglob("*.*")}
+        files = {
+            str(file.relative_to(folder_path)): file.read_bytes()
+            for file in folder_path.rglob("*.*")
+        }
         self.asked.append((repo_id, files))
 
 
-def test_the_draft_is_uploaded_behind_the_last_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_is_uploaded_behind_the_last_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `dflash-hf push` does it; the trainer, whose argument it is, uploads nothing in between."""
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     Hub.asked = []
@@ -168,10 +227,20 @@ def test_the_draft_is_uploaded_behind_the_last_stage(tmp_path: Path, monkeypatch
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == "https://huggingface.co/my-org/my-draft"
     (made, options), (written, files) = Hub.asked
-    assert (made, options, written) == (made, {"private": True, "exist_ok": True}, "my-org/my-draft")
-    left = {name: (out / "draft" / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    assert (made, options, written) == (
+        made,
+        {"private": True, "exist_ok": True},
+        "my-org/my-draft",
+    )
+    left = {
+        name: (out / "draft" / name).read_bytes() for name in ("config.json", "model.safetensors")
+    }
     assert {name: files[name] for name in left} == left
-    assert files.keys() - left.keys() <= {"README.md", "generation_config.json", "custom_generate/generate.py"}
+    assert files.keys() - left.keys() <= {
+        "README.md",
+        "generation_config.json",
+        "custom_generate/generate.py",
+    }
     own = (out / "draft" / "README.md").read_text().replace(str(out / "draft"), "my-org/my-draft")
     assert files["README.md"].decode().startswith(own.rstrip("\n")), "the card of export"
     # Begun without it, and gone on with it.
@@ -193,8 +262,22 @@ def test_a_process_killed_while_it_wrote_the_settings_goes_on(tmp_path: Path) ->
 def test_a_format_that_cannot_express_the_draft_is_left_out_and_said(tmp_path: Path) -> None:
     """z-lab's drafts never sample from the anchor; where no format can express the draft the stage is refused."""
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
-    words = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare,regenerate,run,export"]
-    result = train(*words, "--draft-options", '{"num_taps": 2, "sample_from_anchor": true}', "--formats", "zlab")
+    words = [
+        "--dataset",
+        data,
+        "--output-dir",
+        out,
+        *SMALL,
+        "--stages",
+        "prepare,regenerate,run,export",
+    ]
+    result = train(
+        *words,
+        "--draft-options",
+        '{"num_taps": 2, "sample_from_anchor": true}',
+        "--formats",
+        "zlab",
+    )
     assert result.exit_code == 2
     assert "expected a draft that the format 'zlab' can express" in said(result)
     shutil.rmtree(out / "export")
@@ -206,18 +289,35 @@ def test_a_format_that_cannot_express_the_draft_is_left_out_and_said(tmp_path: P
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {
-    "no object": (["--chat-template-kwargs", "thinking"], "expected a JSON object as --chat-template-kwargs"),
-    "no repository": (["--push-to-hub"], "expected --hub-model-id with --push-to-hub, an id such as my-org/my-draft"),
-    "no id": (["--push-to-hub", "--hub-model-id", "mine"], "an id such as my-org/my-draft, got 'mine'"),
-    "token": (["--hub-token", "x"], "hub_model_id, hub_private_repo alone, got 'hub_token'; leave it out"),
-    "template": (["--template", "{q}", "--self-prompts", 2], "expected --template without --self-prompts"),
+    "no object": (
+        ["--chat-template-kwargs", "thinking"],
+        "expected a JSON object as --chat-template-kwargs",
+    ),
+    "no repository": (
+        ["--push-to-hub"],
+        "expected --hub-model-id with --push-to-hub, an id such as my-org/my-draft",
+    ),
+    "no id": (
+        ["--push-to-hub", "--hub-model-id", "mine"],
+        "an id such as my-org/my-draft, got 'mine'",
+    ),
+    "token": (
+        ["--hub-token", "x"],
+        "hub_model_id, hub_private_repo alone, got 'hub_token'; leave it out",
+    ),
+    "template": (
+        ["--template", "{q}", "--self-prompts", 2],
+        "expected --template without --self-prompts",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_run_is_a_sentence_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     words, sentence = REFUSED[name]
-    result = train("--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path / "out", *SMALL, *words)
+    result = train(
+        "--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path / "out", *SMALL, *words
+    )
     assert result.exit_code == 2, result.output
     assert sentence in said(result)
     assert list(tmp_path.iterdir()) == []

@@ -24,10 +24,20 @@ def told(text: str) -> list[tuple[str, str]]:
 
 def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
     out, notes = tmp_path / "out", tmp_path / "stages"
-    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), "--output-dir", out, *SMALL, "--bench-prompts", 2]
+    words = [
+        "--dataset",
+        write_rows(tmp_path / "rows.jsonl"),
+        "--output-dir",
+        out,
+        *SMALL,
+        "--bench-prompts",
+        2,
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, training_command_ranks.__file__, notes, out, "train", *words]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=LIMIT, env=environment)
+    run = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=LIMIT, env=environment
+    )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     said, said_again = run.stdout.split("again\n")
     assert [name for name, _ in told(said)] == list(STAGES), "the first process alone speaks"
@@ -37,12 +47,16 @@ def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
     assert [state[stage]["finished"] for stage in STAGES] == [True] * 5
     assert state["run"]["facts"]["steps"] == 4
     (measured,) = (
-        m for m in json.loads((out / "bench" / "summary.json").read_text())["methods"] if m["method"] == "dflash"
+        m
+        for m in json.loads((out / "bench" / "summary.json").read_text())["methods"]
+        if m["method"] == "dflash"
     )
     assert measured["all"]["questions"] == 2
     draft = load_draft(out / "draft").state_dict()
     again = load_draft(out / "export" / "zlab").state_dict()
     assert all(value.equal(again[name]) for name, value in draft.items())
     lines = told(said_again)
-    assert [(name, rest.partition(",")[0]) for name, rest in lines] == [(name, "done before") for name in STAGES]
+    assert [(name, rest.partition(",")[0]) for name, rest in lines] == [
+        (name, "done before") for name in STAGES
+    ]
     assert said_again.endswith("changed: []\n")

@@ -17,7 +17,9 @@ TEMPLATE = (
 
 def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
     words = ["<pad>", "<u>", "<a>", "<e>", "one", "two", "three", "four"]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<e>")
     fast.chat_template = template
@@ -62,10 +64,14 @@ def test_collate_pads_on_the_right() -> None:
 
 
 def test_batches_cover_an_epoch_and_are_of_similar_length() -> None:
-    lengths = torch.randint(1, 1000, (4 * POOL_BATCHES * 6 + 3,), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = torch.randint(
+        1, 1000, (4 * POOL_BATCHES * 6 + 3,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     batches = epoch_batches(lengths, 4, seed=1, epoch=0)
     assert sorted(index for chosen in batches for index in chosen) == list(range(len(lengths)))
-    spread = sum(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches) / len(batches)
+    spread = sum(max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches) / len(
+        batches
+    )
     assert spread < 200, "a random batch of four spreads over 600"
     assert batches == epoch_batches(lengths, 4, seed=1, epoch=0)
     assert batches != epoch_batches(lengths, 4, seed=1, epoch=1)
@@ -73,10 +79,14 @@ def test_batches_cover_an_epoch_and_are_of_similar_length() -> None:
 
 
 @torch.no_grad()
-def test_regenerated_answers_are_greedy_and_guesses_change_nothing(target: Qwen3ForCausalLM) -> None:
+def test_regenerated_answers_are_greedy_and_guesses_change_nothing(
+    target: Qwen3ForCausalLM,
+) -> None:
     target = target.double()
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)]
+    prompts = [
+        torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)
+    ]
     options = {"max_new_tokens": 12, "eos_token_id": [3, 30], "pad_token_id": 0}
     answers = regenerate_answers(target, prompts, **options, batch_size=3)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -87,6 +97,8 @@ def test_regenerated_answers_are_greedy_and_guesses_change_nothing(target: Qwen3
     guesses = [answers[0], [*answers[1][:-1], 46], [], answers[3]]
     calls: list[int] = []
     generate = target.generate
-    target.generate = lambda **kwargs: (calls.append(len(kwargs["input_ids"])), generate(**kwargs))[1]
+    target.generate = lambda **kwargs: (calls.append(len(kwargs["input_ids"])), generate(**kwargs))[
+        1
+    ]
     assert regenerate_answers(target, prompts, **options, batch_size=3, guesses=guesses) == answers
     assert sum(calls) == 2, "only the prompts without a right guess are generated"

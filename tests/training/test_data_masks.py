@@ -21,7 +21,9 @@ CHAT = [
     {"role": "user", "content": "and now?"},
 ]
 THINKING = [
-    {**turn, "content": f"<think>\nso {at}\n</think>\n\n{turn['content']}"} if turn["role"] == "assistant" else turn
+    {**turn, "content": f"<think>\nso {at}\n</think>\n\n{turn['content']}"}
+    if turn["role"] == "assistant"
+    else turn
     for at, turn in enumerate(CHAT)
 ]
 
@@ -39,7 +41,9 @@ def runs(tokenizer: Any, example: Example) -> list[tuple[int, str]]:
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> list[int]:
     """What the target is given to answer messages."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)["input_ids"]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)[
+        "input_ids"
+    ]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "llama3", "gemma", "mistral"])
@@ -49,7 +53,9 @@ def test_every_answer_is_marked_behind_its_prompt(name: str) -> None:
     example = Example.from_messages(tokenizer, CHAT)
     space = " " if name == "mistral" else ""
     found = runs(tokenizer, example)
-    assert [text for _, text in found] == [f"{space}{CHAT[turn]['content']}{family.end}" for turn in (1, 3)]
+    assert [text for _, text in found] == [
+        f"{space}{CHAT[turn]['content']}{family.end}" for turn in (1, 3)
+    ]
     for (start, _), turn in zip(found, (1, 3), strict=True):
         assert example.input_ids[:start] == prompt_ids(tokenizer, CHAT[:turn])
     whole = tokenizer.apply_chat_template(CHAT[:4])["input_ids"]
@@ -60,15 +66,22 @@ def test_every_answer_is_marked_behind_its_prompt(name: str) -> None:
     first = Example.from_messages(tokenizer, CHAT, turns=[1])
     assert runs(tokenizer, first) == found[:1]
     template = ChatTemplate(tokenizer)
-    assert groups_in_place(template.render, CHAT, assistant_turns(CHAT), template.ends()) == [[1, 3]]
+    assert groups_in_place(template.render, CHAT, assistant_turns(CHAT), template.ends()) == [
+        [1, 3]
+    ]
 
 
-@pytest.mark.parametrize(("options", "thinks"), [({}, True), ({}, False), ({"enable_thinking": False}, False)])
+@pytest.mark.parametrize(
+    ("options", "thinks"), [({}, True), ({}, False), ({"enable_thinking": False}, False)]
+)
 def test_qwen3_drops_what_earlier_turns_thought(options: dict[str, Any], thinks: bool) -> None:
     """So each answer has a sequence of its own, which is what the target was given and wrote then."""
     tokenizer = FAMILIES["qwen3"].tokenizer()
     chat = THINKING if thinks else CHAT
-    with pytest.raises(ValueError, match=r"^expected a chat template that leaves turns as they were written, got one"):
+    with pytest.raises(
+        ValueError,
+        match=r"^expected a chat template that leaves turns as they were written, got one",
+    ):
         Example.from_messages(tokenizer, chat, chat_template_kwargs=options)
     template = ChatTemplate(tokenizer, options)
     assert groups_in_place(template.render, chat, [1, 3], template.ends()) == [[1], [3]]
@@ -77,7 +90,10 @@ def test_qwen3_drops_what_earlier_turns_thought(options: dict[str, Any], thinks:
         ((start, text),) = runs(tokenizer, example)
         assert example.input_ids[:start] == prompt_ids(tokenizer, chat[:turn], **options)
         empty = "" if options else "<think>\n\n</think>\n\n"
-        assert text == (chat[turn]["content"] if thinks else empty + chat[turn]["content"]) + "<|im_end|>"
+        assert (
+            text
+            == (chat[turn]["content"] if thinks else empty + chat[turn]["content"]) + "<|im_end|>"
+        )
 
 
 def test_qwen3_keeps_thoughts_between_calls_of_tools() -> None:
@@ -92,7 +108,9 @@ def test_qwen3_keeps_thoughts_between_calls_of_tools() -> None:
     template = ChatTemplate(tokenizer)
     assert groups_in_place(template.render, chat, [1, 3], template.ends()) == [[1, 3]]
     example = Example.from_messages(tokenizer, chat)
-    assert [text for _, text in runs(tokenizer, example)] == [f"{chat[t]['content']}<|im_end|>" for t in (1, 3)]
+    assert [text for _, text in runs(tokenizer, example)] == [
+        f"{chat[t]['content']}<|im_end|>" for t in (1, 3)
+    ]
 
 
 MARKS = {
@@ -112,16 +130,18 @@ MARKS = {
         "{% endgeneration %}{% else %}{{ m['content'] | trim + '<end_of_turn>' }}{% endif %}{{ '\\n' }}",
     ),
 }
-SAID = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), min_size=1, max_size=12).filter(
-    lambda text: bool(text.strip())
-)
+SAID = st.text(
+    st.characters(codec="utf-8", exclude_characters="<>|"), min_size=1, max_size=12
+).filter(lambda text: bool(text.strip()))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(MARKS)), st.lists(SAID, min_size=2, max_size=6))
 def test_found_as_marked(name: str, said: list[str]) -> None:
     """What is found without marks is what the same template marks."""
-    chat = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
+    chat = [
+        {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
+    ]
     plain = FAMILIES[name].tokenizer()
     marked = FAMILIES[name].tokenizer()
     old, new = MARKS[name]
@@ -143,9 +163,20 @@ def test_what_cannot_be_told_is_refused() -> None:
     header = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     beginning = r"^expected a chat template with \{% generation %\} around assistant turns, or one that writes "
     for tokenizer, reason in (
-        (thoughtless, "an answer behind its own generation prompt, got one that does neither for turn 1"),
-        (byte_tokenizer(header, ("<e>",), "<e>"), "what they say behind a generation prompt, got 'assistant: two, I "),
-        (byte_tokenizer(QWEN3.replace("content }}", "'' }}").replace("+ content", "+ ''"), ("<e>",), "<e>"), "what "),
+        (
+            thoughtless,
+            "an answer behind its own generation prompt, got one that does neither for turn 1",
+        ),
+        (
+            byte_tokenizer(header, ("<e>",), "<e>"),
+            "what they say behind a generation prompt, got 'assistant: two, I ",
+        ),
+        (
+            byte_tokenizer(
+                QWEN3.replace("content }}", "'' }}").replace("+ content", "+ ''"), ("<e>",), "<e>"
+            ),
+            "what ",
+        ),
     ):
         with pytest.raises(ValueError, match=beginning + reason):
             Example.from_messages(tokenizer, CHAT[:2])
@@ -166,14 +197,24 @@ def test_a_template_that_drops_a_turn_is_noticed() -> None:
     )
     dropping = ChatTemplate(byte_tokenizer(one_question, ("<|im_end|>",), "<|im_end|>"))
     with pytest.raises(
-        ValueError, match=r"^expected a chat template that writes every turn, got one .* turn 2 \(role u"
+        ValueError,
+        match=r"^expected a chat template that writes every turn, got one .* turn 2 \(role u",
     ):
         check_turns(dropping.render(CHAT), CHAT)
 
 
 def test_a_token_with_a_letter_of_the_prompt_is_not_the_answers() -> None:
     """Words with their space, as most vocabularies have: the space behind "ASSISTANT:" is the prompt's."""
-    words = ["<e>", "Ġhello", "Ġ", "hello", "USER:", "ASSISTANT:", "Ġthere", *"abcdeghilortASINTUR:Ġ"]
+    words = [
+        "<e>",
+        "Ġhello",
+        "Ġ",
+        "hello",
+        "USER:",
+        "ASSISTANT:",
+        "Ġthere",
+        *"abcdeghilortASINTUR:Ġ",
+    ]
     vocabulary = {word: at for at, word in enumerate(dict.fromkeys(words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<e>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -186,4 +227,6 @@ def test_a_token_with_a_letter_of_the_prompt_is_not_the_answers() -> None:
     )
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}]
     ((_, text),) = runs(fast, Example.from_messages(fast, chat))
-    assert text.replace("Ġ", " ").split() == ["there", "<e>"], "the first word is one token with the prompt's space"
+    assert text.replace("Ġ", " ").split() == ["there", "<e>"], (
+        "the first word is one token with the prompt's space"
+    )

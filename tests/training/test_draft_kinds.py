@@ -34,26 +34,41 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_draft_learns_what_decoding_then_accepts(kind: str, target: Qwen3ForCausalLM) -> None:
+def test_a_fresh_draft_learns_what_decoding_then_accepts(
+    kind: str, target: Qwen3ForCausalLM
+) -> None:
     found = find_target(target.double().requires_grad_(False))
     with torch.no_grad():
         target.lm_head.weight[16:] *= 0.05  # answers of few tokens, some of which end
     generator = torch.Generator().manual_seed(6)
-    prompts = [torch.randint(0, 47, (length,), generator=generator).tolist() for length in (3, 8, 1, 5, 6, 2)]
+    prompts = [
+        torch.randint(0, 47, (length,), generator=generator).tolist()
+        for length in (3, 8, 1, 5, 6, 2)
+    ]
     answers = regenerate_answers(target, prompts, **OPTIONS)
     examples = [Example.from_pair(*row) for row in zip(prompts, answers, strict=True)]
     fields = dict(KINDS[kind])
     if "draft_token_ids" in fields:
         fields["draft_token_ids"] = frequent_tokens(examples, fields["draft_token_ids"])
-        assert len({token for answer in answers for token in answer}) > 10, "every token is known: the case shows less"
+        assert len({token for answer in answers for token in answer}) > 10, (
+            "every token is known: the case shows less"
+        )
     torch.manual_seed(1)
     draft = DFlashDraftModel.from_target(
-        target, num_hidden_layers=2, block_size=6, target_layer_ids=[0, 2], mask_token_id=47, **fields
+        target,
+        num_hidden_layers=2,
+        block_size=6,
+        target_layer_ids=[0, 2],
+        mask_token_id=47,
+        **fields,
     ).double()
     before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
 
     batch = collate(examples)
-    anchors, weights = all_anchors(batch.loss_mask, 6), decay_weights(6, 4.0, draft.config.sample_from_anchor)
+    anchors, weights = (
+        all_anchors(batch.loss_mask, 6),
+        decay_weights(6, 4.0, draft.config.sample_from_anchor),
+    )
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-2)
     losses = []
     for _ in range(12):
@@ -64,18 +79,29 @@ def test_a_fresh_draft_learns_what_decoding_then_accepts(kind: str, target: Qwen
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 0.5
-    still = [name for name, parameter in draft.named_parameters() if torch.equal(parameter, before[name])]
+    still = [
+        name for name, parameter in draft.named_parameters() if torch.equal(parameter, before[name])
+    ]
     assert not still
 
     draft.eval()
     with torch.no_grad():
         counted = batch_loss(draft, found, batch, anchors, weights)
-    assert int(counted.accepted) == int(accepted_at_anchors(draft, found, collate(examples)).sum()) > 10
+    assert (
+        int(counted.accepted)
+        == int(accepted_at_anchors(draft, found, collate(examples)).sum())
+        > 10
+    )
     walked = walked_acceptance(draft, found, examples)
     use_whole_blocks(draft)
     ids = torch.tensor([[0] * (8 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (8 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "do_sample": False, **OPTIONS}
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "do_sample": False,
+        **OPTIONS,
+    }
     assert torch.equal(target.generate(**inputs, assistant_model=draft), target.generate(**inputs))
     assert walked.committed == draft.last_stats.num_committed
     most = draft.config.num_proposals(6)

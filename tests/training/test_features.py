@@ -34,7 +34,9 @@ def draft(make_draft) -> DFlashDraftModel:
 
 
 @pytest.fixture
-def written(found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path) -> FeatureCache:
+def written(
+    found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path
+) -> FeatureCache:
     """The three examples, a file each."""
     cache = FeatureCache(tmp_path / "features")
     cache.write(found, draft.config, examples, num_likely=64)
@@ -48,13 +50,20 @@ def files(cache: FeatureCache) -> list[Path]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_features_are_the_targets_bit_for_bit(
-    dtype: torch.dtype, target: Qwen3ForCausalLM, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path
+    dtype: torch.dtype,
+    target: Qwen3ForCausalLM,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    tmp_path: Path,
 ) -> None:
     found = find_target(target.to(dtype))
     FeatureCache(tmp_path).write(found, draft.config, examples, num_likely=4)
     cache = FeatureCache(tmp_path)
     for example in examples:
-        wanted, read = features_alone(found, draft.config, example, 4), cache.read([example], collate([example]))
+        wanted, read = (
+            features_alone(found, draft.config, example, 4),
+            cache.read([example], collate([example])),
+        )
         for name in ("taps", "next_ids", "next_log_probs"):
             assert getattr(read, name).dtype == getattr(wanted, name).dtype
             assert torch.equal(getattr(read, name), getattr(wanted, name)), name
@@ -64,31 +73,46 @@ def test_features_are_the_targets_bit_for_bit(
     together = cache.read(examples[::-1], batch)
     for row, example in enumerate(examples[::-1]):
         length = len(example.input_ids)
-        assert torch.equal(together.taps[row, :length], features_alone(found, draft.config, example).taps[0])
+        assert torch.equal(
+            together.taps[row, :length], features_alone(found, draft.config, example).taps[0]
+        )
         assert not together.taps[row, length:].any()
 
 
 @pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_step_from_the_disk_is_the_step(
-    objective, is_packed: bool, found: Target, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache
+    objective,
+    is_packed: bool,
+    found: Target,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    written: FeatureCache,
 ) -> None:
     batch = collate_packed(examples, 25) if is_packed else collate(examples)
     anchors, weights = all_anchors(batch.loss_mask, 6, batch.starts), decay_weights(6, 3.0)
     read = written.read(examples, batch)
     losses = [
-        batch_loss(draft, found, batch, anchors, weights, objective=objective, features=features).loss
+        batch_loss(
+            draft, found, batch, anchors, weights, objective=objective, features=features
+        ).loss
         for features in (read, None)
     ]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
 
 
 def test_what_is_there_is_not_written_again(
-    found: Target, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache, monkeypatch
+    found: Target,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    written: FeatureCache,
+    monkeypatch,
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in files(written)}
     calls: list[Example] = []
-    monkeypatch.setattr(module, "features_alone", lambda *args: calls.append(args[2]) or features_alone(*args))
+    monkeypatch.setattr(
+        module, "features_alone", lambda *args: calls.append(args[2]) or features_alone(*args)
+    )
     FeatureCache(written.folder).write(found, draft.config, examples, num_likely=64)
     assert not calls
     more = Example.from_pair([5, 6], [7, 8])
@@ -101,7 +125,11 @@ def test_what_is_there_is_not_written_again(
 
 
 def test_an_interrupted_write_goes_on(
-    found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Target,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stop(*args: Any) -> Features:
         if args[2] is examples[2]:
@@ -119,10 +147,14 @@ def test_an_interrupted_write_goes_on(
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_a_truncated_file_is_named(written: FeatureCache, examples: list[Example], keep: int) -> None:
+def test_a_truncated_file_is_named(
+    written: FeatureCache, examples: list[Example], keep: int
+) -> None:
     path = files(written)[1]
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"expected whole features in .*; delete the file") as error:
+    with pytest.raises(
+        ValueError, match=r"expected whole features in .*; delete the file"
+    ) as error:
         FeatureCache(written.folder).read(examples, collate(examples))
     assert str(path) in str(error.value)
 
@@ -133,14 +165,18 @@ def test_a_changed_file_is_named(written: FeatureCache, examples: list[Example])
     data[-3] ^= 1
     path.write_bytes(data)
     with pytest.raises(
-        ValueError, match=r"expected whole features in .*, got 'other bytes than were written'; delete the file"
+        ValueError,
+        match=r"expected whole features in .*, got 'other bytes than were written'; delete the file",
     ) as error:
         FeatureCache(written.folder).read(examples, collate(examples))
     assert str(path) in str(error.value)
 
 
 def test_another_target_is_refused(
-    target: Qwen3ForCausalLM, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache
+    target: Qwen3ForCausalLM,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    written: FeatureCache,
 ) -> None:
     found, cache = find_target(target), FeatureCache(written.folder)
 
@@ -150,7 +186,10 @@ def test_another_target_is_refused(
     first, weight = identity(), target.model.layers[1].mlp.up_proj.weight
     cache.check(found, draft.config, num_likely=64)
     cache.check(found, draft.config)
-    with pytest.raises(ValueError, match=r"expected features with num_likely 65 in .*features.json, got 64; use the"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected features with num_likely 65 in .*features.json, got 64; use the",
+    ):
         cache.check(found, draft.config, num_likely=65)
     for place in ((slice(None), slice(None)), (3, 5)):  # all of it, and one number alone
         before = weight.detach().clone()
@@ -159,18 +198,22 @@ def test_another_target_is_refused(
         assert identity() != first
         for call in (cache.check, lambda *args: cache.write(*args, examples)):
             with pytest.raises(
-                ValueError, match=rf"expected features with target '{identity()}' in .*, got '{first}'"
+                ValueError,
+                match=rf"expected features with target '{identity()}' in .*, got '{first}'",
             ):
                 call(found, draft.config)
         with torch.no_grad():
             weight.copy_(before)
     draft.config.target_layer_ids = [0, 1]
     with pytest.raises(
-        ValueError, match=r"features with target_layer_ids \[0, 1\] in .*, got \[0, 2\]; use the target"
+        ValueError,
+        match=r"features with target_layer_ids \[0, 1\] in .*, got \[0, 2\]; use the target",
     ):
         cache.check(found, draft.config)
     (written.folder / "features.json").write_text("{")
-    with pytest.raises(ValueError, match=r"expected settings of features in .*features.json, got Expecting"):
+    with pytest.raises(
+        ValueError, match=r"expected settings of features in .*features.json, got Expecting"
+    ):
         cache.check(found, draft.config)
 
 
@@ -179,7 +222,8 @@ def test_missing_features_are_refused(
 ) -> None:
     other = Example.from_pair([5, 6], [7, 8, 9])
     with pytest.raises(
-        ValueError, match=r"expected features of every example in .*, got 'none of an example of 5 tokens"
+        ValueError,
+        match=r"expected features of every example in .*, got 'none of an example of 5 tokens",
     ):
         written.read([other], collate([other]))
     batch = collate([other])
@@ -192,20 +236,26 @@ def test_missing_features_are_refused(
     options = {"features": less.read([other], batch), "objective": "kl"}
     anchors, weights = all_anchors(batch.loss_mask, 6), decay_weights(6, 3.0)
     with pytest.raises(
-        ValueError, match=r"the target's 48 most likely next tokens, got 1; write them with num_likely=48"
+        ValueError,
+        match=r"the target's 48 most likely next tokens, got 1; write them with num_likely=48",
     ):
         batch_loss(draft, found, batch, anchors, weights, **options)
 
 
 def test_a_full_disk_is_said_before_and_when_it_happens(
-    found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Target,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "new" / "features"
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
         with pytest.raises(
-            ValueError, match=r"expected room for 0\.00 GB of features in .*features, got '0\.00 GB'; choose"
+            ValueError,
+            match=r"expected room for 0\.00 GB of features in .*features, got '0\.00 GB'; choose",
         ):
             FeatureCache(folder).write(found, draft.config, examples)
     assert not folder.exists()
@@ -217,7 +267,8 @@ def test_a_full_disk_is_said_before_and_when_it_happens(
     with monkeypatch.context() as patch:
         patch.setattr(module, "save_file", fail)
         with pytest.raises(
-            OSError, match=r"expected room for .*\.safetensors, got .*No space left on device; make some"
+            OSError,
+            match=r"expected room for .*\.safetensors, got .*No space left on device; make some",
         ):
             FeatureCache(folder).write(found, draft.config, examples)
     assert [path.name for path in folder.iterdir()] == ["features.json"]

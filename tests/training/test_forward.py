@@ -21,7 +21,14 @@ from dflash_hf.training.forward import (
     run_blocks,
     target_features,
 )
-from dflash_hf.training.loss import OBJECTIVES, Objective, block_labels, block_loss, decay_weights, loss_weight
+from dflash_hf.training.loss import (
+    OBJECTIVES,
+    Objective,
+    block_labels,
+    block_loss,
+    decay_weights,
+    loss_weight,
+)
 from helpers.layouts import SELECTOR
 from tiny import DFLASH2
 
@@ -65,7 +72,11 @@ def decode_block(
 @pytest.mark.parametrize("block_size", [6, 4])
 @torch.no_grad()
 def test_training_forward_equals_decoding(
-    block_size: int, changes: dict[str, object], target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+    block_size: int,
+    changes: dict[str, object],
+    target: Qwen3ForCausalLM,
+    make_draft: MakeDraft,
+    batch: Batch,
 ) -> None:
     found, draft = find_target(target.double()), make_draft(**changes).double().eval()
     taps = target_features(found, [0, 2], batch).taps
@@ -92,7 +103,9 @@ def test_blocks_do_not_depend_on_what_they_must_not_see(
     assert not torch.allclose(after[0, 1], before[0, 1])
     earlier = taps.clone()
     earlier[0, anchor - 1] = 7.0
-    assert not torch.allclose(run_blocks(draft, found, batch, earlier, anchors).view(3, 2, 6, -1)[0, 0], before[0, 0])
+    assert not torch.allclose(
+        run_blocks(draft, found, batch, earlier, anchors).view(3, 2, 6, -1)[0, 0], before[0, 0]
+    )
 
 
 class Ran(Exception):
@@ -107,11 +120,16 @@ def refuse(*args: object) -> None:
 @pytest.mark.parametrize("after_deepstack", [False, True])
 @pytest.mark.parametrize("top_level", [False, True])
 def test_the_targets_forward_ends_behind_the_last_tapped_layer(
-    layer_ids: list[int], after_deepstack: bool, top_level: bool, target: Qwen3ForCausalLM, batch: Batch
+    layer_ids: list[int],
+    after_deepstack: bool,
+    top_level: bool,
+    target: Qwen3ForCausalLM,
+    batch: Batch,
 ) -> None:
     found = find_target(target)
     hooks = {
-        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in target.named_modules()
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for name, module in target.named_modules()
     }
     options = {"after_deepstack": after_deepstack}
     if top_level:  # other inputs than tokens are the model's own
@@ -119,7 +137,11 @@ def test_the_targets_forward_ends_behind_the_last_tapped_layer(
     whole = target_features(found, layer_ids, batch, **options, num_likely=1)
     logits = target(batch.input_ids).logits
     last = max(layer_ids)
-    later: list[nn.Module] = [target.model.norm, target.lm_head, *(layer.mlp for layer in found.layers[last + 1 :])]
+    later: list[nn.Module] = [
+        target.model.norm,
+        target.lm_head,
+        *(layer.mlp for layer in found.layers[last + 1 :]),
+    ]
     handles = [module.register_forward_pre_hook(refuse) for module in later]
     ended = target_features(found, layer_ids, batch, **options)
     assert torch.equal(ended.taps, whole.taps)
@@ -128,12 +150,15 @@ def test_the_targets_forward_ends_behind_the_last_tapped_layer(
     for handle in handles:
         handle.remove()
     assert hooks == {
-        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in target.named_modules()
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for name, module in target.named_modules()
     }
     assert torch.equal(target(batch.input_ids).logits, logits)
 
 
-def test_a_sharded_targets_forward_is_run_to_its_end(target: Qwen3ForCausalLM, batch: Batch) -> None:
+def test_a_sharded_targets_forward_is_run_to_its_end(
+    target: Qwen3ForCausalLM, batch: Batch
+) -> None:
     """FSDP shards a module's weights again when its forward returns: what it never does it never takes back."""
 
     class FSDPModule:
@@ -157,7 +182,9 @@ def test_context_that_no_anchor_sees_is_left_out(
     anchors = all_anchors(batch.loss_mask, 6).select(0, 2)
     assert anchors.reach == 8 < batch.input_ids.shape[1]
     widths: list[int] = []
-    handle = draft.fc.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    handle = draft.fc.register_forward_pre_hook(
+        lambda module, args: widths.append(args[0].shape[1])
+    )
     shorter = run_blocks(draft, found, batch, taps, anchors)
     longer = run_blocks(draft, found, batch, taps, replace(anchors, reach=None))
     handle.remove()
@@ -165,7 +192,9 @@ def test_context_that_no_anchor_sees_is_left_out(
     torch.testing.assert_close(shorter, longer, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_draft_and_target_may_be_of_different_dtypes(
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -183,7 +212,11 @@ def test_draft_and_target_may_be_of_different_dtypes(
     result.loss.backward()
     assert all(p.grad is not None and p.grad.dtype == dtypes[1] for p in draft.parameters())
     assert abs(result.loss.item() / wanted.loss.item() - 1) < 0.05
-    assert result.weight == wanted.weight == loss_weight(block_labels(batch, anchors), weights, objective)
+    assert (
+        result.weight
+        == wanted.weight
+        == loss_weight(block_labels(batch, anchors), weights, objective)
+    )
 
 
 def test_distillation_compares_with_the_targets_own_distribution(
@@ -191,11 +224,21 @@ def test_distillation_compares_with_the_targets_own_distribution(
 ) -> None:
     """All of the vocabulary is likely here, so it is the whole distribution behind the token in front of each slot."""
     target, draft = target.double(), make_draft().double().eval()
-    found, anchors, weights = find_target(target), all_anchors(batch.loss_mask, 6), decay_weights(6, 3.0)
+    found, anchors, weights = (
+        find_target(target),
+        all_anchors(batch.loss_mask, 6),
+        decay_weights(6, 3.0),
+    )
     result = batch_loss(draft, found, batch, anchors, weights, objective="kl")
     taps = target_features(found, [0, 2], batch).taps
-    own = target.lm_head(run_blocks(draft, found, batch, taps, anchors)).log_softmax(dim=-1).detach()
-    theirs = target(batch.input_ids, attention_mask=batch.attention_mask.long()).logits.log_softmax(dim=-1).detach()
+    own = (
+        target.lm_head(run_blocks(draft, found, batch, taps, anchors)).log_softmax(dim=-1).detach()
+    )
+    theirs = (
+        target(batch.input_ids, attention_mask=batch.attention_mask.long())
+        .logits.log_softmax(dim=-1)
+        .detach()
+    )
     labels, loss = block_labels(batch, anchors), 0.0
     for row, number, slot in labels.mask.nonzero().tolist():
         p = theirs[row, int(anchors.indices[row, number]) + slot - 1]
@@ -226,7 +269,9 @@ def test_labels_of_the_target_are_its_argmax_in_a_batch_loss(
     assert plain.loss != result.loss
 
 
-def test_flex_attention_gives_the_same_states(target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch) -> None:
+def test_flex_attention_gives_the_same_states(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
     found, draft = find_target(target), make_draft(**SLIDING)
     taps = target_features(found, [0, 2], batch).taps
     anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0))
@@ -238,7 +283,9 @@ def test_flex_attention_gives_the_same_states(target: Qwen3ForCausalLM, make_dra
     torch.testing.assert_close(dense, flexible, rtol=1e-4, atol=1e-4)
 
 
-def test_gradient_flows_into_the_draft_only(target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch) -> None:
+def test_gradient_flows_into_the_draft_only(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
     target.requires_grad_(False)
     found, draft = find_target(target), make_draft()
     before = {name: p.clone() for name, p in target.named_parameters()}
@@ -253,10 +300,18 @@ def test_gradient_flows_into_the_draft_only(target: Qwen3ForCausalLM, make_draft
 
 
 @torch.no_grad()
-def test_features_are_the_hidden_states_after_each_layer(target: Qwen3ForCausalLM, batch: Batch) -> None:
+def test_features_are_the_hidden_states_after_each_layer(
+    target: Qwen3ForCausalLM, batch: Batch
+) -> None:
     found = find_target(target)
-    states = target(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), output_hidden_states=True)
-    expected = torch.cat([states.hidden_states[1], states.hidden_states[3]], dim=-1)[batch.attention_mask]
+    states = target(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask.long(),
+        output_hidden_states=True,
+    )
+    expected = torch.cat([states.hidden_states[1], states.hidden_states[3]], dim=-1)[
+        batch.attention_mask
+    ]
     through_model = replace(batch, model_inputs={"position_ids": batch.position_ids})
     for given, num_likely in ((batch, 1), (through_model, 0), (batch, 0)):
         features = target_features(found, [0, 2], given, num_likely=num_likely)
@@ -277,7 +332,9 @@ def test_features_are_the_hidden_states_after_each_layer(target: Qwen3ForCausalL
 
 
 @torch.no_grad()
-def test_padding_does_not_change_a_row(target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch) -> None:
+def test_padding_does_not_change_a_row(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
     found, draft = find_target(target.double()), make_draft().double().eval()
     anchors = all_anchors(batch.loss_mask, 6)
     taps = target_features(found, [0, 2], batch).taps

@@ -11,7 +11,13 @@ from transformers import PreTrainedModel, modeling_outputs
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example, regenerate_answers, walked_acceptance
+from dflash_hf.training import (
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    Example,
+    regenerate_answers,
+    walked_acceptance,
+)
 from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs, target_features
 from helpers.training import records
@@ -61,7 +67,9 @@ def test_a_mixed_batch_gives_the_features_of_each_row_alone(name: str) -> None:
             inputs[key] = value[None] if value.shape == (length,) else value
         if name == "paligemma":
             inputs["token_type_ids"] = torch.nn.functional.pad(
-                vision_prompts(target, name, [ROWS[row]], row, words=(3 + 2 * row,))["token_type_ids"],
+                vision_prompts(target, name, [ROWS[row]], row, words=(3 + 2 * row,))[
+                    "token_type_ids"
+                ],
                 (0, length - prompt),
                 value=1,  # what follows a prompt is causal
             )
@@ -90,7 +98,9 @@ def test_only_tapped_layers_are_kept_and_no_picture_features(name: str) -> None:
 
     for at, layer in enumerate(found.layers):
         layer.register_forward_hook(keep(at))
-    towers = [m for m in target.modules() if isinstance(m, nn.ModuleList) and m[0] is not found.layers[0]]
+    towers = [
+        m for m in target.modules() if isinstance(m, nn.ModuleList) and m[0] is not found.layers[0]
+    ]
     vision = max(towers, key=len)[-1]
     vision.register_forward_hook(keep("picture"))
     found.head.register_forward_pre_hook(
@@ -100,7 +110,9 @@ def test_only_tapped_layers_are_kept_and_no_picture_features(name: str) -> None:
     taps = target_features(found, [0, 2], batch, num_likely=1).taps
     assert set(outputs) == {0, 1, 2, 3, "picture"}
     # Newer releases hand on what the tower gave in the output of the model around the decoder.
-    holds_pictures = name == "qwen3-vl" and hasattr(modeling_outputs, "MultimodalCausalLMOutputWithPast")
+    holds_pictures = name == "qwen3-vl" and hasattr(
+        modeling_outputs, "MultimodalCausalLMOutputWithPast"
+    )
     allowed = {3, "picture"} if holds_pictures else {3}
     assert alive[0] <= allowed, "beside the joined taps only what the head is given"
     assert taps.shape[-1] == 2 * 32
@@ -134,10 +146,14 @@ def test_the_walk_is_that_of_generate(name: str) -> None:
     use_whole_blocks(draft)
     for prompt, committed in zip(prompts, walked.committed, strict=True):
         single = collate([prompt])
-        target.generate(**forward_inputs(target, single), do_sample=False, assistant_model=draft, **options)
+        target.generate(
+            **forward_inputs(target, single), do_sample=False, assistant_model=draft, **options
+        )
         assert [committed] == draft.last_stats.num_committed
     together = collate(prompts, padding_side="left")
-    target.generate(**forward_inputs(target, together), do_sample=False, assistant_model=draft, **options)
+    target.generate(
+        **forward_inputs(target, together), do_sample=False, assistant_model=draft, **options
+    )
     assert walked.committed == draft.last_stats.num_committed
     assert len({count for row in walked.committed for count in row}) > 1, "the draft is never right"
 
@@ -148,17 +164,26 @@ def test_regenerated_answers_are_those_of_each_prompt_alone(name: str) -> None:
     prompts = prompts_of(target, name)
     options = {"max_new_tokens": 12, "eos_token_id": [END, 30], "pad_token_id": 0}
     answers = regenerate_answers(target, prompts, **options, batch_size=3)
-    alone = [vision_prompts(target, name, [row], at, words=(3 + 2 * at,)) for at, row in enumerate(ROWS)]
+    alone = [
+        vision_prompts(target, name, [row], at, words=(3 + 2 * at,)) for at, row in enumerate(ROWS)
+    ]
     for inputs, answer in zip(alone, answers, strict=True):
-        out = target.generate(**inputs, do_sample=False, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+        out = target.generate(**inputs, do_sample=False, **options)[
+            0, inputs["input_ids"].shape[1] :
+        ].tolist()
         assert answer == out
     wrong = [*answers[2][:-1], (answers[2][-1] + 1) % 50]
     guesses = [answers[0], answers[1], wrong, []]
     calls: list[int] = []
     generate = target.generate
-    target.generate = lambda **kwargs: (calls.append(len(kwargs["input_ids"])), generate(**kwargs))[1]
+    target.generate = lambda **kwargs: (calls.append(len(kwargs["input_ids"])), generate(**kwargs))[
+        1
+    ]
     # What a processor gives and an example are the same prompt.
-    assert regenerate_answers(target, [*alone[:2], *prompts[2:]], **options, guesses=guesses) == answers
+    assert (
+        regenerate_answers(target, [*alone[:2], *prompts[2:]], **options, guesses=guesses)
+        == answers
+    )
     assert calls == [2], "only the prompts without a right guess are generated"
 
 
@@ -168,11 +193,15 @@ def test_embedding_and_head_are_found_from_the_model(name: str, tied: bool) -> N
     target = vision_target(name, tie_word_embeddings=tied)
     found = find_target(target)
     assert (found.head.weight is found.embedding.weight) is tied
-    assert all(layer.self_attn.config is found.config for layer in found.layers), "layers of the vision tower"
+    assert all(layer.self_attn.config is found.config for layer in found.layers), (
+        "layers of the vision tower"
+    )
     seen: dict[str, Tensor] = {}
 
     def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen["ids" if module is found.embedding else "logits"] = args[0] if module is found.embedding else output
+        seen["ids" if module is found.embedding else "logits"] = (
+            args[0] if module is found.embedding else output
+        )
 
     for module in (found.embedding, found.head):
         module.register_forward_hook(look)
@@ -188,7 +217,9 @@ def test_a_draft_trains_on_text_and_pictures(name: str, tmp_path: Path) -> None:
     target = vision_target(name).float()
     examples = answered(prompts_of(target, name))
     for example in examples:
-        example.model_inputs.update({k: v.float() for k, v in example.model_inputs.items() if v.is_floating_point()})
+        example.model_inputs.update(
+            {k: v.float() for k, v in example.model_inputs.items() if v.is_floating_point()}
+        )
     args = DFlashTrainingArguments(
         output_dir=str(tmp_path),
         max_steps=24,

@@ -15,10 +15,14 @@ from dflash_hf.training.loss import BlockLoss, block_labels, block_loss, decay_w
 BLOCK, WIDTH, VOCAB, GAMMA = 5, 8, 48, 2.5
 
 
-def naive_loss(hidden: Tensor, batch: Batch, anchors: Anchors, head: nn.Linear) -> tuple[float, float, list[int], int]:
+def naive_loss(
+    hidden: Tensor, batch: Batch, anchors: Anchors, head: nn.Linear
+) -> tuple[float, float, list[int], int]:
     """Returns (sum of w * CE, sum of w, right per slot, accepted) by loops over rows, anchors and slots."""
     loss, weight, correct, accepted = 0.0, 0.0, [0] * BLOCK, 0
-    for row, (indices, keep) in enumerate(zip(anchors.indices.tolist(), anchors.keep.tolist(), strict=True)):
+    for row, (indices, keep) in enumerate(
+        zip(anchors.indices.tolist(), anchors.keep.tolist(), strict=True)
+    ):
         for number, (anchor, kept) in enumerate(zip(indices, keep, strict=True)):
             prefix = True
             for slot in range(1, BLOCK if kept else 1):
@@ -46,18 +50,24 @@ def case(batch: Batch) -> tuple[Tensor, Anchors, nn.Linear]:
     labels = block_labels(batch, anchors)
     hidden = torch.randn(3, 4 * BLOCK, WIDTH, dtype=torch.float64)
     right = torch.rand(3, 4 * BLOCK) < 0.6
-    hidden[right] = 20 * nn.functional.normalize(head.weight.detach(), dim=-1)[labels.ids.flatten(1)[right]]
+    hidden[right] = (
+        20 * nn.functional.normalize(head.weight.detach(), dim=-1)[labels.ids.flatten(1)[right]]
+    )
     return hidden.requires_grad_(), anchors, head
 
 
-def losses_of(case: tuple[Tensor, Anchors, nn.Linear], batch: Batch, chunk_blocks: int) -> BlockLoss:
+def losses_of(
+    case: tuple[Tensor, Anchors, nn.Linear], batch: Batch, chunk_blocks: int
+) -> BlockLoss:
     hidden, anchors, head = case
     labels = block_labels(batch, anchors)
     return block_loss(hidden, labels, decay_weights(BLOCK, GAMMA), head, chunk_blocks)
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 3, 128])
-def test_loss_equals_the_loop(chunk_blocks: int, case: tuple[Tensor, Anchors, nn.Linear], batch: Batch) -> None:
+def test_loss_equals_the_loop(
+    chunk_blocks: int, case: tuple[Tensor, Anchors, nn.Linear], batch: Batch
+) -> None:
     loss, weight, correct, accepted = naive_loss(case[0].detach(), batch, case[1], case[2])
     result = losses_of(case, batch, chunk_blocks)
     torch.testing.assert_close(result.loss.item(), loss, rtol=1e-12, atol=0)
@@ -79,7 +89,10 @@ def selector() -> CandidateSelector:
 
 @pytest.mark.parametrize("chunk_blocks", [1, 128])
 def test_selector_loss_equals_the_loop(
-    chunk_blocks: int, case: tuple[Tensor, Anchors, nn.Linear], batch: Batch, selector: CandidateSelector
+    chunk_blocks: int,
+    case: tuple[Tensor, Anchors, nn.Linear],
+    batch: Batch,
+    selector: CandidateSelector,
 ) -> None:
     hidden, anchors, head = case
     labels = block_labels(batch, anchors)
@@ -91,12 +104,16 @@ def test_selector_loss_equals_the_loop(
         state = hidden.detach()[row, number * BLOCK + slot]
         logits = head(state)
         candidates = logits.topk(3).indices
-        gate = selector.predecessor_codebook[batch.input_ids[row, at - 1]] * selector.hidden_projection(state)
+        gate = selector.predecessor_codebook[
+            batch.input_ids[row, at - 1]
+        ] * selector.hidden_projection(state)
         scores = logits[candidates] + selector.successor_codebook[candidates] @ gate
         token = int(batch.input_ids[row, at])
         right[slot] += int(candidates[scores.argmax()]) == token
         if token in candidates.tolist():
-            loss -= (weights[slot] * torch.log_softmax(scores, dim=0)[candidates.tolist().index(token)]).item()
+            loss -= (
+                weights[slot] * torch.log_softmax(scores, dim=0)[candidates.tolist().index(token)]
+            ).item()
         else:
             missing += 1
     assert missing > 0, "a token that is no candidate has to occur"
@@ -110,7 +127,11 @@ def test_selector_loss_equals_the_loop(
 
 def test_the_token_before_a_slot_is_what_the_target_was_shown() -> None:
     """And what is likely there is what the target said after that one."""
-    shown, said, mask = torch.arange(10, 18)[None], torch.arange(30, 38)[None, :, None], torch.ones(1, 8).bool()
+    shown, said, mask = (
+        torch.arange(10, 18)[None],
+        torch.arange(30, 38)[None, :, None],
+        torch.ones(1, 8).bool(),
+    )
     anchors = Anchors(indices=torch.tensor([[2]]), keep=torch.tensor([[True]]), block_size=4)
     batch = Batch(input_ids=shown, attention_mask=mask, loss_mask=mask)
     result = block_labels(batch, anchors, likely_BSP=(said, -said.double()))
@@ -121,7 +142,9 @@ def test_the_token_before_a_slot_is_what_the_target_was_shown() -> None:
     assert result.likely[1][0, 0, 1:].flatten().tolist() == [-32, -33, -34]
 
 
-def test_chunks_do_not_change_the_gradient(case: tuple[Tensor, Anchors, nn.Linear], batch: Batch) -> None:
+def test_chunks_do_not_change_the_gradient(
+    case: tuple[Tensor, Anchors, nn.Linear], batch: Batch
+) -> None:
     gradients = []
     for chunk_blocks in (1, 128):
         (gradient,) = torch.autograd.grad(losses_of(case, batch, chunk_blocks).loss, case[0])
@@ -133,14 +156,20 @@ def test_chunks_do_not_change_the_gradient(case: tuple[Tensor, Anchors, nn.Linea
 def test_labels_stop_where_the_answer_stops() -> None:
     loss_mask = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 1]]).bool()
     tokens = torch.arange(10, 18)[None]
-    anchors = Anchors(indices=torch.tensor([[1, 5, 0]]), keep=torch.tensor([[True, True, False]]), block_size=5)
-    labels = block_labels(Batch(input_ids=tokens, attention_mask=tokens > 0, loss_mask=loss_mask), anchors)
+    anchors = Anchors(
+        indices=torch.tensor([[1, 5, 0]]), keep=torch.tensor([[True, True, False]]), block_size=5
+    )
+    labels = block_labels(
+        Batch(input_ids=tokens, attention_mask=tokens > 0, loss_mask=loss_mask), anchors
+    )
     assert labels.mask.int().tolist() == [[[0, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]]
     assert labels.ids[labels.mask].tolist() == [12, 13, 16, 17]
 
 
 def test_no_labels_give_a_zero_loss_with_a_gradient() -> None:
-    anchors = Anchors(indices=torch.zeros(1, 1, dtype=torch.long), keep=torch.zeros(1, 1).bool(), block_size=3)
+    anchors = Anchors(
+        indices=torch.zeros(1, 1, dtype=torch.long), keep=torch.zeros(1, 1).bool(), block_size=3
+    )
     hidden = torch.randn(1, 3, WIDTH, requires_grad=True)
     tokens, mask = torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4).bool()
     labels = block_labels(Batch(input_ids=tokens, attention_mask=mask, loss_mask=mask), anchors)

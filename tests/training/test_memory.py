@@ -33,7 +33,9 @@ SHAPE: dict[str, Any] = {
     "head_dim": 16,
 }
 TARGET = Qwen3Config(**SHAPE, num_hidden_layers=6)
-DRAFT = DFlashConfig(**SHAPE, num_hidden_layers=3, num_target_layers=6, block_size=BLOCK, mask_token_id=5)
+DRAFT = DFlashConfig(
+    **SHAPE, num_hidden_layers=3, num_target_layers=6, block_size=BLOCK, mask_token_id=5
+)
 
 
 def test_bytes_are_counted_as_long_as_somebody_holds_them() -> None:
@@ -58,7 +60,9 @@ def test_bytes_are_counted_as_long_as_somebody_holds_them() -> None:
 def test_logits_are_held_one_chunk_at_a_time() -> None:
     options: dict[str, Any] = {"batch_size": 2, "length": LENGTH, "objective": "dpace"}
     peaks = {
-        chunk: peak_memory(TARGET, DRAFT, num_anchors=ANCHORS, chunk_blocks=chunk, **options)["peak"]
+        chunk: peak_memory(TARGET, DRAFT, num_anchors=ANCHORS, chunk_blocks=chunk, **options)[
+            "peak"
+        ]
         for chunk in (8, 16, 128)
     }
     logits = 8 * (BLOCK - 1) * VOCAB  # of the smallest chunk
@@ -72,14 +76,20 @@ def test_logits_are_held_one_chunk_at_a_time() -> None:
 def test_distillation_holds_the_targets_logits_of_the_columns_it_needs() -> None:
     options: dict[str, Any] = {"batch_size": 2, "num_anchors": 8, "chunk_blocks": 1}
     short, long = (
-        peak_memory(TARGET, DRAFT, length=length, **options, objective="kl")["peak"] for length in (256, 512)
+        peak_memory(TARGET, DRAFT, length=length, **options, objective="kl")["peak"]
+        for length in (256, 512)
     )
     columns = 2 * 256 * (BLOCK - 1) // BLOCK
     assert 2 * columns * VOCAB < long - short < 8 * columns * VOCAB
 
 
 def test_checkpointing_and_flex_hold_less() -> None:
-    options: dict[str, Any] = {"batch_size": 2, "length": LENGTH, "num_anchors": ANCHORS, "chunk_blocks": 2}
+    options: dict[str, Any] = {
+        "batch_size": 2,
+        "length": LENGTH,
+        "num_anchors": ANCHORS,
+        "chunk_blocks": 2,
+    }
     plain = peak_memory(TARGET, DRAFT, **options)
     checkpointed = peak_memory(TARGET, DRAFT, **options, checkpointing=True)
     dense = peak_memory(TARGET, DRAFT, **options, attention="sdpa")
@@ -106,7 +116,10 @@ def test_a_checkpointed_draft_has_the_gradients_of_a_plain_one(
             layer.self_attn.register_forward_pre_hook(lambda *args, calls=calls: calls.append(args))
             layer.mlp.register_forward_pre_hook(lambda *args, calls=calls: calls.append(args))
     assert len(calls) == 0
-    assert all(torch.equal(found_gradients[0][name], gradient) for name, gradient in found_gradients[1].items())
+    assert all(
+        torch.equal(found_gradients[0][name], gradient)
+        for name, gradient in found_gradients[1].items()
+    )
     draft.zero_grad()
     calls.clear()
     result = batch_loss(draft, found, batch, anchors, weights)
@@ -125,9 +138,17 @@ def test_target_and_draft_may_be_on_different_devices(places: tuple[str, str]) -
         with torch.device(places[1]):
             draft = build_bare_draft(DRAFT)
         ids = torch.zeros(2, 32, dtype=torch.long, device="cpu")
-        batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids).bool(), loss_mask=torch.ones_like(ids).bool())
+        batch = Batch(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids).bool(),
+            loss_mask=torch.ones_like(ids).bool(),
+        )
         indices = torch.zeros(2, 4, dtype=torch.long, device="cpu")
-        anchors = Anchors(indices=indices, keep=torch.ones_like(indices).bool(), block_size=BLOCK, reach=20)
+        anchors = Anchors(
+            indices=indices, keep=torch.ones_like(indices).bool(), block_size=BLOCK, reach=20
+        )
         with LiveBytes(BLOCK):
-            result = batch_loss(draft, target, batch, anchors, decay_weights(BLOCK, 4.0), attention="sdpa")
+            result = batch_loss(
+                draft, target, batch, anchors, decay_weights(BLOCK, 4.0), attention="sdpa"
+            )
         assert result.loss.device.type == places[1]

@@ -48,10 +48,14 @@ def defined_loss(
             if not known[token]:
                 losses.append(None)
             elif objective == "kl":
-                pairs = zip(likely[0][row, at].tolist(), likely[1][row, at].exp().tolist(), strict=True)
+                pairs = zip(
+                    likely[0][row, at].tolist(), likely[1][row, at].exp().tolist(), strict=True
+                )
                 ids = [(i, p) for i, p in pairs if known[i]]
                 mass = sum(p for _, p in ids)
-                losses.append(torch.stack([p / mass * (math.log(p / mass) - log_q[i]) for i, p in ids]).sum())
+                losses.append(
+                    torch.stack([p / mass * (math.log(p / mass) - log_q[i]) for i, p in ids]).sum()
+                )
             else:
                 losses.append(-log_q[token])
         confidence, reached = 1.0, []
@@ -89,27 +93,36 @@ def test_objective_and_gradient_equal_the_definition(
     head = Head(WIDTH, VOCAB, bias=False).double()
     head.known = torch.rand(VOCAB) < 0.6 if reduced else torch.ones(VOCAB, dtype=torch.bool)
     hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH, dtype=torch.float64)
-    log_p, ids = torch.log_softmax(torch.randn(*batch.input_ids.shape, VOCAB).double() * 2, dim=-1).topk(LIKELY)
+    log_p, ids = torch.log_softmax(
+        torch.randn(*batch.input_ids.shape, VOCAB).double() * 2, dim=-1
+    ).topk(LIKELY)
     if reduced:  # among the likely ones some are known, and some are not
         ids[..., 0] = int(head.known.nonzero()[0])
         ids[..., 1] = int((~head.known).nonzero()[0])
-    said = (ids.roll(-1, dims=1), log_p.roll(-1, dims=1)) if objective == "kl" else None  # after each token
+    # After each token
+    said = (ids.roll(-1, dims=1), log_p.roll(-1, dims=1)) if objective == "kl" else None
     labels = block_labels(batch, anchors, ahead, said)
     weights = decay_weights(BLOCK, GAMMA, bool(ahead))
     known = head.known if reduced else None
     wanted_states = hidden.clone().requires_grad_()
-    wanted, divisor = defined_loss(wanted_states, batch, anchors, head, objective, ahead, (ids, log_p), head.known)
+    wanted, divisor = defined_loss(
+        wanted_states, batch, anchors, head, objective, ahead, (ids, log_p), head.known
+    )
     (wanted_gradient,) = torch.autograd.grad(wanted, wanted_states)
     assert math.isclose(loss_weight(labels, weights, objective).item(), divisor, rel_tol=1e-12)
     for is_frozen in (True, False):
         head.requires_grad_(not is_frozen)
         states = hidden.clone().requires_grad_()
-        result = block_loss(states, labels, weights, head, chunk_blocks, objective=objective, known_V=known)
+        result = block_loss(
+            states, labels, weights, head, chunk_blocks, objective=objective, known_V=known
+        )
         (gradient,) = torch.autograd.grad(3 * result.loss, states)
         torch.testing.assert_close(result.loss.item(), wanted.item(), rtol=1e-12, atol=0)
         torch.testing.assert_close(gradient, 3 * wanted_gradient, rtol=1e-10, atol=1e-13)
         with torch.no_grad():
-            again = block_loss(hidden, labels, weights, head, chunk_blocks, objective=objective, known_V=known)
+            again = block_loss(
+                hidden, labels, weights, head, chunk_blocks, objective=objective, known_V=known
+            )
         torch.testing.assert_close(again.loss.item(), wanted.item(), rtol=1e-12, atol=0)
         assert bool(labels.mask[:, :, 0].any()) == bool(ahead)
 
@@ -131,8 +144,12 @@ def test_kl_without_the_targets_distribution_is_refused(batch: Batch) -> None:
     anchors = all_anchors(batch.loss_mask, BLOCK)
     labels = block_labels(batch, anchors)
     hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH)
-    with pytest.raises(ValueError, match=r"expected labels with likely tokens for objective='kl', got none; "):
-        block_loss(hidden, labels, decay_weights(BLOCK, GAMMA), nn.Linear(WIDTH, VOCAB), objective="kl")
+    with pytest.raises(
+        ValueError, match=r"expected labels with likely tokens for objective='kl', got none; "
+    ):
+        block_loss(
+            hidden, labels, decay_weights(BLOCK, GAMMA), nn.Linear(WIDTH, VOCAB), objective="kl"
+        )
 
 
 def test_losses_that_are_no_numbers_are_told_by_row(batch: Batch) -> None:
@@ -149,7 +166,9 @@ def test_losses_that_are_no_numbers_are_told_by_row(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_frozen_head_gives_the_gradient_of_a_trained_one_under_autocast(objective: Objective, batch: Batch) -> None:
+def test_a_frozen_head_gives_the_gradient_of_a_trained_one_under_autocast(
+    objective: Objective, batch: Batch
+) -> None:
     """But for rounding to bfloat16: one multiplies by a slot's weight before the head, the other behind it."""
     torch.manual_seed(3)
     anchors, head = all_anchors(batch.loss_mask, BLOCK), nn.Linear(WIDTH, VOCAB)

@@ -46,21 +46,32 @@ def texts() -> list[Example]:
         [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
     ]
     return [
-        Example(input_ids=torch.randint(3, 60, (len(mask),), generator=generator).tolist(), loss_mask=mask)
+        Example(
+            input_ids=torch.randint(3, 60, (len(mask),), generator=generator).tolist(),
+            loss_mask=mask,
+        )
         for mask in masks
     ]
 
 
-def loss_of(target: Any, draft: DFlashDraftModel, batch: Batch, **options: Any) -> tuple[BlockLoss, dict[str, Any]]:
+def loss_of(
+    target: Any, draft: DFlashDraftModel, batch: Batch, **options: Any
+) -> tuple[BlockLoss, dict[str, Any]]:
     draft.zero_grad()
     anchors = all_anchors(batch.loss_mask, 6, batch.starts)
     weights = decay_weights(6, 3.0, draft.config.sample_from_anchor)
-    result = batch_loss(draft, find_target(target), batch, anchors, weights, chunk_blocks=4, **options)
+    result = batch_loss(
+        draft, find_target(target), batch, anchors, weights, chunk_blocks=4, **options
+    )
     (result.loss + result.selector_loss).backward()
-    return result, {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
+    return result, {
+        name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None
+    }
 
 
-def assert_same_step(target: Any, draft: DFlashDraftModel, texts: list[Example], **options: Any) -> None:
+def assert_same_step(
+    target: Any, draft: DFlashDraftModel, texts: list[Example], **options: Any
+) -> None:
     packed = collate_packed(texts, 24)
     assert packed.input_ids.shape == (3, 16)
     one, gradients = loss_of(target, draft, packed, **options)
@@ -94,7 +105,9 @@ def test_a_target_is_packed_only_where_it_tells_examples_apart(texts: list[Examp
 
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_packed_equals_padded_for_every_kind_of_draft(kind: str, objective: str, texts: list[Example]) -> None:
+def test_packed_equals_padded_for_every_kind_of_draft(
+    kind: str, objective: str, texts: list[Example]
+) -> None:
     target = tiny_target("qwen3-sliding").requires_grad_(False)
     draft = tiny_draft(target, 6, **DRAFTS[kind]).double().train()
     assert_same_step(target, draft, texts, objective=objective, target_labels=kind == "full")
@@ -109,7 +122,9 @@ def test_flex_masks_of_packed_rows_are_the_dense_ones(texts: list[Example]) -> N
     for kind in ((None, False, False), (3, True, False), (3, True, True)):
         dense = rule.dense(kind)
         rows, queries, keys = (torch.arange(size) for size in rule.shape)
-        seen = rule.block_mask(kind).mask_mod(rows[:, None, None], torch.tensor(0), queries[:, None], keys)
+        seen = rule.block_mask(kind).mask_mod(
+            rows[:, None, None], torch.tensor(0), queries[:, None], keys
+        )
         assert torch.equal(seen, dense[:, 0])
         own = batch.starts[:, None] == starts[:, :, None]
         assert not (dense[:, 0, :, :16] & ~own).any(), "a block sees another example"
@@ -123,13 +138,21 @@ def test_rows_are_filled_in_order(texts: list[Example]) -> None:
     assert batch.input_ids[1].tolist() == [*texts[2].input_ids, *texts[3].input_ids, 0]
     assert batch.starts.tolist()[1] == [0] * 11 + [11] * 4 + [15]
     assert batch.attention_mask.sum(dim=1).tolist() == [16, 15, 12]
-    assert valid_anchors(batch.loss_mask, batch.starts)[0].int().tolist() == [*[0] * 3, *[1] * 5, 0, *[1] * 6, 0]
+    assert valid_anchors(batch.loss_mask, batch.starts)[0].int().tolist() == [
+        *[0] * 3,
+        *[1] * 5,
+        0,
+        *[1] * 6,
+        0,
+    ]
 
 
 def test_anchors_are_drawn_per_example(texts: list[Example]) -> None:
     batch = collate_packed(texts, 24)
     for seed in range(5):
-        anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(seed), batch.starts)
+        anchors = sample_anchors(
+            batch.loss_mask, 3, 6, torch.Generator().manual_seed(seed), batch.starts
+        )
         assert anchors.keep.sum(dim=1).tolist() == [6, 3, 3]
         assert batch.starts is not None
         drawn = batch.starts.gather(1, anchors.indices)[0].bincount(minlength=10)
@@ -155,18 +178,25 @@ def test_best_fit_leaves_little_room_and_batches_keep_to_their_rows() -> None:
 
 def test_what_cannot_be_packed_is_refused(texts: list[Example]) -> None:
     with pytest.raises(
-        ValueError, match=r"expected examples of at most 8 tokens to pack, got 9; cut or drop example 0"
+        ValueError,
+        match=r"expected examples of at most 8 tokens to pack, got 9; cut or drop example 0",
     ):
         collate_packed(texts, 8)
     with pytest.raises(
-        ValueError, match=r"expected examples of at most 8 tokens to pack, got 9; cut or drop example 7"
+        ValueError,
+        match=r"expected examples of at most 8 tokens to pack, got 9; cut or drop example 7",
     ):
         epoch_batches([2] * 7 + [9, 2], 4, 0, 0, 8)  # whatever the order of the epoch
-    image = Example(input_ids=[1, 2], loss_mask=[0, 1], model_inputs={"pixel_values": torch.zeros(1, 3)})
-    with pytest.raises(ValueError, match=r"text alone to pack, got \['pixel_values'\]; leave example 5 unpacked"):
+    image = Example(
+        input_ids=[1, 2], loss_mask=[0, 1], model_inputs={"pixel_values": torch.zeros(1, 3)}
+    )
+    with pytest.raises(
+        ValueError, match=r"text alone to pack, got \['pixel_values'\]; leave example 5 unpacked"
+    ):
         collate_packed([*texts, image], 24)
     with pytest.raises(
-        ValueError, match=r"without recurrent layers to pack examples, got Lfm2ForCausalLM; train without"
+        ValueError,
+        match=r"without recurrent layers to pack examples, got Lfm2ForCausalLM; train without",
     ):
         check_packing(find_target(tiny_target("lfm2")))
 
@@ -182,7 +212,9 @@ def test_a_target_that_mixes_examples_up_is_refused(
     found = find_target(target)
     check_packing(found)
     monkeypatch.setattr(target.model, "forward", blind)
-    with pytest.raises(ValueError, match=r"takes position_ids to pack examples, got Qwen3ForCausalLM"):
+    with pytest.raises(
+        ValueError, match=r"takes position_ids to pack examples, got Qwen3ForCausalLM"
+    ):
         check_packing(found)
 
     def mixing(position_ids: Any = None, **kwargs: Any) -> Any:
@@ -190,6 +222,7 @@ def test_a_target_that_mixes_examples_up_is_refused(
 
     monkeypatch.setattr(target.model, "forward", mixing)
     with pytest.raises(
-        ValueError, match=r"to be those of the example alone, got a relative difference of \d\.\d+ in Qwen3"
+        ValueError,
+        match=r"to be those of the example alone, got a relative difference of \d\.\d+ in Qwen3",
     ):
         check_packing(found)

@@ -54,7 +54,8 @@ def draft_for(target: Any, layers: int, block_size: int) -> DFlashConfig:
         num_hidden_layers=layers,
         num_attention_heads=target.num_attention_heads,
         num_key_value_heads=target.num_key_value_heads,
-        head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+        head_dim=getattr(target, "head_dim", None)
+        or target.hidden_size // target.num_attention_heads,
         block_size=block_size,
         mask_token_id=0,
         num_target_layers=target.num_hidden_layers,
@@ -67,12 +68,24 @@ CASES: dict[str, tuple[PreTrainedConfig, int, Sizes]] = {
     "2B, four rows, checkpointed, Muon": (
         QWEN3_2B,
         5,
-        Sizes(per_device_train_batch_size=4, max_length=2048, num_anchors=256, checkpointing=True, optim="muon"),
+        Sizes(
+            per_device_train_batch_size=4,
+            max_length=2048,
+            num_anchors=256,
+            checkpointing=True,
+            optim="muon",
+        ),
     ),
     "135M, eight rows of few blocks": (
         SMOLLM2,
         3,
-        Sizes(per_device_train_batch_size=8, max_length=1024, num_anchors=32, block_size=8, chunk_blocks=64),
+        Sizes(
+            per_device_train_batch_size=8,
+            max_length=1024,
+            num_anchors=32,
+            block_size=8,
+            chunk_blocks=64,
+        ),
     ),
 }
 

@@ -25,14 +25,18 @@ CHAT = [
     {"role": "user", "content": "sure?"},
     {"role": "assistant", "content": "yes, two"},
 ]
-SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
+SHAREGPT = [
+    {"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT
+]
 QUESTION = CHAT[:1]
 SYSTEM = {"role": "system", "content": "s"}
 
 
 def answers_of(processor: Any, example: Example) -> str:
     """The texts that the loss is on."""
-    ids = [token for token, marked in zip(example.input_ids, example.loss_mask, strict=True) if marked]
+    ids = [
+        token for token, marked in zip(example.input_ids, example.loss_mask, strict=True) if marked
+    ]
     return processor.tokenizer.decode(ids)
 
 
@@ -41,7 +45,9 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def prepared(folder: Path, tokenizer: Any, *rows: object, **options: Any) -> tuple[list[dict[str, Any]], Prepared]:
+def prepared(
+    folder: Path, tokenizer: Any, *rows: object, **options: Any
+) -> tuple[list[dict[str, Any]], Prepared]:
     """What becomes of some rows of a file."""
     source = write(folder / "in.jsonl", *rows)
     output = folder / "out.jsonl"
@@ -72,7 +78,10 @@ def smollm2() -> Any:
         ({"prompt": CHAT[:3], "completion": "yes, two"}, CHAT),
         ({"prompt": "how many?"}, QUESTION),
         ({"turns": ["how many?"]}, QUESTION),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "how many?"}]}]}, QUESTION),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "how many?"}]}]},
+            QUESTION,
+        ),
     ],
 )
 def test_every_form_becomes_one(tmp_path: Path, row: dict[str, Any], messages: list[Any]) -> None:
@@ -87,7 +96,10 @@ def test_a_template_takes_any_columns_and_text_files_are_prompts(tmp_path: Path)
     (found,) = load_rows(str(rows), template="{question} = ?\nThink.")
     assert found["messages"] == [{"role": "user", "content": "1 + 1 = ?\nThink."}]
     (tmp_path / "b.txt").write_text("one\n\ntwo\n")
-    assert [row["messages"][0]["content"] for row in load_rows(str(tmp_path / "b.txt"))] == ["one", "two"]
+    assert [row["messages"][0]["content"] for row in load_rows(str(tmp_path / "b.txt"))] == [
+        "one",
+        "two",
+    ]
     (tmp_path / "c.json").write_text(json.dumps([{"prompt": "one"}, {"prompt": "two"}]))
     assert list(load_rows(str(tmp_path / "c.json"))) == list(load_rows(str(tmp_path / "b.txt")))
     assert len(list(load_rows(str(tmp_path / "c.json"), num_rows=1))) == 1
@@ -99,23 +111,34 @@ def test_parquet_and_sets_of_the_hub_are_streamed(tmp_path: Path) -> None:
     folder.mkdir()
     table = datasets.Dataset.from_dict({"messages": [CHAT[:2], CHAT]})
     table.to_parquet(str(folder / "train.parquet"))
-    expected = list(load_rows(str(write(tmp_path / "a.jsonl", {"messages": CHAT[:2]}, {"messages": CHAT}))))
+    expected = list(
+        load_rows(str(write(tmp_path / "a.jsonl", {"messages": CHAT[:2]}, {"messages": CHAT})))
+    )
     assert list(load_rows(str(folder / "train.parquet"))) == expected
     for streaming in (False, True):
         assert list(load_rows(str(folder), streaming=streaming)) == expected
         assert list(load_rows(f"{folder}::train", streaming=streaming, num_rows=1)) == expected[:1]
-    with pytest.raises(ValueError, match=r"expected a file \(.*\) or a set as ORG/NAME:CONFIG:SPLIT, got 'nothing'"):
+    with pytest.raises(
+        ValueError, match=r"expected a file \(.*\) or a set as ORG/NAME:CONFIG:SPLIT, got 'nothing'"
+    ):
         list(load_rows("nothing"))
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path, smollm2: Any) -> None:
-    rows, report = prepared(tmp_path, smollm2, {"messages": CHAT}, {"prompt": "q", "completion": "a"}, {"prompt": "p"})
+    rows, report = prepared(
+        tmp_path, smollm2, {"messages": CHAT}, {"prompt": "q", "completion": "a"}, {"prompt": "p"}
+    )
     assert [row["sequences"] for row in rows] == [
         [{"turns": [1, 3], "num_tokens": len(Example.from_messages(smollm2, CHAT).input_ids)}],
         [{"turns": [1], "num_tokens": rows[1]["sequences"][0]["num_tokens"]}],
         [],
     ]
-    assert (report.num_rows, report.num_kept, report.num_sequences, report.left_out) == (3, 3, 2, {})
+    assert (report.num_rows, report.num_kept, report.num_sequences, report.left_out) == (
+        3,
+        3,
+        2,
+        {},
+    )
     examples: Any = read_examples(tmp_path / "out.jsonl", smollm2)
     assert examples[:] == [Example.from_messages(smollm2, row["messages"]) for row in rows[:2]]
     assert list(examples.lengths) == [len(example.input_ids) for example in examples]
@@ -143,11 +166,15 @@ def test_a_template_that_rewrites_turns_gives_each_its_sequence(tmp_path: Path) 
 def test_prompts_alone_for_the_targets_own_answers(tmp_path: Path) -> None:
     """No answer has to be found then, so that any template will do."""
     tokenizer = byte_tokenizer(THOUGHTLESS, ("<|User|>", "<|Assistant|>", "<e>"), "<e>")
-    with pytest.raises(ValueError, match=r"its own generation prompt.* \(line 1 of .*in\.jsonl\), or skip bad rows"):
+    with pytest.raises(
+        ValueError, match=r"its own generation prompt.* \(line 1 of .*in\.jsonl\), or skip bad rows"
+    ):
         prepared(tmp_path, tokenizer, {"messages": CHAT})
     (row,), _ = prepared(tmp_path, tokenizer, {"messages": CHAT}, turns="none")
     assert (row["messages"], row["sequences"]) == (CHAT[:3], [])
-    with pytest.raises(ValueError, match=r"expected answers to train on in .*, got '1 prompts without one'; let"):
+    with pytest.raises(
+        ValueError, match=r"expected answers to train on in .*, got '1 prompts without one'; let"
+    ):
         read_examples(tmp_path / "out.jsonl", tokenizer)
 
 
@@ -161,7 +188,9 @@ def test_long_rows_are_cut_or_left_out_and_counted(
     rows, report = prepared(tmp_path, smollm2, long, far, short, only, max_length=256)
     assert [row["messages"][0]["content"] for row in rows] == ["q", "q"]
     source = tmp_path / "in.jsonl"
-    assert report.left_out == {"a prompt longer than the greatest length": (2, f"line 2 of {source}")}
+    assert report.left_out == {
+        "a prompt longer than the greatest length": (2, f"line 2 of {source}")
+    }
     assert (report.num_cut, report.num_sequences) == (1, 2)
     assert report.sentences()[1:] == [
         "1 sequences are longer than the greatest length and will be cut",
@@ -170,9 +199,16 @@ def test_long_rows_are_cut_or_left_out_and_counted(
     examples: Any = read_examples(tmp_path / "out.jsonl", smollm2, max_length=256)
     whole = Example.from_messages(smollm2, rows[0]["messages"])
     assert examples[0] == Example(input_ids=whole.input_ids[:256], loss_mask=whole.loss_mask[:256])
-    assert (list(examples.lengths), report.num_tokens) == ([256, len(examples[1].input_ids)], sum(examples.lengths))
+    assert (list(examples.lengths), report.num_tokens) == (
+        [256, len(examples[1].input_ids)],
+        sum(examples.lengths),
+    )
     # A file of somebody else's, read at a length that it was not made for.
-    bare = write(tmp_path / "bare.jsonl", *({"messages": row["messages"]} for row in rows), {"messages": CHAT})
+    bare = write(
+        tmp_path / "bare.jsonl",
+        *({"messages": row["messages"]} for row in rows),
+        {"messages": CHAT},
+    )
     assert len(read_examples(bare, smollm2)) == 3
     with caplog.at_level(logging.WARNING):
         kept: Any = read_examples(bare, smollm2, max_length=100)
@@ -183,7 +219,9 @@ def test_long_rows_are_cut_or_left_out_and_counted(
         kept[2].prompt_length(),
     ]
     assert [len(example.input_ids) for example in kept] == list(kept.lengths)
-    with pytest.raises(ValueError, match=r"expected answers to train on in .*, got 'none'; take other data"):
+    with pytest.raises(
+        ValueError, match=r"expected answers to train on in .*, got 'none'; take other data"
+    ):
         read_examples(bare, smollm2, max_length=20)
     assert f"3 of 3 sequences of {bare} are left out: at 20 tokens" in caplog.text
 
@@ -200,17 +238,32 @@ def test_duplicates_and_empty_answers_are_left_out(tmp_path: Path, smollm2: Any)
     )
     assert [row["messages"][-1]["content"] for row in rows] == ["yes, two", "other"]
     where = f"of {tmp_path / 'in.jsonl'}"
-    assert report.left_out == {"a duplicate": (2, f"line 2 {where}"), "an empty answer": (1, f"line 3 {where}")}
+    assert report.left_out == {
+        "a duplicate": (2, f"line 2 {where}"),
+        "an empty answer": (1, f"line 3 {where}"),
+    }
 
 
 BAD: list[tuple[Any, str]] = [
-    ({"text": "q"}, "expected messages, conversations, conversation, turns or prompt in {where}, got text; say what"),
+    (
+        {"text": "q"},
+        "expected messages, conversations, conversation, turns or prompt in {where}, got text; say what",
+    ),
     ({"messages": []}, "expected messages, a list of turns, in {where}, got []"),
     ({"messages": "q"}, "expected messages, a list of turns, in {where}, got 'q'"),
     ({"messages": ["q"]}, "expected a role and a content in turn 0 of {where}, got 'q'"),
-    ({"messages": [{"role": "poet", "content": "q"}]}, "expected a role in turn 0 of {where}, got 'poet' (known are"),
-    ({"messages": [{"role": ["user"], "content": "q"}]}, "expected a role in turn 0 of {where}, got ['user'] (known"),
-    ({"conversations": [{"value": "q"}]}, "expected a role in turn 0 of {where}, got None (known are"),
+    (
+        {"messages": [{"role": "poet", "content": "q"}]},
+        "expected a role in turn 0 of {where}, got 'poet' (known are",
+    ),
+    (
+        {"messages": [{"role": ["user"], "content": "q"}]},
+        "expected a role in turn 0 of {where}, got ['user'] (known",
+    ),
+    (
+        {"conversations": [{"value": "q"}]},
+        "expected a role in turn 0 of {where}, got None (known are",
+    ),
     (
         {"messages": [{"role": "user"}]},
         "expected a text or a list of blocks as content in turn 0 of",
@@ -224,15 +277,26 @@ BAD: list[tuple[Any, str]] = [
         {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
         "expected blocks of type text or image in",
     ),
-    ({"prompt": "\ud800"}, "expected a text of whole characters as content in turn 0 of {where}, got"),
-    ({"prompt": "q", "image": "none.png"}, "expected an image file in {where}, got 'none.png'; fix the path"),
-    ({"prompt": "q", "images": [3]}, "expected the bytes or the path of an image in {where}, got 3"),
+    (
+        {"prompt": "\ud800"},
+        "expected a text of whole characters as content in turn 0 of {where}, got",
+    ),
+    (
+        {"prompt": "q", "image": "none.png"},
+        "expected an image file in {where}, got 'none.png'; fix the path",
+    ),
+    (
+        {"prompt": "q", "images": [3]},
+        "expected the bytes or the path of an image in {where}, got 3",
+    ),
     ([1], "expected a JSON object in {where}, got [1]"),
 ]
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, smollm2: Any, row: Any, reason: str) -> None:
+def test_bad_rows_are_named_and_nothing_is_written(
+    tmp_path: Path, smollm2: Any, row: Any, reason: str
+) -> None:
     where = f"line 2 of {tmp_path / 'in.jsonl'}"
     told = refusal(lambda: prepared(tmp_path, smollm2, {"messages": CHAT}, row))
     assert told is not None
@@ -240,7 +304,9 @@ def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, smollm2: Any,
     assert where in told
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl"]
     if isinstance(row, dict):
-        rows, report = prepared(tmp_path, smollm2, {"messages": CHAT}, row, {"prompt": "p"}, skip_bad_rows=True)
+        rows, report = prepared(
+            tmp_path, smollm2, {"messages": CHAT}, row, {"prompt": "p"}, skip_bad_rows=True
+        )
         assert [found["messages"] for found in rows] == [CHAT, [{"role": "user", "content": "p"}]]
         ((count, told),) = report.left_out.values()
         assert (count, where in told) == (1, True)
@@ -250,24 +316,36 @@ def test_what_a_template_refuses_is_named(tmp_path: Path) -> None:
     gemma = FAMILIES["gemma"].tokenizer()
     row = {"messages": [{"role": "system", "content": "s"}, *CHAT]}
     with pytest.raises(
-        ValueError, match=r"^expected a conversation that the chat template takes in line 1 of .*, got S"
+        ValueError,
+        match=r"^expected a conversation that the chat template takes in line 1 of .*, got S",
     ):
         prepared(tmp_path, gemma, row)
-    gemma.chat_template = "{% for m in messages[-2:] %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
-    with pytest.raises(ValueError, match=r"^expected a chat template that writes every turn, .* turn 0 .* \(line 1 "):
+    gemma.chat_template = (
+        "{% for m in messages[-2:] %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^expected a chat template that writes every turn, .* turn 0 .* \(line 1 ",
+    ):
         prepared(tmp_path, gemma, {"messages": CHAT})
 
 
 def test_truncated_files_are_refused_by_their_line(tmp_path: Path, smollm2: Any) -> None:
     source = write(tmp_path / "in.jsonl", {"messages": CHAT}, {"messages": CHAT[:2]})
     source.write_bytes(source.read_bytes()[:-9])
-    asked = PrepareSettings(datasets=[str(source)], output=tmp_path / "out.jsonl", skip_bad_rows=True)
-    with pytest.raises(ValueError, match=rf"^expected JSON in line 2 of {source}, got something else"):
+    asked = PrepareSettings(
+        datasets=[str(source)], output=tmp_path / "out.jsonl", skip_bad_rows=True
+    )
+    with pytest.raises(
+        ValueError, match=rf"^expected JSON in line 2 of {source}, got something else"
+    ):
         prepare(asked, smollm2)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl"]
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_is_not_made_again(
+    tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write(tmp_path / "in.jsonl", {"messages": CHAT}, {"messages": CHAT})
     asked = PrepareSettings(datasets=[str(source)], output=tmp_path / "out.jsonl")
     report = prepare(asked, smollm2)
@@ -276,13 +354,18 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, smollm2: Any, monkeypat
     assert asked.output.stat().st_mtime_ns == made
     other = PrepareSettings(datasets=[str(source)], output=tmp_path / "out.jsonl", turns="last")
     for changed, tokenizer in ((other, smollm2), (asked, FAMILIES["gemma"].tokenizer())):
-        with pytest.raises(ValueError, match=r"expected .*out\.jsonl as these settings make it, or no such file, got"):
+        with pytest.raises(
+            ValueError,
+            match=r"expected .*out\.jsonl as these settings make it, or no such file, got",
+        ):
             prepare(changed, tokenizer)
     write(source, {"messages": CHAT})
     with pytest.raises(ValueError, match=r"expected .*out\.jsonl as these settings make it"):
         prepare(asked, smollm2)
     (tmp_path / "out.meta.json").unlink()
-    with pytest.raises(ValueError, match=r"expected .*out\.meta\.json beside .*out\.jsonl, which says what"):
+    with pytest.raises(
+        ValueError, match=r"expected .*out\.meta\.json beside .*out\.jsonl, which says what"
+    ):
         read_meta(asked.output)
     # Killed between two rows, by what no code of ours catches.
     asked.output.unlink()
@@ -311,16 +394,30 @@ def test_rows_with_images(tmp_path: Path) -> None:
         image = {"type": "image"}
         said = [{"role": "user", "content": [image, {"type": "text", "text": "what?"}, image]}]
         answer = {"role": "assistant", "content": "a cat"}
-        own = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "1.png"}}]}, answer]
+        own = [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "1.png"}}]},
+            answer,
+        ]
         rows = [{"messages": [*said, answer], "images": ["0.png", "1.png"]}, {"messages": own}]
-        rows += [{"prompt": "what?", "completion": "a cat", "image": "0.png"}, {"messages": CHAT, "image": None}]
+        rows += [
+            {"prompt": "what?", "completion": "a cat", "image": "0.png"},
+            {"messages": CHAT, "image": None},
+        ]
         source = write(folder / "in.jsonl", *rows)
         asked = PrepareSettings(datasets=[str(source)], output=folder / "out" / "out.jsonl")
         prepare(asked, processor)
         examples: Any = read_examples(asked.output, processor)
         pictures = [str(folder / f"{at}.png") for at in (0, 1)]
-        assert examples[0].input_ids == Example.from_messages(processor, [*said, answer], pictures).input_ids
-        assert [len(example.model_inputs.get("image_grid_thw", ())) for example in examples] == [2, 1, 1, 0]
+        assert (
+            examples[0].input_ids
+            == Example.from_messages(processor, [*said, answer], pictures).input_ids
+        )
+        assert [len(example.model_inputs.get("image_grid_thw", ())) for example in examples] == [
+            2,
+            1,
+            1,
+            0,
+        ]
         assert list(examples.lengths) == [len(example.input_ids) for example in examples]
         texts = [answers_of(processor, example) for example in examples]
         assert texts == [*["a cat<|im_end|>"] * 3, "two<|im_end|>yes, two<|im_end|>"]
@@ -335,12 +432,22 @@ def test_images_as_bytes_become_files(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     features = datasets.Features(
-        {"prompt": datasets.Value("string"), "completion": datasets.Value("string"), "images": [datasets.Image()]}
+        {
+            "prompt": datasets.Value("string"),
+            "completion": datasets.Value("string"),
+            "images": [datasets.Image()],
+        }
     )
-    rows = {"prompt": ["q", "q", "p"], "completion": ["a"] * 3, "images": [[picture(24, 16)], [picture(24, 16)], []]}
+    rows = {
+        "prompt": ["q", "q", "p"],
+        "completion": ["a"] * 3,
+        "images": [[picture(24, 16)], [picture(24, 16)], []],
+    }
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / "train.parquet"))
     output = tmp_path / "out" / "out.jsonl"
-    report = prepare(PrepareSettings(datasets=[str(folder)], output=output, streaming=True), processor)
+    report = prepare(
+        PrepareSettings(datasets=[str(folder)], output=output, streaming=True), processor
+    )
     assert (report.num_kept, list(report.left_out)) == (2, ["a duplicate"])
     assert len(list((tmp_path / "out" / "images").iterdir())) == 1
     moved = tmp_path / "moved"
@@ -359,14 +466,31 @@ ROWS = b"".join(
     )
 )
 PIECES = st.sampled_from(
-    [b'"', b"{", b"}", b"[", b"]", b"\n", b"null", b"1e999", b"-1", b"\xff", b"\\ud800", b'"role"', b"<|im_end|>", b""]
+    [
+        b'"',
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b"\n",
+        b"null",
+        b"1e999",
+        b"-1",
+        b"\xff",
+        b"\\ud800",
+        b'"role"',
+        b"<|im_end|>",
+        b"",
+    ]
 )
 
 
 def mutated() -> Iterator[Any]:
     """Cuts, and replacements of a few bytes."""
     yield st.integers(0, len(ROWS)).map(lambda at: ROWS[:at])
-    edits = st.lists(st.tuples(st.integers(0, len(ROWS)), st.integers(0, 12), PIECES), min_size=1, max_size=4)
+    edits = st.lists(
+        st.tuples(st.integers(0, len(ROWS)), st.integers(0, 12), PIECES), min_size=1, max_size=4
+    )
 
     def edited(changes: list[tuple[int, int, bytes]]) -> bytes:
         text = ROWS
@@ -386,9 +510,13 @@ def refusal(call: Callable[[], object]) -> str | None:
     return None
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.one_of(*mutated()))
-def test_mutated_files_are_read_or_refused_in_a_sentence(tmp_path: Path, smollm2: Any, text: bytes) -> None:
+def test_mutated_files_are_read_or_refused_in_a_sentence(
+    tmp_path: Path, smollm2: Any, text: bytes
+) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(text)
     for path in (output, tmp_path / "out.meta.json"):
@@ -398,7 +526,9 @@ def test_mutated_files_are_read_or_refused_in_a_sentence(tmp_path: Path, smollm2
     assert output.exists() == (told[0] is None)
     for path, max_length in ((output, None), (source, None), (source, 40)):
         if path.exists():
-            told.append(refusal(lambda p=path, n=max_length: check_sizes(read_examples(p, smollm2, n), n)))
+            told.append(
+                refusal(lambda p=path, n=max_length: check_sizes(read_examples(p, smollm2, n), n))
+            )
     assert all(each is None or each.startswith("expected ") for each in told)
     assert all(each is None or str(tmp_path) in each for each in told)
 

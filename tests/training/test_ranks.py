@@ -30,7 +30,9 @@ def numbers(path: Path) -> list[dict[str, float]]:
     """What was logged, without times and shares of an epoch."""
     found = json.loads(path.read_text())
     left_out = ("epoch", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-    return [{k: v for k, v in r.items() if k not in left_out} for part in found.values() for r in part]
+    return [
+        {k: v for k, v in r.items() if k not in left_out} for part in found.values() for r in part
+    ]
 
 
 def test_two_processes_are_one_that_accumulates(tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ import pytest
 import torch
 from transformers import AutoProcessor, PreTrainedModel
 
-from dflash_hf.training import AnswerServer, PromptSettings, RegenerateSettings, check_answers, read_examples
+from dflash_hf.training import (
+    AnswerServer,
+    PromptSettings,
+    RegenerateSettings,
+    check_answers,
+    read_examples,
+)
 from dflash_hf.training import answering as stage
 from dflash_hf.training.answering import regenerate
 from dflash_hf.training.identity import target_identity
@@ -51,7 +57,9 @@ def write_rows(path: Path, *conversations: list[str]) -> Path:
     """Prepared rows whose turns are the user's and the assistant's in turn."""
     lines: list[str] = []
     for at, said in enumerate(conversations):
-        messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
+        messages = [
+            {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
+        ]
         lines.append(json.dumps({"id": str(at), "messages": messages}) + "\n")
     path.write_text("".join(lines))
     return path
@@ -71,7 +79,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def plain_answer(target: Any, tokenizer: Any, messages: list[Any], length: int = 12) -> list[int]:
     """What plain `generate` writes to one prompt alone."""
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = target.generate(**prompt, do_sample=False, max_new_tokens=length)
     return out[0, prompt["input_ids"].shape[1] :].tolist()
 
@@ -90,7 +100,9 @@ def test_answers_are_those_of_plain_generate(tmp_path: Path, target: Any, tokeni
     assert report.num_unfinished == sum(not row["finished"] for row in rows)
     assert 0 < report.num_unfinished < 8, "the case shows nothing"
     examples: Any = read_examples(settings.output, tokenizer)
-    assert [e.input_ids[e.prompt_length() :] for e in examples] == [row["answer_ids"] for row in rows]
+    assert [e.input_ids[e.prompt_length() :] for e in examples] == [
+        row["answer_ids"] for row in rows
+    ]
     assert list(examples.lengths) == [len(e.input_ids) for e in examples]
     draft = tiny_draft(target, 6)
     drafted = asked(tmp_path, "drafted.jsonl")
@@ -101,7 +113,11 @@ def test_answers_are_those_of_plain_generate(tmp_path: Path, target: Any, tokeni
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_killed_anywhere_it_ends_the_same(
-    tmp_path: Path, target: Any, tokenizer: Any, temperature: float, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    target: Any,
+    tokenizer: Any,
+    temperature: float,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = asked(tmp_path, temperature=temperature, seed=3)
     regenerate(whole, target, tokenizer)
@@ -155,8 +171,15 @@ def test_a_kill_in_mid_run_keeps_whole_batches(
         regenerate(settings, target, tokenizer)
 
 
-def test_every_turn_is_answered_behind_the_targets_own_answers(tmp_path: Path, target: Any, tokenizer: Any) -> None:
-    conversations = [["a", "theirs", "b?", "theirs too", "c"], ["d"], ["e", "f", "g"], ["why so?", "x", "y"]]
+def test_every_turn_is_answered_behind_the_targets_own_answers(
+    tmp_path: Path, target: Any, tokenizer: Any
+) -> None:
+    conversations = [
+        ["a", "theirs", "b?", "theirs too", "c"],
+        ["d"],
+        ["e", "f", "g"],
+        ["why so?", "x", "y"],
+    ]
     write_rows(tmp_path / "prompts.jsonl", *conversations)
     settings = asked(tmp_path, turns="all", max_new_tokens=30)
     regenerate(settings, target, tokenizer)
@@ -190,7 +213,10 @@ def test_every_turn_is_answered_behind_the_targets_own_answers(tmp_path: Path, t
 def test_long_prompts_are_left_out(tmp_path: Path, target: Any, tokenizer: Any) -> None:
     write_rows(tmp_path / "prompts.jsonl", ["a"], ["b" * 300])
     report = regenerate(asked(tmp_path, max_length=150), target, tokenizer)
-    assert (report.num_answers, report.left_out) == (1, {"prompts longer than the greatest length": 1})
+    assert (report.num_answers, report.left_out) == (
+        1,
+        {"prompts longer than the greatest length": 1},
+    )
 
 
 def test_another_target_is_refused(tmp_path: Path, target: Any, tokenizer: Any) -> None:
@@ -204,7 +230,9 @@ def test_another_target_is_refused(tmp_path: Path, target: Any, tokenizer: Any) 
     with torch.no_grad():
         changed.model.layers[2].mlp.up_proj.weight[3, 5] += 0.1
     where = str(settings.output)
-    with pytest.raises(ValueError, match=rf"expected the target that wrote the answers of {where}, got one"):
+    with pytest.raises(
+        ValueError, match=rf"expected the target that wrote the answers of {where}, got one"
+    ):
         check_answers(settings.output, changed, tokenizer)
     other = FAMILIES["qwen3"].tokenizer()
     with pytest.raises(ValueError, match="got one whose chat template differ: it changed since"):
@@ -214,7 +242,9 @@ def test_another_target_is_refused(tmp_path: Path, target: Any, tokenizer: Any) 
         ((asked(tmp_path, max_new_tokens=13), target, tokenizer), "max_new_tokens"),
         ((asked(tmp_path, temperature=0.5, seed=1), target, tokenizer), "temperature and seed"),
     ):
-        with pytest.raises(ValueError, match=rf"began it, got 'one with another {what}'; remove it and what stands"):
+        with pytest.raises(
+            ValueError, match=rf"began it, got 'one with another {what}'; remove it and what stands"
+        ):
             regenerate(*arguments)
     swapped = text_target(tokenizer)
     with torch.no_grad():
@@ -241,7 +271,10 @@ def test_bad_settings_and_files_are_refused(tmp_path: Path, target: Any, tokeniz
     for text, reason in (
         ('{"messages": [{"role": "us', "expected JSON in line 2 of"),
         ('{"prompt": "q"}', "expected messages in line 2 of"),
-        ('{"messages": [{"role": "assistant", "content": "q"}]}', "expected a turn of the user's in line 2 of"),
+        (
+            '{"messages": [{"role": "assistant", "content": "q"}]}',
+            "expected a turn of the user's in line 2 of",
+        ),
     ):
         write_rows(prompts, ["a"])
         prompts.write_text(prompts.read_text() + text)
@@ -257,17 +290,27 @@ def test_rows_with_images_from_prepare_to_examples(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     rows = [{"prompt": "what?", "images": [f"{at}.png"] * at} for at in range(3)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = PrepareSettings(datasets=[str(source)], output=tmp_path / "out" / "prompts.jsonl", turns="none")
+    made = PrepareSettings(
+        datasets=[str(source)], output=tmp_path / "out" / "prompts.jsonl", turns="none"
+    )
     prepare(made, processor)
-    settings = RegenerateSettings(prompts=made.output, output=tmp_path / "out.jsonl", max_new_tokens=6, batch_size=2)
+    settings = RegenerateSettings(
+        prompts=made.output, output=tmp_path / "out.jsonl", max_new_tokens=6, batch_size=2
+    )
     regenerate(settings, target, processor)
     examples: Any = read_examples(settings.output, processor)
     for row, example in zip(rows_of(settings.output), examples, strict=True):
-        prompt = {name: value for name, value in example.model_inputs.items() if name != "mm_token_type_ids"}
+        prompt = {
+            name: value
+            for name, value in example.model_inputs.items()
+            if name != "mm_token_type_ids"
+        }
         size = example.prompt_length()
         ids = torch.tensor([example.input_ids[:size]])
         types = {"mm_token_type_ids": example.model_inputs["mm_token_type_ids"][None, :size]}
-        out: Any = target.generate(input_ids=ids, **prompt, **types, do_sample=False, max_new_tokens=6)
+        out: Any = target.generate(
+            input_ids=ids, **prompt, **types, do_sample=False, max_new_tokens=6
+        )
         assert out[0].tolist() == example.input_ids == [*ids[0].tolist(), *row["answer_ids"]]
     assert sorted(len(e.model_inputs.get("image_grid_thw", ())) for e in examples) == [0, 1, 2]
     assert list(examples.lengths) == [len(e.input_ids) for e in examples]
@@ -305,7 +348,9 @@ class Handler(BaseHTTPRequestHandler):
                 return
             ids = plain_answer(own.target, own.tokenizer, body["messages"], body["max_tokens"])
         finished = ids[-1] == own.tokenizer.eos_token_id
-        prompt = own.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)["input_ids"]
+        prompt = own.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)[
+            "input_ids"
+        ]
         choice: dict[str, Any] = {"finish_reason": "stop" if finished else "length"}
         choice["message"] = {"content": own.tokenizer.decode(ids, skip_special_tokens=True)}
         if own.kind == "thinking":
@@ -314,7 +359,10 @@ class Handler(BaseHTTPRequestHandler):
             choice["token_ids"] = ids
         more = 1 if own.kind == "other" else 0
         self.reply(
-            {"choices": [choice], "usage": {"prompt_tokens": len(prompt) + more, "completion_tokens": len(ids)}}
+            {
+                "choices": [choice],
+                "usage": {"prompt_tokens": len(prompt) + more, "completion_tokens": len(ids)},
+            }
         )
 
 
@@ -336,14 +384,18 @@ def server(target: Any, tokenizer: Any) -> Iterator[Any]:
     thread.join()
 
 
-def test_a_server_answers_in_the_targets_place(tmp_path: Path, target: Any, tokenizer: Any, server: Any) -> None:
+def test_a_server_answers_in_the_targets_place(
+    tmp_path: Path, target: Any, tokenizer: Any, server: Any
+) -> None:
     url = f"http://127.0.0.1:{server.server_address[1]}/v1/"
     own = asked(tmp_path)
     regenerate(own, target, tokenizer)
     expected = {row["id"]: row for row in rows_of(own.output)}
     served = asked(tmp_path, "served.jsonl")
     server.kind = "broken"
-    with pytest.raises(ValueError, match=r"expected answers of http.*, got 500 .*too large.*; start it, and run"):
+    with pytest.raises(
+        ValueError, match=r"expected answers of http.*, got 500 .*too large.*; start it, and run"
+    ):
         regenerate(served, AnswerServer(url), tokenizer)
     kept = served.output.read_bytes()
     server.kind = "vllm"
@@ -354,8 +406,14 @@ def test_a_server_answers_in_the_targets_place(tmp_path: Path, target: Any, toke
     assert server.bodies[-1]["max_tokens"] == 12
     check_answers(served.output, target, tokenizer)
     for kind, reason in (
-        ("other", r"expected prompts of http.* as ours are, of \d+ tokens, got \d+; start it with the target"),
-        ("thinking", "expected answers of http.* in one text, or with token_ids, got 'thoughts apart from them'"),
+        (
+            "other",
+            r"expected prompts of http.* as ours are, of \d+ tokens, got \d+; start it with the target",
+        ),
+        (
+            "thinking",
+            "expected answers of http.* in one text, or with token_ids, got 'thoughts apart from them'",
+        ),
     ):
         server.kind = kind
         with pytest.raises(ValueError, match=reason):
@@ -377,7 +435,9 @@ def test_texts_of_a_server_are_tokenized_again(tmp_path: Path, tokenizer: Any, s
         assert (row["answer_ids"][-1:] == [tokenizer.eos_token_id]) == row["finished"]
     server.shutdown()
     server.server_close()
-    with pytest.raises(ValueError, match=rf"expected answers of {url}, got .*; start it, and run this again"):
+    with pytest.raises(
+        ValueError, match=rf"expected answers of {url}, got .*; start it, and run this again"
+    ):
         regenerate(asked(tmp_path, "gone.jsonl"), AnswerServer(url), tokenizer)
     assert not (tmp_path / "gone.jsonl").exists()
 
@@ -385,8 +445,12 @@ def test_texts_of_a_server_are_tokenized_again(tmp_path: Path, tokenizer: Any, s
 # ---- prompts that the target writes
 
 
-def test_the_target_writes_prompts_and_answers_them(tmp_path: Path, target: Any, tokenizer: Any) -> None:
-    settings = PromptSettings(output=tmp_path / "own.jsonl", num_prompts=9, max_new_tokens=24, batch_size=6, seed=2)
+def test_the_target_writes_prompts_and_answers_them(
+    tmp_path: Path, target: Any, tokenizer: Any
+) -> None:
+    settings = PromptSettings(
+        output=tmp_path / "own.jsonl", num_prompts=9, max_new_tokens=24, batch_size=6, seed=2
+    )
     assert write_prompts(settings, target, tokenizer) == 9
     expected = settings.output.read_bytes()
     rows = rows_of(settings.output)
@@ -398,35 +462,60 @@ def test_the_target_writes_prompts_and_answers_them(tmp_path: Path, target: Any,
         torch.manual_seed(at)
         assert write_prompts(settings, target, tokenizer) == 9
         assert settings.output.read_bytes() == expected
-    more = PromptSettings(output=settings.output, num_prompts=11, max_new_tokens=24, batch_size=6, seed=2)
+    more = PromptSettings(
+        output=settings.output, num_prompts=11, max_new_tokens=24, batch_size=6, seed=2
+    )
     assert write_prompts(more, target, tokenizer) == 11
     assert settings.output.read_bytes().startswith(expected)
-    made = PrepareSettings(datasets=[str(settings.output)], output=tmp_path / "prompts.jsonl", turns="none")
+    made = PrepareSettings(
+        datasets=[str(settings.output)], output=tmp_path / "prompts.jsonl", turns="none"
+    )
     assert prepare(made, tokenizer).num_kept == 11
     answered = asked(tmp_path)
     assert regenerate(answered, target, tokenizer).num_answers == 11
-    assert [row["messages"] for row in rows_of(made.output)] == [row["messages"] for row in rows_of(settings.output)]
+    assert [row["messages"] for row in rows_of(made.output)] == [
+        row["messages"] for row in rows_of(settings.output)
+    ]
 
 
-def test_the_template_of_written_prompts_is_told_what_it_reads(tmp_path: Path, target: Any, tokenizer: Any) -> None:
+def test_the_template_of_written_prompts_is_told_what_it_reads(
+    tmp_path: Path, target: Any, tokenizer: Any
+) -> None:
     told, knows = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
-    told.chat_template = "{%- if mood is defined %}{{ 'Be ' + mood }}{% endif %}" + tokenizer.chat_template
+    told.chat_template = (
+        "{%- if mood is defined %}{{ 'Be ' + mood }}{% endif %}" + tokenizer.chat_template
+    )
     knows.chat_template = "{{ 'Be brief' }}" + tokenizer.chat_template
     options: dict[str, Any] = {"num_prompts": 3, "max_new_tokens": 24, "batch_size": 6}
     for name, given in (("told", {"mood": "brief"}), ("untold", {})):
-        write_prompts(PromptSettings(output=tmp_path / name, chat_template_kwargs=given, **options), target, told)
+        write_prompts(
+            PromptSettings(output=tmp_path / name, chat_template_kwargs=given, **options),
+            target,
+            told,
+        )
     write_prompts(PromptSettings(output=tmp_path / "knows", **options), target, knows)
     expected = (tmp_path / "knows").read_bytes()
     assert (tmp_path / "told").read_bytes() == expected
     assert (tmp_path / "untold").read_bytes() != expected
 
 
-def test_prompts_that_come_to_no_end_are_given_up(tmp_path: Path, target: Any, tokenizer: Any) -> None:
-    settings = PromptSettings(output=tmp_path / "own.jsonl", num_prompts=3, max_new_tokens=1, batch_size=1)
+def test_prompts_that_come_to_no_end_are_given_up(
+    tmp_path: Path, target: Any, tokenizer: Any
+) -> None:
+    settings = PromptSettings(
+        output=tmp_path / "own.jsonl", num_prompts=3, max_new_tokens=1, batch_size=1
+    )
     endless = text_target(tokenizer)
     with torch.no_grad():
         endless.lm_head.weight[tokenizer.eos_token_id] = 0
-    with pytest.raises(ValueError, match="expected a target that writes what a user says within 1 tokens, got"):
+    with pytest.raises(
+        ValueError, match="expected a target that writes what a user says within 1 tokens, got"
+    ):
         write_prompts(settings, endless, tokenizer)
-    with pytest.raises(ValueError, match="expected above 0 as temperature: greedy ones would all be the same, got 0"):
-        write_prompts(PromptSettings(output=tmp_path / "x", num_prompts=1, temperature=0), target, tokenizer)
+    with pytest.raises(
+        ValueError,
+        match="expected above 0 as temperature: greedy ones would all be the same, got 0",
+    ):
+        write_prompts(
+            PromptSettings(output=tmp_path / "x", num_prompts=1, temperature=0), target, tokenizer
+        )

@@ -21,10 +21,21 @@ from dflash_hf.training import DFlashTrainer
 from helpers import killed_run
 from helpers.training import draws, options, records
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+needs_muon = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon"
+)
 OPTIMS = ["adamw_torch", pytest.param("muon", marks=needs_muon)]
 # Whatever happens in a step that another program could be told of, in order.
-EVENTS = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log", "evaluate", "save"]
+EVENTS = [
+    "step_begin",
+    "substep_end",
+    "pre_optimizer_step",
+    "optimizer_step",
+    "step_end",
+    "log",
+    "evaluate",
+    "save",
+]
 MakeDraft = Callable[..., DFlashDraftModel]
 
 
@@ -44,11 +55,24 @@ class Kill(TrainerCallback):
             raise Killed
 
 
-def make(target: Qwen3ForCausalLM, draft: DFlashDraftModel, folder: Path, *callbacks: Any, **changes: Any) -> Any:
+def make(
+    target: Qwen3ForCausalLM, draft: DFlashDraftModel, folder: Path, *callbacks: Any, **changes: Any
+) -> Any:
     """A trainer with all that a step may depend on: dropout, accumulation, epochs, evaluations."""
-    fields = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 4, **changes}
+    fields = {
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        **changes,
+    }
     data = {"train_dataset": draws(10), "eval_dataset": draws(2)}
-    return DFlashTrainer(model=draft, target=target, args=options(folder, **fields), callbacks=list(callbacks), **data)
+    return DFlashTrainer(
+        model=draft,
+        target=target,
+        args=options(folder, **fields),
+        callbacks=list(callbacks),
+        **data,
+    )
 
 
 def assert_same(one: DFlashDraftModel, two: DFlashDraftModel) -> None:
@@ -68,7 +92,9 @@ def test_resumed_run_is_the_same_run_bit_for_bit(
     checkpoint = tmp_path / "b" / "checkpoint-4"
     resumed = make_draft(attention_dropout=0.1, initializer_range=0.5)
     torch.rand(5)
-    again = make(target, resumed, tmp_path / "c", optim=optim, resume_from_checkpoint=str(checkpoint))
+    again = make(
+        target, resumed, tmp_path / "c", optim=optim, resume_from_checkpoint=str(checkpoint)
+    )
     torch.rand(5)
     again.train()
     assert_same(whole, resumed)
@@ -78,7 +104,8 @@ def test_resumed_run_is_the_same_run_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("optim", "num_kills"), [pytest.param("adamw_torch", 12), pytest.param("muon", 5, marks=needs_muon)]
+    ("optim", "num_kills"),
+    [pytest.param("adamw_torch", 12), pytest.param("muon", 5, marks=needs_muon)],
 )
 def test_a_run_killed_at_many_places_is_the_same_run(
     optim: str, num_kills: int, target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
@@ -147,8 +174,14 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": ')
     again = make(target, resumed, tmp_path, save_steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(again, "get_train_dataloader", lambda: pytest.fail("which one it is shows before any data"))
-        with pytest.raises(ValueError, match=r"expected a checkpoint folder with trainer_state\.json, got .*-4; "):
+        patch.setattr(
+            again,
+            "get_train_dataloader",
+            lambda: pytest.fail("which one it is shows before any data"),
+        )
+        with pytest.raises(
+            ValueError, match=r"expected a checkpoint folder with trainer_state\.json, got .*-4; "
+        ):
             again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert again.train(resume_from_checkpoint=True).global_step == 8
     assert records(again)[0]["step"] == 4
@@ -172,7 +205,10 @@ def test_a_full_disk_is_told_and_the_run_goes_on_afterwards(
     trainer.add_callback(Fill())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with pytest.raises(OSError, match=r"expected to write .*checkpoint-4, got .*; make room or fix it, and go on"):
+        with pytest.raises(
+            OSError,
+            match=r"expected to write .*checkpoint-4, got .*; make room or fix it, and go on",
+        ):
             trainer.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -190,7 +226,9 @@ def test_a_process_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path)
     environment, chance = os.environ | {"PYTHONPATH": paths}, random.Random(3)
     for kill in (True,) * 5 + (False,):
         before = len(list((tmp_path / "run").glob("checkpoint-*/trainer_state.json")))
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
             while kill and process.poll() is None:
                 if len(list((tmp_path / "run").glob("checkpoint-*/trainer_state.json"))) > before:
                     time.sleep(chance.random())
@@ -199,5 +237,7 @@ def test_a_process_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path)
                 time.sleep(0.01)
             _, said = process.communicate()
         assert process.returncode == (-signal.SIGKILL if kill else 0), said.decode()
-    for one, two in zip(*(sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "run")), strict=True):
+    for one, two in zip(
+        *(sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "run")), strict=True
+    ):
         assert one.read_bytes() == two.read_bytes()

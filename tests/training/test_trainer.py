@@ -11,16 +11,27 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example, regenerate_answers, walked_acceptance
+from dflash_hf.training import (
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    Example,
+    regenerate_answers,
+    walked_acceptance,
+)
 from dflash_hf.training.optimizer import MuonAndAdamW
 from helpers.training import AtStep, draws, options, records
 from tiny import DFLASH2
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+needs_muon = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon"
+)
 
 
 def run(
-    target: Qwen3ForCausalLM, draft: DFlashDraftModel, args: DFlashTrainingArguments, count: int = 10
+    target: Qwen3ForCausalLM,
+    draft: DFlashDraftModel,
+    args: DFlashTrainingArguments,
+    count: int = 10,
 ) -> DFlashTrainer:
     trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=draws(count))
     trainer.train()
@@ -52,32 +63,51 @@ def test_accumulation_equals_a_larger_batch(target, make_draft, tmp_path: Path) 
     torch.testing.assert_close(one.fc.weight, two.fc.weight, rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_leaves_records_checkpoints_and_the_target_as_it_was(target, make_draft, tmp_path: Path) -> None:
+def test_a_run_leaves_records_checkpoints_and_the_target_as_it_was(
+    target, make_draft, tmp_path: Path
+) -> None:
     before = {name: p.clone() for name, p in target.named_parameters()}
     draft = make_draft()
     args = options(tmp_path, save_steps=2, save_total_limit=2, eval_strategy="steps", eval_steps=4)
-    trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=draws(10), eval_dataset=draws(3))
+    trainer = DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=draws(10), eval_dataset=draws(3)
+    )
     output = trainer.train()
     assert output.global_step == 8
     assert [record["step"] for record in records(trainer)] == [4, 8]
     walked = walked_acceptance(draft, trainer.target, draws(3)).acceptance_length
     assert [record["step"] for record in records(trainer, "eval_acceptance_length")] == [4, 8]
     assert records(trainer, "eval_acceptance_length")[-1]["eval_acceptance_length"] == walked
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
     told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record for record in told if "loss" in record] == records(trainer)
     assert sum(name.startswith("accuracy_") for name in told[0]) == draft.config.block_size - 1
     assert not draft.training
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in target.named_parameters())
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None for name, p in target.named_parameters()
+    )
     trainer.save_model()
     stored = DFlashDraftModel.from_pretrained(tmp_path)
-    assert all(torch.equal(value, stored.state_dict()[name]) for name, value in draft.state_dict().items())
+    assert all(
+        torch.equal(value, stored.state_dict()[name]) for name, value in draft.state_dict().items()
+    )
 
 
-def test_records_are_what_the_batches_between_them_counted(target, make_draft, tmp_path: Path) -> None:
+def test_records_are_what_the_batches_between_them_counted(
+    target, make_draft, tmp_path: Path
+) -> None:
     """One record over four steps joins those of four records over one step each."""
     each, joined = (
-        records(run(target, make_draft(), options(tmp_path, max_steps=4, logging_steps=steps, learning_rate=1e-9)))
+        records(
+            run(
+                target,
+                make_draft(),
+                options(tmp_path, max_steps=4, logging_steps=steps, learning_rate=1e-9),
+            )
+        )
         for steps in (1, 4)
     )
     assert len(each), len(joined) == (4, 1)
@@ -88,8 +118,12 @@ def test_records_are_what_the_batches_between_them_counted(target, make_draft, t
 def test_the_best_draft_is_the_one_that_accepts_most(target, make_draft, tmp_path: Path) -> None:
     """Not the last one, which has forgotten everything."""
     prompts = [example.input_ids for example in draws(4)]
-    answers = regenerate_answers(target, prompts, max_new_tokens=20, eos_token_id=46, pad_token_id=0)
-    data = [Example.from_pair(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    answers = regenerate_answers(
+        target, prompts, max_new_tokens=20, eos_token_id=46, pad_token_id=0
+    )
+    data = [
+        Example.from_pair(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     draft = make_draft(fresh=True, initializer_range=0.05)
     args = options(
         tmp_path,
@@ -113,7 +147,9 @@ def test_the_best_draft_is_the_one_that_accepts_most(target, make_draft, tmp_pat
     )
     args.metric_for_best_model = "eval_held_acceptance_length"
     trainer.train()
-    lengths = [r["eval_held_acceptance_length"] for r in records(trainer, "eval_held_acceptance_length")]
+    lengths = [
+        r["eval_held_acceptance_length"] for r in records(trainer, "eval_held_acceptance_length")
+    ]
     assert lengths[-1] < max(lengths)
     assert trainer.state.best_metric == max(lengths)
     assert walked_acceptance(draft, trainer.target, data).acceptance_length == max(lengths)
@@ -139,7 +175,9 @@ def test_labels_of_the_target_are_its_argmax(target, make_draft, tmp_path: Path)
         losses = []
         for labels in ("tokens", "target"):
             args = options(tmp_path, max_steps=1, labels=labels, learning_rate=1e-9)
-            trainer = DFlashTrainer(model=make_draft(), target=target, args=args, train_dataset=data)
+            trainer = DFlashTrainer(
+                model=make_draft(), target=target, args=args, train_dataset=data
+            )
             trainer.train()
             losses.append(records(trainer)[-1]["loss"])
         assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) is same
@@ -162,11 +200,15 @@ def test_a_target_in_bfloat16_trains_a_draft_in_float32(target, make_draft, tmp_
     assert records(trainer)[-1]["loss"] == pytest.approx(whole["loss"], rel=0.05)
     assert draft.dtype == torch.float32
     assert target.dtype == torch.bfloat16
-    assert DFlashTrainer(model=draft, target=target, args=options(tmp_path), eval_dataset=draws(3)).evaluate()
+    assert DFlashTrainer(
+        model=draft, target=target, args=options(tmp_path), eval_dataset=draws(3)
+    ).evaluate()
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", pytest.param("muon", marks=needs_muon)])
-def test_a_draft_in_bfloat16_has_masters_in_float32(optim: str, target, make_draft, tmp_path: Path) -> None:
+def test_a_draft_in_bfloat16_has_masters_in_float32(
+    optim: str, target, make_draft, tmp_path: Path
+) -> None:
     """Steps that bfloat16 would round away move its weights; it is saved in its own dtype on request."""
     draft = make_draft().bfloat16()
     before = {name: p.detach().clone() for name, p in draft.named_parameters()}
@@ -174,7 +216,9 @@ def test_a_draft_in_bfloat16_has_masters_in_float32(optim: str, target, make_dra
     trainer = run(target.bfloat16(), draft, args)
     assert draft.dtype == torch.float32
     for name, parameter in draft.named_parameters():
-        assert (parameter == before[name]).float().mean() < (0.05 if parameter.ndim == 2 else 0.3), name
+        assert (parameter == before[name]).float().mean() < (
+            0.05 if parameter.ndim == 2 else 0.3
+        ), name
     trainer.save_model(str(tmp_path / "stored"))
     assert draft.dtype == draft.config.dtype == torch.float32
     stored = DFlashDraftModel.from_pretrained(tmp_path / "stored")
@@ -187,7 +231,11 @@ def test_a_draft_in_bfloat16_has_masters_in_float32(optim: str, target, make_dra
 
 def test_checkpointed_layers_give_the_same_draft(target, make_draft, tmp_path: Path) -> None:
     names = {field.name for field in fields(DFlashTrainingArguments)}
-    name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    name = (
+        "activation_checkpointing"
+        if "activation_checkpointing" in names
+        else "gradient_checkpointing"
+    )
     plain, saving = make_draft(), make_draft()
     run(target, plain, options(tmp_path))
     calls: list[Any] = []
@@ -201,26 +249,41 @@ def test_checkpointed_layers_give_the_same_draft(target, make_draft, tmp_path: P
 def test_workers_change_nothing(target, make_draft, tmp_path: Path) -> None:
     alone, helped = make_draft(), make_draft()
     run(target, alone, options(tmp_path))
-    trainer = run(target, helped, options(tmp_path, dataloader_num_workers=2, dataloader_persistent_workers=True))
+    trainer = run(
+        target,
+        helped,
+        options(tmp_path, dataloader_num_workers=2, dataloader_persistent_workers=True),
+    )
     assert torch.equal(alone.fc.weight, helped.fc.weight)
     loader: Any = trainer.callback_handler.train_dataloader
-    loader._iterator._shutdown_workers()  # which are waited for, ten seconds long, when garbage is collected
+    # Which are waited for, ten seconds long, when garbage is collected
+    loader._iterator._shutdown_workers()
 
 
-def test_a_loss_that_is_no_number_ends_the_run_before_the_step(target, make_draft, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_before_the_step(
+    target, make_draft, tmp_path: Path
+) -> None:
     draft = make_draft()
     args = options(tmp_path, save_steps=2)
     poison = AtStep(3, lambda model: model.fc.weight.data[0].fill_(torch.nan))
-    trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=draws(10), callbacks=[poison])
-    with pytest.raises(FloatingPointError, match=r"at step 4, got .* no numbers in rows \d of train_dataset; look"):
+    trainer = DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=draws(10), callbacks=[poison]
+    )
+    with pytest.raises(
+        FloatingPointError, match=r"at step 4, got .* no numbers in rows \d of train_dataset; look"
+    ):
         trainer.train()
-    assert not [name for name, p in draft.named_parameters() if p.isnan().any() and name != "fc.weight"]
+    assert not [
+        name for name, p in draft.named_parameters() if p.isnan().any() and name != "fc.weight"
+    ]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_misfits_are_refused(target, make_draft, tmp_path: Path) -> None:
     def make(draft: Any, data: Any, **changes: object) -> DFlashTrainer:
-        return DFlashTrainer(model=draft, target=target, args=options(tmp_path, **changes), train_dataset=data)
+        return DFlashTrainer(
+            model=draft, target=target, args=options(tmp_path, **changes), train_dataset=data
+        )
 
     with pytest.raises(ValueError, match="expected examples with answer tokens, got none"):
         make(make_draft(), [Example.from_pair([1, 2], [])])
@@ -239,9 +302,13 @@ def test_misfits_are_refused(target, make_draft, tmp_path: Path) -> None:
 def test_the_old_order_and_other_kinds_are_told_apart(target, make_draft, tmp_path: Path) -> None:
     draft, args, old = make_draft(), options(tmp_path), Qwen3ForCausalLM
     order = r"write DFlashTrainer\(model=draft, target=target, args=args, train_dataset=examples\)"
-    with pytest.raises(ValueError, match=f"expected a DFlashDraftModel as model, got a {old.__name__}; {order}"):
+    with pytest.raises(
+        ValueError, match=f"expected a DFlashDraftModel as model, got a {old.__name__}; {order}"
+    ):
         DFlashTrainer(target, draft, draws(3), args)
-    with pytest.raises(ValueError, match=f"expected a PreTrainedModel as target, got a DFlashDraftModel; {order}"):
+    with pytest.raises(
+        ValueError, match=f"expected a PreTrainedModel as target, got a DFlashDraftModel; {order}"
+    ):
         DFlashTrainer(draft, draft, args, draws(3))
     with pytest.raises(ValueError, match="expected a DFlashTrainingArguments as args, got a list"):
         DFlashTrainer(draft, target, draws(3), args)
@@ -255,12 +322,18 @@ def test_muon_leaves_codebooks_to_adamw(make_draft, tmp_path: Path) -> None:
     draft = make_draft(**DFLASH2)
     optimizer = MuonAndAdamW(draft, options(tmp_path, optim="muon"))
     names = {id(parameter): name for name, parameter in draft.named_parameters()}
-    by_muon, by_adamw = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    by_muon, by_adamw = (
+        {names[id(p)] for p in group["params"]} for group in optimizer.param_groups
+    )
     assert by_muon | by_adamw == set(names.values())
     assert {name for name in by_adamw if draft.get_parameter(name).ndim != 1} == {
         "candidate_selector.predecessor_codebook",
         "candidate_selector.successor_codebook",
-        *(f"layers.{i}.{place}_conv.base_kernel" for i in range(3) for place in ("attention", "mlp")),
+        *(
+            f"layers.{i}.{place}_conv.base_kernel"
+            for i in range(3)
+            for place in ("attention", "mlp")
+        ),
     }
 
 
@@ -271,7 +344,9 @@ def test_one_optimizer_steps_as_the_two_of_torch(make_draft, tmp_path: Path) -> 
     one, two = make_draft(**DFLASH2), make_draft(**DFLASH2)
     optimizer = MuonAndAdamW(one, args)
     muon_group, adamw_group = MuonAndAdamW(two, args).param_groups
-    muon = torch.optim.Muon(muon_group["params"], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        muon_group["params"], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW(adamw_group["params"], lr=1e-3, weight_decay=0.0, betas=(0.9, 0.9))
     for step in range(4):
         for first, second in zip(one.parameters(), two.parameters(), strict=True):
@@ -312,16 +387,29 @@ def test_a_dflash2_draft_learns_in_both_losses(target, make_draft, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
-def test_a_draft_memorises_a_sequence(kind, target, make_draft: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_draft_memorises_a_sequence(
+    kind, target, make_draft: Callable[..., Any], tmp_path: Path
+) -> None:
     """Loss falls, and the walked acceptance of the memorised text rises above three tokens per verify."""
     prompts = [example.input_ids for example in draws(4)]
-    answers = regenerate_answers(target, prompts, max_new_tokens=30, eos_token_id=46, pad_token_id=0)
-    data = [Example.from_pair(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    answers = regenerate_answers(
+        target, prompts, max_new_tokens=30, eos_token_id=46, pad_token_id=0
+    )
+    data = [
+        Example.from_pair(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     draft = make_draft(fresh=True, initializer_range=0.05, **kind)
     args = options(
-        tmp_path, max_steps=120, per_device_train_batch_size=4, num_anchors=16, learning_rate=5e-3, logging_steps=20
+        tmp_path,
+        max_steps=120,
+        per_device_train_batch_size=4,
+        num_anchors=16,
+        learning_rate=5e-3,
+        logging_steps=20,
     )
-    trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=data, eval_dataset=data)
+    trainer = DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=data, eval_dataset=data
+    )
     before = trainer.evaluate()["eval_acceptance_length"]
     trainer.train()
     after = trainer.evaluate()["eval_acceptance_length"]

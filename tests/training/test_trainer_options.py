@@ -18,8 +18,12 @@ TOY = Path(__file__).parents[2] / "demos" / "toy" / "target"
 @pytest.fixture
 def data(target) -> list[Example]:
     prompts = [example.input_ids for example in draws(4)]
-    answers = regenerate_answers(target, prompts, max_new_tokens=20, eos_token_id=46, pad_token_id=0)
-    return [Example.from_pair(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    answers = regenerate_answers(
+        target, prompts, max_new_tokens=20, eos_token_id=46, pad_token_id=0
+    )
+    return [
+        Example.from_pair(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -40,9 +44,17 @@ def test_a_draft_learns(name: str, target, make_draft, data: list[Example], tmp_
     draft = make_draft(fresh=True, initializer_range=0.05, **fields)
     before = {key: p.detach().clone() for key, p in draft.named_parameters()}
     args = options(
-        tmp_path, max_steps=80, num_anchors=16, learning_rate=5e-3, logging_steps=20, save_strategy="no", **changes
+        tmp_path,
+        max_steps=80,
+        num_anchors=16,
+        learning_rate=5e-3,
+        logging_steps=20,
+        save_strategy="no",
+        **changes,
     )
-    trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=data, eval_dataset=data)
+    trainer = DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=data, eval_dataset=data
+    )
     first = trainer.evaluate()["eval_acceptance_length"]
     trainer.train()
     assert trainer.evaluate()["eval_acceptance_length"] > first + 0.3
@@ -68,7 +80,11 @@ def test_features_on_disk_are_written_once_and_train_the_same_draft(
     drafts = []
     for cache, workers, expected in ((None, 0, 8), ("a", 0, 4), ("a", 1, 0)):
         calls.clear()
-        changes = {"per_device_train_batch_size": 1, "dataloader_num_workers": workers, "save_strategy": "no"}
+        changes = {
+            "per_device_train_batch_size": 1,
+            "dataloader_num_workers": workers,
+            "save_strategy": "no",
+        }
         folder = None if cache is None else str(tmp_path / cache)
         draft = make_draft()
         args = options(tmp_path / "run", feature_cache=folder, **changes)
@@ -83,11 +99,16 @@ def test_features_on_disk_are_written_once_and_train_the_same_draft(
 def test_features_of_another_target_are_refused_before_the_first_step(
     target, make_draft, data: list[Example], tmp_path: Path
 ) -> None:
-    args = options(tmp_path, feature_cache=str(tmp_path / "features"), max_steps=1, save_strategy="no")
+    args = options(
+        tmp_path, feature_cache=str(tmp_path / "features"), max_steps=1, save_strategy="no"
+    )
     DFlashTrainer(model=make_draft(), target=target, args=args, train_dataset=data).train()
     torch.nn.init.ones_(target.model.layers[0].mlp.up_proj.weight)
     trainer = DFlashTrainer(model=make_draft(), target=target, args=args, train_dataset=data)
-    with pytest.raises(ValueError, match=r"expected features with target '.*; use the target they were written with"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected features with target '.*; use the target they were written with",
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -100,29 +121,46 @@ def test_a_tokenizer_is_saved_beside_the_draft_and_changes_nothing_in_it(
     draft = make_draft()
     args = options(tmp_path, max_steps=2, save_steps=2)
     before = draft.generation_config.to_dict()
-    trainer = DFlashTrainer(model=draft, target=target, args=args, train_dataset=data, processing_class=tokenizer)
+    trainer = DFlashTrainer(
+        model=draft, target=target, args=args, train_dataset=data, processing_class=tokenizer
+    )
     trainer.train()
     trainer.save_model()
     assert draft.generation_config.to_dict() == before
     assert not {"bos_token_id", "eos_token_id", "pad_token_id"} & vars(draft.config).keys()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
-        assert "eos_token_id" not in DFlashDraftModel.from_pretrained(folder).generation_config.to_diff_dict()
+        assert (
+            "eos_token_id"
+            not in DFlashDraftModel.from_pretrained(folder).generation_config.to_diff_dict()
+        )
 
 
-def test_rows_that_do_not_fit_are_refused_before_the_first_step(target, make_draft, tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_are_refused_before_the_first_step(
+    target, make_draft, tmp_path: Path
+) -> None:
     args = options(tmp_path, packing_length=8)
     trainer = DFlashTrainer(model=make_draft(), target=target, args=args, train_dataset=draws(10))
     with pytest.raises(ValueError, match="expected examples of at most 8 tokens to pack, got"):
         trainer.train()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
-def test_an_adapter_is_trained_and_saved_alone(target, make_draft, data: list[Example], tmp_path: Path) -> None:
+# PEFT asks for it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_is_trained_and_saved_alone(
+    target, make_draft, data: list[Example], tmp_path: Path
+) -> None:
     """On a draft in bfloat16; and it resumes."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "fc"], r=4)
-    args = options(tmp_path, learning_rate=5e-3, save_steps=4, save_dtype="auto", eval_strategy="steps", eval_steps=4)
+    args = options(
+        tmp_path,
+        learning_rate=5e-3,
+        save_steps=4,
+        save_dtype="auto",
+        eval_strategy="steps",
+        eval_steps=4,
+    )
     found = []
     for resume in (None, True):
         draft = make_draft().bfloat16()
@@ -130,7 +168,9 @@ def test_an_adapter_is_trained_and_saved_alone(target, make_draft, data: list[Ex
         torch.manual_seed(2)
         model = peft.get_peft_model(draft, config)
         (tmp_path / "checkpoint-8" / "trainer_state.json").unlink(missing_ok=True)
-        trainer = DFlashTrainer(model=model, target=target, args=args, train_dataset=data, eval_dataset=data)
+        trainer = DFlashTrainer(
+            model=model, target=target, args=args, train_dataset=data, eval_dataset=data
+        )
         trainer.train(resume_from_checkpoint=resume)
         for name, p in model.get_base_model().named_parameters():
             key = name.replace(".base_layer", "")

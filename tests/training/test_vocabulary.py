@@ -17,8 +17,11 @@ EXAMPLES = [
 def test_the_most_frequent_tokens_of_the_answers(caplog: pytest.LogCaptureFixture) -> None:
     transformers.utils.logging.enable_propagation()
     with caplog.at_level(logging.WARNING):
-        assert frequent_tokens(EXAMPLES, 2) == [2, 5]  # three times 5; of 2, 6 and 7, twice each, the lowest id
-    assert "The 2 tokens of the reduced vocabulary are 50.00% of what the answers hold." in caplog.text
+        # Three times 5; of 2, 6 and 7, twice each, the lowest id
+        assert frequent_tokens(EXAMPLES, 2) == [2, 5]
+    assert (
+        "The 2 tokens of the reduced vocabulary are 50.00% of what the answers hold." in caplog.text
+    )
     assert frequent_tokens(EXAMPLES, 3, always=[30]) == [2, 5, 30]
     assert frequent_tokens(EXAMPLES, 100) == [2, 4, 5, 6, 7]
 

@@ -11,7 +11,9 @@ from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 
 
 @pytest.mark.usefixtures("whole_trees")
-@pytest.mark.parametrize("options", [{}, DFLASH2, {"sample_from_anchor": True}], ids=["dflash", "dflash 2", "anchor"])
+@pytest.mark.parametrize(
+    "options", [{}, DFLASH2, {"sample_from_anchor": True}], ids=["dflash", "dflash 2", "anchor"]
+)
 def test_a_walk_along_trees_commits_what_generate_does(options: dict[str, object]) -> None:
     target = tiny_target("qwen3")
     # A small vocabulary and a wide tree: a random draft is right now and then.

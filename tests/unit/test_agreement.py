@@ -29,7 +29,9 @@ def logits_of(target: PreTrainedModel, inputs: dict[str, Tensor], begun: list[in
 def part(target: PreTrainedModel, first: int, second: int, **settings: Any) -> Agreement:
     """Compares two answers that go on differently behind `BEGUN`."""
     inputs = prompts([7], 0)
-    return agreement(target, inputs, [*BEGUN, first, 5], [*BEGUN, second, 6, 7], **{**GREEDY, **settings})
+    return agreement(
+        target, inputs, [*BEGUN, first, 5], [*BEGUN, second, 6, 7], **{**GREEDY, **settings}
+    )
 
 
 def test_first_differences() -> None:
@@ -44,11 +46,18 @@ def test_identical_answers_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(target, "generate", None)
     monkeypatch.setattr(module, "reference_for", None)
     found = agreement(target, prompts([7, 4], 0), [1, 2], [1, 2])
-    assert (found.identical, found.holds, found.sentence, found.to_dict()) == (True, True, "identical", None)
+    assert (found.identical, found.holds, found.sentence, found.to_dict()) == (
+        True,
+        True,
+        "identical",
+        None,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_margins_are_those_of_the_logits_and_ties_those_within_the_tolerance(dtype: torch.dtype) -> None:
+def test_margins_are_those_of_the_logits_and_ties_those_within_the_tolerance(
+    dtype: torch.dtype,
+) -> None:
     """Half precision is measured in float32; every pair of tokens is a tie or not by the one rule."""
     target = tiny_target("qwen3").to(dtype)
     is_half = dtype.itemsize == 2
@@ -59,8 +68,12 @@ def test_margins_are_those_of_the_logits_and_ties_those_within_the_tolerance(dty
     for other in [int(token) for token in logits.argsort(descending=True)[1::7]]:
         found = part(target, best, other)
         assert part(target, other, best).margin == found.margin
-        assert found.margin == pytest.approx(float(logits[best] - logits[other]), rel=1e-5, abs=1e-5)
-        assert found.tolerance == pytest.approx((2 if is_half else 16) * torch.finfo(dtype).eps * size, rel=1e-4)
+        assert found.margin == pytest.approx(
+            float(logits[best] - logits[other]), rel=1e-5, abs=1e-5
+        )
+        assert found.tolerance == pytest.approx(
+            (2 if is_half else 16) * torch.finfo(dtype).eps * size, rel=1e-4
+        )
         assert found.margin is not None
         assert found.tolerance is not None
         assert found.is_tie == found.holds == (found.margin <= found.tolerance)
@@ -102,7 +115,9 @@ def test_answer_that_ends_early_is_no_tie() -> None:
     for plain, drafted in ((BEGUN, [*BEGUN, 4]), ([*BEGUN, 4], BEGUN)):
         found = agreement(target, prompts([7], 0), plain, drafted, **GREEDY)
         assert (found.token, found.margin, found.is_tie, found.holds) == (3, None, False, False)
-        assert found.sentence == "differs from token 4 on, where one answer ends and the other goes on"
+        assert (
+            found.sentence == "differs from token 4 on, where one answer ends and the other goes on"
+        )
 
 
 def test_size_is_not_that_of_best_logits_near_zero() -> None:
@@ -127,7 +142,9 @@ def test_size_is_not_that_of_best_logits_near_zero() -> None:
 
 def test_float32_copy_is_exact_and_leaves_the_target_alone() -> None:
     target = tiny_target("llama", tie_word_embeddings=True).to(torch.bfloat16)
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in target.state_dict().items()}
+    before = {
+        name: (tensor.data_ptr(), tensor.clone()) for name, tensor in target.state_dict().items()
+    }
     copied = reference_for(target)
     assert copied.dtype == torch.float32
     assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
@@ -179,15 +196,24 @@ def test_padded_row_and_processors_are_plain_generate_s() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, 0), (1.6, 0), (1.0, 8)])
-def test_sampled_answers_are_compared_by_scores_with_their_noise(temperature: float, top_k: int) -> None:
+def test_sampled_answers_are_compared_by_scores_with_their_noise(
+    temperature: float, top_k: int
+) -> None:
     target = tiny_target("qwen3")
     torch.manual_seed(0)
     draft = DFlashDraftModel(draft_config(target)).to(target.dtype).eval()
     draft.generation_config.block_size = 1
     inputs = prompts([7], 1)
-    settings: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
+    settings: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": 1.0,
+    }
     torch.manual_seed(11)
-    plain = target.generate(**inputs, **settings, max_new_tokens=10, assistant_model=draft)[0, 7:].tolist()
+    plain = target.generate(**inputs, **settings, max_new_tokens=10, assistant_model=draft)[
+        0, 7:
+    ].tolist()
     state = torch.get_rng_state()
     for index in (0, 4, 9):
         scores, size = module._scores(target, inputs, plain[:index], 11, settings)
@@ -212,7 +238,9 @@ def test_sampled_answers_are_compared_by_scores_with_their_noise(temperature: fl
 def test_wrong_input_is_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3")
     monkeypatch.setattr(target, "generate", None)
-    with pytest.raises(ValueError, match=r"expected the inputs of one prompt, got those of 2; compare"):
+    with pytest.raises(
+        ValueError, match=r"expected the inputs of one prompt, got those of 2; compare"
+    ):
         agreement(target, prompts([7, 4], 0), [1], [2], **GREEDY)
     with pytest.raises(ValueError, match=r"expected the seed of sampled answers, got none; give"):
         agreement(target, prompts([7], 0), [1], [2], do_sample=True)

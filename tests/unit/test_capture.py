@@ -47,11 +47,15 @@ class World:
                 world.calls.append("reset")
 
         @contextmanager
-        def graph(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> Generator[None]:
+        def graph(
+            graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = ""
+        ) -> Generator[None]:
             assert capture_error_mode == "thread_local"
             assert isinstance(stream, Stream)
             world.calls.append("begin")
-            assert not torch.is_inference_mode_enabled(), "the generator's tensors would be those of inference mode"
+            assert not torch.is_inference_mode_enabled(), (
+                "the generator's tensors would be those of inference mode"
+            )
             assert not world.recording, "allocator: a capture is under way"
             world.generator_is_captured = True
             world.recording.append(pool)
@@ -68,7 +72,9 @@ class World:
             elif world.ends_by_itself:
                 world.recording.remove(pool)
             if failed is not None:
-                raise RuntimeError("CUDA error: operation failed due to a previous error") from failed
+                raise RuntimeError(
+                    "CUDA error: operation failed due to a previous error"
+                ) from failed
 
         def end(index: int, pool: Any) -> None:
             world.calls.append("end allocation")
@@ -91,8 +97,14 @@ class World:
         monkeypatch.setattr(torch.cuda, "graph", graph)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device))
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: world.calls.append("synchronize"))
-        for name, function in (("endAllocateToPool", end), ("releasePool", release), ("clearCublasWorkspaces", clear)):
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda device: world.calls.append("synchronize")
+        )
+        for name, function in (
+            ("endAllocateToPool", end),
+            ("releasePool", release),
+            ("clearCublasWorkspaces", clear),
+        ):
             monkeypatch.setattr(torch._C, f"_cuda_{name}", function, raising=False)
         module._capture_stream.cache_clear()
 
@@ -130,7 +142,9 @@ def test_a_capture_begins_outside_inference_mode_and_what_is_captured_is_in_the_
     assert out == is_inference
 
 
-@pytest.mark.parametrize("ends_by_itself", [False, True], ids=["torch 2.11", "a torch that ends it"])
+@pytest.mark.parametrize(
+    "ends_by_itself", [False, True], ids=["torch 2.11", "a torch that ends it"]
+)
 def test_a_refused_capture_leaves_generator_allocator_and_pool_as_they_were(
     ends_by_itself: bool, world: World
 ) -> None:
@@ -140,14 +154,20 @@ def test_a_refused_capture_leaves_generator_allocator_and_pool_as_they_were(
         world.multiply()
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    with pytest.raises(NotCapturableError, match=r"^CUDA could not capture it .RuntimeError: CUDA error: op"):
+    with pytest.raises(
+        NotCapturableError, match=r"^CUDA could not capture it .RuntimeError: CUDA error: op"
+    ):
         capture(world.multiply, refused, DEVICE, POOL)
     assert not world.generator_is_captured
     assert not world.recording
     assert world.workspace is None
     # A graph that torch has counted, and not ended, it never counts off.
     assert world.num_graphs[POOL] == (1 if ends_by_itself else 0)
-    order = [call for call in world.calls if call in ("synchronize", "end allocation", "release", "reset", "begin")]
+    order = [
+        call
+        for call in world.calls
+        if call in ("synchronize", "end allocation", "release", "reset", "begin")
+    ]
     released = [] if ends_by_itself else ["release"]
     assert order == ["begin", "synchronize", "end allocation", *released, "reset", "begin"]
     assert len(module._refused) == 1, "allocators ask it which stream is its"
@@ -155,18 +175,25 @@ def test_a_refused_capture_leaves_generator_allocator_and_pool_as_they_were(
     assert capture(world.multiply, world.multiply, DEVICE, POOL)[1] == POOL
 
 
-def test_an_older_torch_without_these_functions_captures(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_without_these_functions_captures(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("endAllocateToPool", "releasePool", "clearCublasWorkspaces"):
         monkeypatch.delattr(torch._C, f"_cuda_{name}")
     assert capture(world.multiply, world.multiply, DEVICE, POOL)[1] == "outside"
 
 
-def test_a_device_that_has_failed_is_not_captured_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_has_failed_is_not_captured_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failed(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", failed)
-    with pytest.raises(RuntimeError, match="expected the steps to run on CUDA, got RuntimeError: CUDA error: an ill"):
+    with pytest.raises(
+        RuntimeError,
+        match="expected the steps to run on CUDA, got RuntimeError: CUDA error: an ill",
+    ):
         capture(world.multiply, lambda: failed(DEVICE), DEVICE, POOL)
     assert world.calls.count("begin") == 1
 

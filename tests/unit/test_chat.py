@@ -15,7 +15,16 @@ from PIL import Image
 from rich.console import Console
 from transformers.cli.serving.utils import InferenceThread
 
-from dflash_hf.chat.conversation import MAX_SESSIONS, Answer, Conversation, Run, Sessions, Settings, State, Turn
+from dflash_hf.chat.conversation import (
+    MAX_SESSIONS,
+    Answer,
+    Conversation,
+    Run,
+    Sessions,
+    Settings,
+    State,
+    Turn,
+)
 from dflash_hf.chat.model import RunStreamer, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli import pair
@@ -29,7 +38,11 @@ STATES: tuple[State, ...] = get_args(State)
 
 def answered(text: str) -> Turn:
     run = Run(text=text, bonus="", num_tokens=1, num_accepted=0, seconds=0.1)
-    return Turn(text="question", images=[], answer=Answer(drafted=True, block_size=4, runs=[run], state="done"))
+    return Turn(
+        text="question",
+        images=[],
+        answer=Answer(drafted=True, block_size=4, runs=[run], state="done"),
+    )
 
 
 # ---- images
@@ -69,14 +82,18 @@ def test_large_image_is_kept_small_and_a_larger_one_is_never_decoded(tmp_path: P
     assert 0.99 * KEPT_PIXELS < kept.width * kept.height <= KEPT_PIXELS
     assert kept.width / kept.height == pytest.approx(4 / 3, rel=1e-2)
     Image.new("1", (9000, 9000)).save(tmp_path / "larger.png")
-    with pytest.raises(ValueError, match=r"at most 64 megapixels, got larger\.png with 9000 × 9000 \(81\)"):
+    with pytest.raises(
+        ValueError, match=r"at most 64 megapixels, got larger\.png with 9000 × 9000 \(81\)"
+    ):
         read_image(tmp_path / "larger.png")
     (tmp_path / "heavy.png").write_bytes(bytes(MAX_FILE_BYTES + 1))
     with pytest.raises(ValueError, match=r"at most 20 MB"):
         read_image(tmp_path / "heavy.png")
 
 
-@pytest.mark.parametrize("content", [b"", b"GIF89a", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"<svg xmlns='x'/>"])
+@pytest.mark.parametrize(
+    "content", [b"", b"GIF89a", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"<svg xmlns='x'/>"]
+)
 def test_what_is_no_image_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(content)
     with pytest.raises(ValueError, match=r"^expected an image .*, got x\.png"):
@@ -139,7 +156,9 @@ def test_stop_ends_a_run_and_the_wait_for_one() -> None:
     answer = last_of(thread, runs, run)
     assert (answer.state, len(answer.runs)) == ("stopped", 1)
     thread.submit(free.wait)
-    assert last_of(thread, streamer(stop), lambda: pytest.fail("it did not wait")).state == "stopped"
+    assert (
+        last_of(thread, streamer(stop), lambda: pytest.fail("it did not wait")).state == "stopped"
+    )
     free.set()
     thread.submit(int).result()
 
@@ -174,8 +193,14 @@ def test_leaving_ends_the_run_and_errors_become_sentences() -> None:
         raise KeyError("secret")
 
     answer = last_of(thread, streamer(threading.Event()), fail)
-    assert (answer.state, "KeyError" in answer.error, "secret" in answer.error) == ("failed", True, False)
-    assert last_of(thread, streamer(threading.Event()), lambda: None).state == "done", "nobody gets a turn any more"
+    assert (answer.state, "KeyError" in answer.error, "secret" in answer.error) == (
+        "failed",
+        True,
+        False,
+    )
+    assert last_of(thread, streamer(threading.Event()), lambda: None).state == "done", (
+        "nobody gets a turn any more"
+    )
 
 
 def test_pages_have_conversations_of_their_own() -> None:
@@ -201,15 +226,28 @@ def test_pages_have_conversations_of_their_own() -> None:
 
 
 def test_unanswered_turns_are_not_part_of_the_conversation() -> None:
-    failed = Turn(text="failed", images=[], answer=Answer(drafted=True, block_size=4, state="failed"))
+    failed = Turn(
+        text="failed", images=[], answer=Answer(drafted=True, block_size=4, state="failed")
+    )
     asked = Turn(text="now", images=[], answer=Answer(drafted=True, block_size=4))
     conversation = Conversation(turns=[answered("yes"), failed, asked])
-    assert [m["content"] for m in conversation.messages(in_parts=False)] == ["question", "yes", "now"]
+    assert [m["content"] for m in conversation.messages(in_parts=False)] == [
+        "question",
+        "yes",
+        "now",
+    ]
     assert conversation.messages(in_parts=True)[2]["content"] == [{"type": "text", "text": "now"}]
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": -1.0}, {"temperature": 9.0}, {"max_new_tokens": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
+    "settings",
+    [
+        {"temperature": -1.0},
+        {"temperature": 9.0},
+        {"max_new_tokens": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+    ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^expected"):
@@ -236,10 +274,14 @@ def test_nothing_that_was_written_is_markup() -> None:
 def test_race_that_differs_says_where() -> None:
     plain = Answer(drafted=False, block_size=4, ids=[1, 2, 3], seconds=2.0, state="done")
     drafted = Answer(drafted=True, block_size=4, ids=[1, 2, 4], seconds=1.0, state="done")
-    drafted.agreement = Agreement(sentence="differs from token 3 on, where it is wrong", token=2, is_tie=False)
+    drafted.agreement = Agreement(
+        sentence="differs from token 3 on, where it is wrong", token=2, is_tie=False
+    )
     page = " ".join(render("race", "?", plain, drafted).split())
     assert "not identical</em> the answer differs from token 3 on, where it is wrong" in page
-    drafted.agreement = Agreement(sentence="differs from token 3 on, where logits tie", token=2, is_tie=True)
+    drafted.agreement = Agreement(
+        sentence="differs from token 3 on, where logits tie", token=2, is_tie=True
+    )
     page = " ".join(render("race", "?", plain, drafted).split())
     assert "identical up to a tie</em> the answer differs from token 3 on, where logits tie" in page
     assert "not identical" not in page
@@ -249,15 +291,26 @@ def test_race_that_differs_says_where() -> None:
 
 def lane(state: Any, drafted: bool, seconds: float, *sizes: int) -> Answer:
     """An answer that came in runs of these sizes."""
-    runs = [Run(text="a" * n, bonus="b", num_tokens=n, num_accepted=n - 1, seconds=seconds) for n in sizes]
+    runs = [
+        Run(text="a" * n, bonus="b", num_tokens=n, num_accepted=n - 1, seconds=seconds)
+        for n in sizes
+    ]
     return Answer(
-        drafted=drafted, block_size=4, ids=[1] * sum(sizes), runs=runs, state=state, seconds=seconds if runs else 0.0
+        drafted=drafted,
+        block_size=4,
+        ids=[1] * sum(sizes),
+        runs=runs,
+        state=state,
+        seconds=seconds if runs else 0.0,
     )
 
 
 def headline(plain_seconds: float, drafted_seconds: float) -> str:
     """What is said of a race in which every step but the first wrote two of nine tokens."""
-    plain, drafted = lane("done", False, plain_seconds, *[1] * 9), lane("done", True, drafted_seconds, 1, 2, 2, 2, 2)
+    plain, drafted = (
+        lane("done", False, plain_seconds, *[1] * 9),
+        lane("done", True, drafted_seconds, 1, 2, 2, 2, 2),
+    )
     drafted.agreement = Agreement(sentence="identical")
     return re.sub(r"<[^>]*>", "", " ".join(render("headline", None, (plain, drafted)).split()))
 
@@ -271,7 +324,10 @@ def test_headline_says_how_much_faster_and_when_a_draft_does_not_pay_why() -> No
     slow = headline(1.0, 1.5)
     assert "Same answer, but 1.5× slower" in slow
     # 1.5 s in 5 steps, against 1 s in 9: 0.3 s against 0.111 s; 9 tokens in 5 steps.
-    assert "does not pay here: a step with it takes as long as 2.7 steps without, but writes 1.8 tokens only" in slow
+    assert (
+        "does not pay here: a step with it takes as long as 2.7 steps without, but writes 1.8 tokens only"
+        in slow
+    )
     assert "faster" not in slow
 
 
@@ -300,11 +356,24 @@ def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
     picture(16, 16).save(outside)
 
     def row(kind: str, text: str, *paths: str, turns: int = 1) -> dict[str, Any]:
-        content = [{"type": "image", "path": path} for path in paths] + [{"type": "text", "text": text}]
-        return {"kind": kind, "messages": [{"role": "user", "content": content if paths else text}] * turns}
+        content = [{"type": "image", "path": path} for path in paths] + [
+            {"type": "text", "text": text}
+        ]
+        return {
+            "kind": kind,
+            "messages": [{"role": "user", "content": content if paths else text}] * turns,
+        }
 
-    rows = [row("talk", "hi"), row("see", "what", "pictures/a.png"), row("see", "second", "pictures/a.png")]
-    rows += [row("out", "x", "../outside.png"), row("gone", "x", "pictures/b.png"), row("long", "x", turns=3)]
+    rows = [
+        row("talk", "hi"),
+        row("see", "what", "pictures/a.png"),
+        row("see", "second", "pictures/a.png"),
+    ]
+    rows += [
+        row("out", "x", "../outside.png"),
+        row("gone", "x", "pictures/b.png"),
+        row("long", "x", turns=3),
+    ]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = find_examples(str(tmp_path / "draft"), takes_images=True)
     assert list(found.items()) == [("what", [tmp_path / "pictures" / "a.png"]), ("hi", [])]
@@ -315,7 +384,9 @@ def test_examples_are_the_pair_s_own_prompts(tmp_path: Path) -> None:
 # ---- the pair to chat with
 
 
-def test_the_real_pair_is_taken_where_it_was_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_pair_is_taken_where_it_was_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy = tmp_path / "demos" / "toy"
     monkeypatch.setattr(pair, "CLONE", tmp_path)
     assert pair.default_pair() == "text", "an installed package has none of them"
@@ -343,7 +414,9 @@ class Refusing:
         self.refusal = refusal
         self.asked: list[tuple[str, int]] = []
 
-    def ask(self, conversation: Conversation, text: str, images: list[Any], settings: Settings) -> Any:
+    def ask(
+        self, conversation: Conversation, text: str, images: list[Any], settings: Settings
+    ) -> Any:
         self.asked.append((text, len(images)))
         if len(self.asked) == 1:
             raise self.refusal("expected less, got [/more]; [bold]shorten it")
@@ -364,7 +437,9 @@ def test_terminal_shows_sentences_as_they_are_and_refused_images_do_not_stay(
 ) -> None:
     picture(8, 8).save(tmp_path / "a.png")
     model = Refusing(takes_images=True, refusal=refusal)
-    shown = typed(model, [f"/image {tmp_path}/a.png", "/image [/nowhere].png", "one", "two"], monkeypatch)
+    shown = typed(
+        model, [f"/image {tmp_path}/a.png", "/image [/nowhere].png", "one", "two"], monkeypatch
+    )
     assert "got [/nowhere].png, which is not there" in shown
     assert "got [/more]; [bold]shorten it" in shown
     assert model.asked == [("one", 1), ("two", stay)]
@@ -381,8 +456,22 @@ def test_terminal_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         return ask(conversation, text, images, settings)
 
     model.ask = noting  # type: ignore[method-assign]
-    lines = ["/help", "/image", "/nonsense", "one", "/temperature 0.5", "/system Be short.", "two", "/new", "three"]
-    shown = typed(model, [*lines, "/temperature x", "/temperature 9", "/system", "four", "/exit", "five"], monkeypatch)
+    lines = [
+        "/help",
+        "/image",
+        "/nonsense",
+        "one",
+        "/temperature 0.5",
+        "/system Be short.",
+        "two",
+        "/new",
+        "three",
+    ]
+    shown = typed(
+        model,
+        [*lines, "/temperature x", "/temperature 9", "/system", "four", "/exit", "five"],
+        monkeypatch,
+    )
     assert shown.count("adds an image to the next question") == 1
     assert "expected a file after /image, got none" in shown
     assert "expected a command that there is, got /nonsense; /help lists them" in shown

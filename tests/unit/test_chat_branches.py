@@ -39,7 +39,10 @@ def answered(longest_match: int, max_new_tokens: int = 40) -> tuple[Answer, list
     text = target.generate(**settings)
     draft = Oracle(draft_config(target, 8)).to(target.dtype).eval()
     arm(draft, truth_of(inputs, text), SEED, None, NODES)
-    draft.generation_config.num_tree_nodes, draft.generation_config.max_matching_ngram_size = NODES, longest_match
+    draft.generation_config.num_tree_nodes, draft.generation_config.max_matching_ngram_size = (
+        NODES,
+        longest_match,
+    )
     tokenizer: Any = Numbers()
     answer = Answer(drafted=True, block_size=8)
     streamer = RunStreamer(answer, threading.Event(), tokenizer)
@@ -63,7 +66,9 @@ def continuations(step: Any) -> list[tuple[int, list[int]]]:
         shared = sum(itertools.takewhile(bool, (a == b for a, b in zip(text, taken, strict=False))))
         if is_whole and text != taken[: len(text)]:
             found.append((texts.index(text[: shared + 1]), leaf, shared, text[shared:]))
-    return [(shared, rest) for _, _, shared, rest in sorted(found) if shared < len(step.committed[0])]
+    return [
+        (shared, rest) for _, _, shared, rest in sorted(found) if shared < len(step.committed[0])
+    ]
 
 
 @pytest.mark.usefixtures("whole_trees")
@@ -127,7 +132,10 @@ def test_nothing_is_beside_what_was_cut_off() -> None:
 #        |    `- 3 -- 5
 #        `- 6
 TREE = VerifiedTree(
-    path=[0, 1, 2, 0], node_ids=[9, 11, 12, 13, 14, 15, 16], parents=[0, 0, 1, 1, 2, 3, 0], sources=[0] * 7
+    path=[0, 1, 2, 0],
+    node_ids=[9, 11, 12, 13, 14, 15, 16],
+    parents=[0, 0, 1, 1, 2, 3, 0],
+    sources=[0] * 7,
 )
 
 
@@ -158,7 +166,9 @@ def test_odd_tokens_are_shown() -> None:
     assert texts("naïve", " – 日本") == " – 日本"
     assert texts("it ends", "<|im_end|>") == "<|im_end|>"
     assert texts("half ", tokenizer("é")["input_ids"][:1]) == "\ufffd"
-    assert texts("it is", [len(tokenizer) + 7]) == f"#{len(tokenizer) + 7}", "an id that the tokenizer does not know"
+    assert texts("it is", [len(tokenizer) + 7]) == f"#{len(tokenizer) + 7}", (
+        "an id that the tokenizer does not know"
+    )
     # The first byte of a character is text already; the branch has the others.
     start, rest = tokenizer("é")["input_ids"]
     tree = VerifiedTree([0, 0], [start, rest], [0, 0], [0, 0])
@@ -182,7 +192,10 @@ def shown(tried: Tried | None, *, stats: SpeculativeStats | None = None) -> str:
         )
         for index, text in enumerate("xyz")
     ]
-    return render("answer", Answer(drafted=True, block_size=4, ids=[1] * 6, runs=runs, state="done", stats=stats))
+    return render(
+        "answer",
+        Answer(drafted=True, block_size=4, ids=[1] * 6, runs=runs, state="done", stats=stats),
+    )
 
 
 def test_a_chain_is_shown_as_before_and_a_tree_has_one_stop_for_the_keyboard() -> None:
@@ -190,7 +203,10 @@ def test_a_chain_is_shown_as_before_and_a_tree_has_one_stop_for_the_keyboard() -
     assert chain.count("title=") == 3
     assert "data-df" not in chain
     assert "tabindex" not in chain
-    branches = [Branch(after=0, text="one\n", from_text=False), Branch(after=2, text="\ttwo", from_text=True)]
+    branches = [
+        Branch(after=0, text="one\n", from_text=False),
+        Branch(after=2, text="\ttwo", from_text=True),
+    ]
     tree = shown(Tried(branches=branches, num_more=3, num_off_branch=0))
     assert tree.count('data-df-tried="3\n0\t0\tone↵\n2\t1\t⇥two"') == 2
     assert tree.count('tabindex="0"') == 1
@@ -199,16 +215,28 @@ def test_a_chain_is_shown_as_before_and_a_tree_has_one_stop_for_the_keyboard() -
 
 def test_nothing_that_was_tried_is_markup() -> None:
     hostile = "\"><script>x</script><img src=x onerror='y'> & ${1} {{value}} `y`\x00\r\n\t0\t1"
-    page = shown(Tried(branches=[Branch(after=0, text=hostile, from_text=False)], num_more=0, num_off_branch=0))
-    assert not any(raw in page for raw in ("<script", "<img", "${", "{{", "`", "\x00", "\r", 'd="q'))
+    page = shown(
+        Tried(
+            branches=[Branch(after=0, text=hostile, from_text=False)], num_more=0, num_off_branch=0
+        )
+    )
+    assert not any(
+        raw in page for raw in ("<script", "<img", "${", "{{", "`", "\x00", "\r", 'd="q')
+    )
     start = page.index('data-df-tried="') + len('data-df-tried="')
-    assert page[start : page.index('"', start)].count("\n") == 1, "a branch takes more than its line"
+    assert page[start : page.index('"', start)].count("\n") == 1, (
+        "a branch takes more than its line"
+    )
     assert page[start : page.index('"', start)].count("\t") == 2
 
 
 def test_where_guesses_came_from_is_said_at_the_end_and_of_trees_only() -> None:
     tried = Tried(branches=[], num_more=0, num_off_branch=2)
-    stats = SpeculativeStats(num_accepted=[[5, 4]], num_tried_by_node=[9, 9], num_accepted_from_text=1)
-    assert "guesses taken: 4 first choice, 4 off a branch, 1 from the text before" in shown(tried, stats=stats)
+    stats = SpeculativeStats(
+        num_accepted=[[5, 4]], num_tried_by_node=[9, 9], num_accepted_from_text=1
+    )
+    assert "guesses taken: 4 first choice, 4 off a branch, 1 from the text before" in shown(
+        tried, stats=stats
+    )
     assert "guesses taken" not in shown(tried)
     assert "guesses taken" not in shown(None, stats=SpeculativeStats())

@@ -15,7 +15,14 @@ from starlette.requests import Request
 from dflash_hf.chat import conversation as conversation_module
 from dflash_hf.chat import page as pages
 from dflash_hf.chat.app import COOKIE, MAX_BODY, Uploads, guards
-from dflash_hf.chat.conversation import MAX_IMAGE_BYTES, MAX_SESSIONS, Answer, Conversation, Sessions, Turn
+from dflash_hf.chat.conversation import (
+    MAX_IMAGE_BYTES,
+    MAX_SESSIONS,
+    Answer,
+    Conversation,
+    Sessions,
+    Turn,
+)
 from dflash_hf.chat.model import MAX_CHARACTERS, MAX_IMAGES, ChatModel
 from dflash_hf.chat.page import Page
 from dflash_hf.evaluation.image_files import KEPT_PIXELS, ChatImage, ImageError, read_image
@@ -24,14 +31,21 @@ from helpers.processors import picture
 # ---- names of this machine
 
 
-def call(guard: Any, path: str = "/", body: bytes | None = None, kind: str = "http", **headers: str) -> list[Any]:
+def call(
+    guard: Any, path: str = "/", body: bytes | None = None, kind: str = "http", **headers: str
+) -> list[Any]:
     """What is sent back for one request."""
     sent: list[Any] = []
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     if body is not None:
         raw.append((b"content-length", str(len(body)).encode()))
     path, _, query = path.partition("?")
-    scope = {"type": kind, "path": path, "method": "GET" if body is None else "POST", "headers": raw}
+    scope = {
+        "type": kind,
+        "path": path,
+        "method": "GET" if body is None else "POST",
+        "headers": raw,
+    }
     scope["query_string"] = query.encode()
 
     async def receive() -> dict[str, Any]:
@@ -74,7 +88,9 @@ def guard(folder: Path, host: str = "127.0.0.1", app: Any = fine, **limits: Any)
         ("0.0.0.0", "chat.example:7860", 200),
     ],
 )
-def test_on_loopback_only_its_own_names_are_answered(host: str, called: str, status: int, tmp_path: Path) -> None:
+def test_on_loopback_only_its_own_names_are_answered(
+    host: str, called: str, status: int, tmp_path: Path
+) -> None:
     sent = call(guard(tmp_path, host), host=called)
     assert sent[0]["status"] == status
     if status == 400:
@@ -84,7 +100,9 @@ def test_on_loopback_only_its_own_names_are_answered(host: str, called: str, sta
 
 def test_without_a_name_and_over_a_web_socket_nothing_is_answered(tmp_path: Path) -> None:
     assert call(guard(tmp_path))[0]["status"] == 400
-    assert call(guard(tmp_path), kind="websocket", host="localhost") == [{"type": "websocket.close", "code": 1008}]
+    assert call(guard(tmp_path), kind="websocket", host="localhost") == [
+        {"type": "websocket.close", "code": 1008}
+    ]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -94,7 +112,9 @@ def test_a_public_link_is_made_only_when_it_is_asked_for(
     monkeypatch.setenv("GRADIO_SHARE", "True")
     launched: dict[str, Any] = {}
     page: Any = object.__new__(Page)
-    page.blocks = SimpleNamespace(queue=lambda **_: None, launch=lambda **options: launched.update(options))
+    page.blocks = SimpleNamespace(
+        queue=lambda **_: None, launch=lambda **options: launched.update(options)
+    )
     page.launch("127.0.0.1", 7860, guards("127.0.0.1", Uploads(tmp_path), share), share)
     assert launched["share"] is share
     app: Any = fine
@@ -102,7 +122,9 @@ def test_a_public_link_is_made_only_when_it_is_asked_for(
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     # A public address has a name that nobody knows before.
     assert call(app, host="1234.gradio.live")[0]["status"] == (200 if share else 400)
-    assert call(app, "/", b"x", host="1234.gradio.live", origin="http://evil.example")[0]["status"] in (400, 403)
+    assert call(app, "/", b"x", host="1234.gradio.live", origin="http://evil.example")[0][
+        "status"
+    ] in (400, 403)
 
 
 # ---- other pages, other browsers
@@ -121,12 +143,20 @@ def test_a_public_link_is_made_only_when_it_is_asked_for(
     ],
 )
 @pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join", "/"])
-def test_pages_from_elsewhere_change_nothing(path: str, origin: str, host: str, status: int, tmp_path: Path) -> None:
+def test_pages_from_elsewhere_change_nothing(
+    path: str, origin: str, host: str, status: int, tmp_path: Path
+) -> None:
     sent = call(guard(tmp_path), path, b"x", host=host, origin=origin)
     assert sent[0]["status"] == status
     if status == 403:
-        assert sent[1]["body"].decode().startswith("expected a request of this chat's own page, got one of ")
-    assert call(guard(tmp_path), path, host=host, origin=origin)[0]["status"] == 200, "what reads changes nothing"
+        assert (
+            sent[1]["body"]
+            .decode()
+            .startswith("expected a request of this chat's own page, got one of ")
+        )
+    assert call(guard(tmp_path), path, host=host, origin=origin)[0]["status"] == 200, (
+        "what reads changes nothing"
+    )
 
 
 def cookie_of(sent: list[Any]) -> str:
@@ -135,7 +165,9 @@ def cookie_of(sent: list[Any]) -> str:
     return values[0].partition(";")[0] if values else ""
 
 
-@pytest.mark.parametrize("path", ["/gradio_api/queue/data?session_hash=s", "/gradio_api/heartbeat/s"])
+@pytest.mark.parametrize(
+    "path", ["/gradio_api/queue/data?session_hash=s", "/gradio_api/heartbeat/s"]
+)
 def test_what_a_page_is_told_goes_to_its_own_browser(path: str, tmp_path: Path) -> None:
     chat = guard(tmp_path)
     first = call(chat, host="localhost")
@@ -145,10 +177,18 @@ def test_what_a_page_is_told_goes_to_its_own_browser(path: str, tmp_path: Path) 
     assert header.endswith(b"; Path=/; HttpOnly; SameSite=Strict")
     assert cookie_of(call(chat, host="localhost", cookie=f"a=b; {cookie}")) == ""
     assert call(chat, path, host="localhost", cookie=cookie)[0]["status"] == 200
-    for stranger in ({}, {"cookie": cookie_of(call(chat, host="localhost"))}, {"cookie": f"{COOKIE}=guessed"}):
+    for stranger in (
+        {},
+        {"cookie": cookie_of(call(chat, host="localhost"))},
+        {"cookie": f"{COOKIE}=guessed"},
+    ):
         sent = call(chat, path, host="localhost", **stranger)
         assert sent[0]["status"] == 403
-        assert sent[1]["body"].decode().startswith("expected a page that this browser opened, got another one's")
+        assert (
+            sent[1]["body"]
+            .decode()
+            .startswith("expected a page that this browser opened, got another one's")
+        )
     assert call(chat, path, host="localhost", cookie=cookie)[0]["status"] == 200
 
 
@@ -160,7 +200,11 @@ def test_routes_for_programs_tell_nobody_what_a_page_is_told(path: str, tmp_path
     for browser in ({}, {"cookie": cookie}):
         sent = call(chat, path, host="localhost", **browser)
         assert sent[0]["status"] == 403
-        assert sent[1]["body"].decode().startswith("expected a request of the chat's page, got one of a program")
+        assert (
+            sent[1]["body"]
+            .decode()
+            .startswith("expected a request of the chat's page, got one of a program")
+        )
 
 
 def test_nobody_says_which_browser_it_is(tmp_path: Path) -> None:
@@ -190,7 +234,13 @@ def test_conversation_needs_both_names(page: Page) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/gradio_api/run/upload", "/gradio_api/call/upload", "/upload", "/gradio_api/%75pload", "/gradio_api/upload/"],
+    [
+        "/gradio_api/run/upload",
+        "/gradio_api/call/upload",
+        "/upload",
+        "/gradio_api/%75pload",
+        "/gradio_api/upload/",
+    ],
 )
 def test_only_the_route_of_uploads_takes_a_large_body(path: str, tmp_path: Path) -> None:
     body = bytes(MAX_BODY + 1)
@@ -213,7 +263,9 @@ def test_uploads_are_limited_in_number_and_bytes_together(tmp_path: Path) -> Non
     assert upload(40) == (200, "")
     status, sentence = upload(41)
     assert status == 413
-    assert sentence.startswith("expected at most 2 uploaded files on this server, of 100 bytes, got 2 of 101; ")
+    assert sentence.startswith(
+        "expected at most 2 uploaded files on this server, of 100 bytes, got 2 of 101; "
+    )
     assert sentence.endswith("; try again in some minutes: uploads are deleted after 15")
     (tmp_path / "two.png").write_bytes(b"")
     status, sentence = upload(1)
@@ -229,7 +281,11 @@ def test_uploads_that_are_coming_in_count_until_they_end(tmp_path: Path) -> None
     with uploads.admit(60):
         with pytest.raises(HTTPException, match="of 100 bytes, got 2 of 101"), uploads.admit(41):
             pass
-        with uploads.admit(40), pytest.raises(HTTPException, match="at most 2 uploaded files"), uploads.admit(0):
+        with (
+            uploads.admit(40),
+            pytest.raises(HTTPException, match="at most 2 uploaded files"),
+            uploads.admit(0),
+        ):
             pass
     with uploads.admit(100):
         pass
@@ -259,8 +315,13 @@ def test_rests_of_uploads_that_broke_off_are_deleted_and_uploads_are_not(tmp_pat
     with uploads.admit(1):
         with uploads.admit(1):
             (tmp_path / "tmp-of-an-upload-that-broke-off").write_bytes(b"x")
-        assert len(list(tmp_path.iterdir())) == 3, "another one is still coming: it could be its own"
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["kept", "kept/a.png"]
+        assert len(list(tmp_path.iterdir())) == 3, (
+            "another one is still coming: it could be its own"
+        )
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "kept",
+        "kept/a.png",
+    ]
 
 
 # ---- conversations
@@ -268,7 +329,11 @@ def test_rests_of_uploads_that_broke_off_are_deleted_and_uploads_are_not(tmp_pat
 
 def filled(conversation: Conversation, *images: ChatImage) -> None:
     conversation.turns.append(
-        Turn(text="see", images=list(images), answer=Answer(drafted=False, block_size=4, state="done"))
+        Turn(
+            text="see",
+            images=list(images),
+            answer=Answer(drafted=False, block_size=4, state="done"),
+        )
     )
 
 
@@ -278,7 +343,9 @@ def blank(num_bytes: int) -> ChatImage:
     return ChatImage(name="x.png", image=image, thumbnail="")
 
 
-def test_images_of_all_conversations_are_limited_and_who_loses_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_all_conversations_are_limited_and_who_loses_them_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(conversation_module, "MAX_IMAGE_BYTES", 90)
     sessions = Sessions()
     for page in ("first", "text", "second"):
@@ -299,7 +366,9 @@ def test_images_of_all_conversations_are_limited_and_who_loses_them_is_told(monk
             assert kept is None or found is kept
 
 
-def test_conversation_that_is_being_answered_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_that_is_being_answered_is_never_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(conversation_module, "MAX_IMAGE_BYTES", 90)
     sessions = Sessions()
     with sessions.use("answered") as answered:
@@ -361,8 +430,12 @@ def bitmap(path: Path, width: int, height: int) -> Path:
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 2), (2, 0), (0, 0)])
-def test_image_without_pixels_is_refused_in_a_sentence(width: int, height: int, tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=r"^expected an image .*, got x\.bmp, which is none or is damaged; choose"):
+def test_image_without_pixels_is_refused_in_a_sentence(
+    width: int, height: int, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ImageError, match=r"^expected an image .*, got x\.bmp, which is none or is damaged; choose"
+    ):
         read_image(bitmap(tmp_path / "x.bmp", width, height))
 
 
@@ -370,7 +443,10 @@ def ask(page: Page, text: str, files: list[Path]) -> dict[Any, Any]:
     """What the page changes for a message that is refused."""
     message = {"text": text, "files": [str(path) for path in files]}
     request = SimpleNamespace(session_hash="a", state=SimpleNamespace(browser="b"))
-    data = {page.box: message, **{part: part.value for part in (*page.settings.values(), page.system)}}
+    data = {
+        page.box: message,
+        **{part: part.value for part in (*page.settings.values(), page.system)},
+    }
     return {part: value for change in page._ask(data, request) for part, value in change.items()}
 
 
@@ -384,7 +460,8 @@ def page(tmp_path: Path) -> Page:
 
 def test_no_component_has_an_address_fetched(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page.blocks, "launch", lambda **_: None)
-    monkeypatch.setattr(processing_utils, "async_ssrf_protected_download", None)  # what launching replaces
+    # What launching replaces
+    monkeypatch.setattr(processing_utils, "async_ssrf_protected_download", None)
     page.launch("127.0.0.1", 7860, [])
     file = {"path": "http://127.0.0.1:1/x.png", "meta": {"_type": "gradio.FileData"}}
     handler = next(fn for fn in page.blocks.fns.values() if page.box in fn.inputs)
@@ -392,10 +469,16 @@ def test_no_component_has_an_address_fetched(page: Page, monkeypatch: pytest.Mon
         # As it is, and as Gradio makes it anew after an update.
         for part in (asked, type(asked)(**asked.constructor_args)):
             with pytest.raises(gr.Error, match="got an address: http://127"):
-                asyncio.run(processing_utils.async_move_files_to_cache([file], part, check_in_upload_folder=True))
+                asyncio.run(
+                    processing_utils.async_move_files_to_cache(
+                        [file], part, check_in_upload_folder=True
+                    )
+                )
 
 
-def test_message_is_refused_before_any_of_its_images_is_read(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_is_refused_before_any_of_its_images_is_read(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pages, "read_image", lambda path: pytest.fail(f"{path} was read"))
     changed = ask(page, "which", [Path(__file__)] * (MAX_IMAGES + 1))
     assert f"at most {MAX_IMAGES} images" in changed[page.sentence]
@@ -420,4 +503,6 @@ def test_only_the_refused_image_leaves_the_box(page: Page, tmp_path: Path) -> No
     assert "bad.png" in changed[page.sentence]
     assert changed[page.box]["value"] == {"text": "see", "files": [str(tmp_path / "good.png")]}
     page.model.takes_images = False
-    assert ask(page, "see", files[:1])[page.box]["value"]["files"] == [], "no image can be sent to this target"
+    assert ask(page, "see", files[:1])[page.box]["value"]["files"] == [], (
+        "no image can be sent to this target"
+    )

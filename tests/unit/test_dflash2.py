@@ -23,27 +23,37 @@ def randomised(module: nn.Module) -> nn.Module:
     return module.double()
 
 
-def naive_convolution(inputs: Tensor, states: Tensor, conv: GroupedDynamicConvolution, half: int) -> Tensor:
+def naive_convolution(
+    inputs: Tensor, states: Tensor, conv: GroupedDynamicConvolution, half: int
+) -> Tensor:
     """Convolves one block `[K, D]` with the kernels that belong to `inputs`."""
     kernels = conv.kernel_projection(inputs).view(len(inputs), 2, conv.kernel_size, HIDDEN // GROUP)
     out = torch.zeros_like(states)
-    for slot, channel, tap in itertools.product(range(len(states)), range(HIDDEN), range(conv.kernel_size)):
+    for slot, channel, tap in itertools.product(
+        range(len(states)), range(HIDDEN), range(conv.kernel_size)
+    ):
         if tap <= slot:
-            factor = conv.base_kernel[half, tap, channel] + kernels[slot, half, tap, channel // GROUP]
+            factor = (
+                conv.base_kernel[half, tap, channel] + kernels[slot, half, tap, channel // GROUP]
+            )
             out[slot, channel] += factor * states[slot - tap, channel]
     return out
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("block_size", "kernel_size"), [(5, 2), (4, 3), (2, 3), (1, 2)])
-def test_convolution_is_its_formula_and_stays_in_its_block(block_size: int, kernel_size: int) -> None:
+def test_convolution_is_its_formula_and_stays_in_its_block(
+    block_size: int, kernel_size: int
+) -> None:
     conv = randomised(GroupedDynamicConvolution(HIDDEN, kernel_size, GROUP))
     assert isinstance(conv, GroupedDynamicConvolution)
     states = torch.randn(2, 3 * block_size, HIDDEN, dtype=torch.float64)
     got = conv(states, torch.tanh, block_size).view(2, 3, block_size, HIDDEN)
     for row, number in itertools.product(range(2), range(3)):
         block = states.view(2, 3, block_size, HIDDEN)[row, number]
-        expected = naive_convolution(block, torch.tanh(naive_convolution(block, block, conv, 0)), conv, 1)
+        expected = naive_convolution(
+            block, torch.tanh(naive_convolution(block, block, conv, 0)), conv, 1
+        )
         torch.testing.assert_close(got[row, number], expected, rtol=0, atol=1e-12)
 
 
@@ -60,11 +70,17 @@ def test_selector_walk_is_a_loop_over_slots() -> None:
     for row in range(4):
         before = int(anchors[row])
         for slot in range(6):
-            gate = selector.predecessor_codebook[before] * selector.hidden_projection(hidden[row, slot])
+            gate = selector.predecessor_codebook[before] * selector.hidden_projection(
+                hidden[row, slot]
+            )
             best = sorted(range(VOCAB), key=lambda token: -float(logits[row, slot, token]))[:TOP]
-            total = [float(logits[row, slot, b] + gate @ selector.successor_codebook[b]) for b in best]
+            total = [
+                float(logits[row, slot, b] + gate @ selector.successor_codebook[b]) for b in best
+            ]
             assert candidates[row, slot].tolist() == best
-            torch.testing.assert_close(path_scores[row, slot], torch.tensor(total, dtype=torch.float64))
+            torch.testing.assert_close(
+                path_scores[row, slot], torch.tensor(total, dtype=torch.float64)
+            )
             before = best[total.index(max(total))]
             assert path[row, slot] == before
             differs += before != best[0]
@@ -96,7 +112,9 @@ def test_a_fresh_dflash2_draft_is_the_dflash1_draft_of_the_same_body() -> None:
     two = DFlashDraftModel(draft_config(target, **DFLASH2)).double().eval()
     report = two.load_state_dict(one.state_dict(), strict=False)
     assert not report.unexpected_keys
-    assert all("_conv." in key or key.startswith("candidate_selector.") for key in report.missing_keys)
+    assert all(
+        "_conv." in key or key.startswith("candidate_selector.") for key in report.missing_keys
+    )
     embeds = torch.randn(3, 8, 32, dtype=torch.float64)
     taps = torch.randn(3, 5, 64, dtype=torch.float64)
     anchors = torch.tensor([4, 9, 20])
@@ -124,7 +142,10 @@ def test_low_precision_scores_are_compared_in_float32() -> None:
     [
         ({"conv_kernel_size": 2}, "conv_kernel_size and conv_group_size"),
         ({"selector_top_k": 4}, "selector_rank and selector_top_k"),
-        ({**DFLASH2, "conv_group_size": 5}, "conv_group_size that divides hidden_size = 4096, got 5"),
+        (
+            {**DFLASH2, "conv_group_size": 5},
+            "conv_group_size that divides hidden_size = 4096, got 5",
+        ),
         ({**DFLASH2, "conv_group_size": 0}, "conv_group_size from 1 to"),
         ({**DFLASH2, "selector_rank": -1}, "selector_rank from 1 to .*, got -1"),
         ({**DFLASH2, "selector_top_k": 0}, "selector_top_k from 1 to .*, got 0"),

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from dflash_hf.generation.sampling import BlockProcessors, Draw, choose, draw_from_logits
@@ -25,7 +30,9 @@ def processors_of(*warpers: Any) -> BlockProcessors:
 def test_what_may_be_drawn_is_what_transformers_leaves(temperature: float, spread: float) -> None:
     torch.manual_seed(3)
     logits = torch.randn(4, 6, VOCAB) * spread
-    for top_k, top_p, min_p in itertools.product([1, 5, 20, 64, VOCAB], [0.0, 0.3, 0.8, 0.95, 1.0], [0.0, 0.05, 0.5]):
+    for top_k, top_p, min_p in itertools.product(
+        [1, 5, 20, 64, VOCAB], [0.0, 0.3, 0.8, 0.95, 1.0], [0.0, 0.05, 0.5]
+    ):
         warpers = [TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)]
         warpers += [TopPLogitsWarper(top_p)] if top_p < 1.0 else []
         warpers += [MinPLogitsWarper(min_p)]
@@ -54,14 +61,20 @@ def test_the_choice_is_that_of_all_scores(top_k: int, dtype: torch.dtype) -> Non
     """In bfloat16 many logits equal the k-th, all of which may be drawn."""
     torch.manual_seed(5)
     logits, positions = torch.randn(5, 40, VOCAB).to(dtype), torch.arange(40).expand(5, -1)
-    processors = processors_of(TemperatureLogitsWarper(0.9), TopKLogitsWarper(top_k), TopPLogitsWarper(0.9))
+    processors = processors_of(
+        TemperatureLogitsWarper(0.9), TopKLogitsWarper(top_k), TopPLogitsWarper(0.9)
+    )
     wanted = choose(processors.warp(logits), KEY, positions)
     assert torch.equal(draw_from_logits(logits, processors, KEY, positions), wanted)
     assert len(wanted.unique()) > 20
 
 
 def test_other_warpers_and_orders_are_applied_as_they_are() -> None:
-    temperature, top_k, top_p = TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.9)
+    temperature, top_k, top_p = (
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(5),
+        TopPLogitsWarper(0.9),
+    )
     assert processors_of().draw == Draw()
     assert processors_of(top_k).draw == Draw(top_k=5)
     assert processors_of(temperature, top_p).draw is None, "looks at the whole vocabulary"

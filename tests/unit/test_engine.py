@@ -37,7 +37,9 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What is logged about running eagerly."""
     cuda_graph.logger.warning_once.cache_clear()
-    return lambda: [r.getMessage().partition(": ")[2] for r in caplog.records if "run eagerly" in r.getMessage()]
+    return lambda: [
+        r.getMessage().partition(": ")[2] for r in caplog.records if "run eagerly" in r.getMessage()
+    ]
 
 
 # ---- what capture needs
@@ -45,7 +47,12 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [("qwen3-sliding", {}), ("gemma3", {}), ("mistral", DFLASH2), ("qwen3", {"sample_from_anchor": True})],
+    [
+        ("qwen3-sliding", {}),
+        ("gemma3", {}),
+        ("mistral", DFLASH2),
+        ("qwen3", {"sample_from_anchor": True}),
+    ],
 )
 @pytest.mark.parametrize("sampling", [False, True])
 def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
@@ -55,7 +62,9 @@ def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
     target, draft, inputs, _ = pair("static", family, **overrides)
     draft.generation_config.proposal = "sample" if sampling else "auto"
     watched = Watched(monkeypatch)
-    settings = {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
+    settings = (
+        {"do_sample": True, "temperature": 0.02, "top_k": 9} if sampling else {"do_sample": False}
+    )
     settings |= {"max_new_tokens": 18, "eos_token_id": [9], "pad_token_id": 0}
     target.generate(**inputs, **settings, assistant_model=draft)
     accepted = {count for row in draft.last_stats.num_accepted for count in row}
@@ -97,7 +106,9 @@ READING: dict[str, Callable[[Tensor], object]] = {
     "inverse checked": lambda x: torch.linalg.inv_ex(x.diag(), check_errors=True),
     "drawn": lambda x: torch.multinomial(x, 1),
     "drawn around": lambda x: torch.normal(x, x),
-    "norms of embeddings": lambda x: nn.functional.embedding(torch.tensor([1]), x.diag(), max_norm=1.0),
+    "norms of embeddings": lambda x: nn.functional.embedding(
+        torch.tensor([1]), x.diag(), max_norm=1.0
+    ),
     "groups in float32": lambda x: torch._grouped_mm(x, x, offs=x),
     "groups of scaled numbers": lambda x: torch._scaled_grouped_mm(x, x, x, x, offs=x),
 }
@@ -155,7 +166,9 @@ def test_what_reads_nothing_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["__enter__", "__exit__"])
-def test_an_interrupt_inside_torch_leaves_no_guard_behind(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_inside_torch_leaves_no_guard_behind(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may come behind all that torch's own enter does, or before all that its exit does."""
     original, calls = getattr(NoHostReads, at), list[str]()
 
@@ -204,7 +217,9 @@ def test_a_number_of_the_hosts_in_arithmetic_passes() -> None:
         assert numbers.is_cuda
 
 
-def test_buckets_hold_every_length_and_grow_by_no_more_than_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_hold_every_length_and_grow_by_no_more_than_a_quarter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 4)
     for length in range(1, 3000):
         bucket = round_up(length)
@@ -219,7 +234,9 @@ def test_buckets_hold_every_length_and_grow_by_no_more_than_a_quarter(monkeypatc
 # ---- what cannot be captured, and faults
 
 
-def test_graphs_without_cuda_are_refused_before_any_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_without_cuda_are_refused_before_any_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     target = tiny_target("qwen3")
     draft = tiny_draft(target)
@@ -243,7 +260,9 @@ def test_experts_on_a_cpu_are_refused_as_any_target_there(monkeypatch: pytest.Mo
 
 def test_the_uncaptured_step_is_no_engine_of_a_users() -> None:
     target, draft, inputs, _ = pair("auto")
-    sentence = r"^expected engine in \('auto', 'eager', 'cuda_graph'\), got 'static'; leave it at 'auto'$"
+    sentence = (
+        r"^expected engine in \('auto', 'eager', 'cuda_graph'\), got 'static'; leave it at 'auto'$"
+    )
     with pytest.raises(ValueError, match=sentence):
         DFlashGenerationConfig(engine="static")
     target.register_forward_pre_hook(lambda *args: pytest.fail("a forward ran"))
@@ -280,16 +299,23 @@ def test_reasons_are_found_before_a_step_runs() -> None:
     found = find_target(target)
     assert why_not(found, draft) == ""
     handle = target.model.layers[2].mlp.register_forward_hook(lambda module, args, out: None)
-    assert why_not(found, draft) == "a forward hook on model.layers.2.mlp, which a replay would not call"
+    assert (
+        why_not(found, draft)
+        == "a forward hook on model.layers.2.mlp, which a replay would not call"
+    )
     handle.remove()
-    target.generate(**inputs, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    target.generate(
+        **inputs, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True
+    )
     assert why_not(found, draft) == "", "Transformers' own hooks stay, and do nothing"
     with Taps(found.layers, [-1, 2]).open():
         assert why_not(found, draft) == "", "another thread's run"
     with torch.autocast("cpu"):
         assert "autocast" in str(why_not(found, draft))
     draft.generation_config.engine = "auto"
-    target.model.norm.weight = nn.Parameter(target.model.norm.weight.data.as_subclass(Quantised), requires_grad=False)
+    target.model.norm.weight = nn.Parameter(
+        target.model.norm.weight.data.as_subclass(Quantised), requires_grad=False
+    )
     assert "no plain tensors" in str(why_not(find_target(target), draft))
     draft.generation_config.engine = "cuda_graph"
     assert why_not(find_target(target), draft) == "", "asked for by name"
@@ -353,7 +379,9 @@ def test_no_memory_for_a_graph_runs_eagerly_and_releases_what_was_captured(
     assert draft.last_stats.engine == "cuda_graph"
 
 
-def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, draft, inputs, ref = pair("cuda_graph")
     target.generate(**inputs, **GREEDY, assistant_model=draft)
     given = DynamicCache(config=target.config)
@@ -365,13 +393,17 @@ def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(monkeypat
         nonlocal num_replays
         num_replays += 1
         if num_replays == 3:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+            raise RuntimeError(
+                "CUDA error: an illegal memory access was encountered\nCompile with ..."
+            )
         replay(self)
 
     monkeypatch.setattr(Tape, "replay", failing)
     more = prompts([42, 42, 42], 1) | {"attention_mask": torch.ones(3, 42, dtype=torch.long)}
     more["input_ids"][:, :37] = ref
-    with pytest.raises(RuntimeError, match="expected the steps to run on CUDA, got RuntimeError: CUDA error: an"):
+    with pytest.raises(
+        RuntimeError, match="expected the steps to run on CUDA, got RuntimeError: CUDA error: an"
+    ):
         target.generate(**more, **GREEDY, assistant_model=draft, **{CACHE_NAME: given})
     assert num_replays == 3
     assert not [kept for kept in kept_buffers(draft) if kept.capacity >= 42 + NEW]
@@ -383,11 +415,15 @@ def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(monkeypat
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
-def test_a_length_beyond_memory_is_refused_with_what_would_fit(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_beyond_memory_is_refused_with_what_would_fit(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     target, draft, inputs, ref = pair(engine)
     monkeypatch.setattr(size, "free_memory", lambda device: 30_000)
-    with pytest.raises(ValueError, match=r"expected K/V buffers of at most [\d,]+ bytes .* got [\d,]+ for 3 rows"):
+    with pytest.raises(
+        ValueError, match=r"expected K/V buffers of at most [\d,]+ bytes .* got [\d,]+ for 3 rows"
+    ):
         target.generate(**inputs, max_new_tokens=10**12, do_sample=False, assistant_model=draft)
     if engine == "static":
         return
@@ -395,7 +431,9 @@ def test_a_length_beyond_memory_is_refused_with_what_would_fit(engine: Any, monk
     monkeypatch.setattr(size, "free_memory", lambda device: 300_000)
     with pytest.raises(size.OutOfRoomError) as refused:
         target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
-    fits = int(str(refused.value).partition("rows can have at most ")[2].partition(" ")[0].replace(",", ""))
+    fits = int(
+        str(refused.value).partition("rows can have at most ")[2].partition(" ")[0].replace(",", "")
+    )
     new = fits - 11 - 8  # the longest prompt and a block
     out = target.generate(**inputs, max_new_tokens=new, do_sample=False, assistant_model=draft)
     assert torch.equal(out[:, :37], ref[:, : out.shape[1]])
@@ -407,7 +445,9 @@ def test_other_shapes_make_room_where_there_is_none(monkeypatch: pytest.MonkeyPa
     target, draft, inputs, ref = pair("static")
     target.generate(**prompts([7], 0), **GREEDY, assistant_model=draft)
     (kept,) = kept_buffers(draft)
-    monkeypatch.setattr(size, "free_memory", lambda device: 0 if kept in kept_buffers(draft) else 10**9)
+    monkeypatch.setattr(
+        size, "free_memory", lambda device: 0 if kept in kept_buffers(draft) else 10**9
+    )
     monkeypatch.setattr(buffers, "check_memory", lambda *args, **kwargs: None)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert kept not in kept_buffers(draft)
@@ -419,7 +459,9 @@ GUARD = 64
 
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding"])
-def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_beyond_the_buffers(
+    family: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft, inputs, ref = pair(engine, family)
     guarded: list[Tensor] = []
 
@@ -443,7 +485,8 @@ def test_nothing_is_written_beyond_the_buffers(family: str, engine: Any, monkeyp
         state.ids = fenced(state.ids)
         return state
 
-    target.generate(**inputs, **GREEDY, assistant_model=draft)  # tries layers once, in caches of its own
+    # Tries layers once, in caches of its own
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
     buffers.free_buffers(draft)
     monkeypatch.setattr(ragged.RaggedLayer, "__init__", fenced_init)
     monkeypatch.setattr(buffers.DecodeState, "allocate", fenced_state)

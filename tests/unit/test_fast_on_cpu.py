@@ -16,14 +16,25 @@ from torch.nn.modules import module as everywhere
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3MLP,
+    Qwen3RMSNorm,
+)
 from transformers.utils.deprecation import deprecate_kwarg
 
 from dflash_hf import iterate, ops
 from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target_model import fast_on_cpu, known_layers
 from dflash_hf.target_model.fast_layers import fast_layers
-from dflash_hf.target_model.fast_on_cpu import FastForward, LayerForm, fast_forward_of, layer_form_of, prepare
+from dflash_hf.target_model.fast_on_cpu import (
+    FastForward,
+    LayerForm,
+    fast_forward_of,
+    layer_form_of,
+    prepare,
+)
 from dflash_hf.target_model.parts import find_target
 from helpers.fast_layers import declare
 from helpers.half import pairs
@@ -43,7 +54,8 @@ FAMILIES = [
 ]
 KNOWN = [family for family, wanted in FAMILIES if wanted]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-PROMPTS = [([9], None), ([40], 16), ([4, 11, 7], None)]  # lengths, and of how many tokens each forward
+# Lengths, and of how many tokens each forward
+PROMPTS = [([9], None), ([40], 16), ([4, 11, 7], None)]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +88,9 @@ class AnotherNorm(Qwen3RMSNorm):
 class AnotherAttention(Qwen3Attention):
     """Rotates by twice the sine."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         cos, sin = position_embeddings
         return super().forward(hidden_states, (cos, 2 * sin), *args, **kwargs)
 
@@ -106,7 +120,12 @@ class AnotherMLP(Qwen3MLP):
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("qwen3", AnotherNorm), ("qwen3", AnotherAttention), ("llama", ScaledAttention), ("qwen3", ScaledLayer)],
+    [
+        ("qwen3", AnotherNorm),
+        ("qwen3", AnotherAttention),
+        ("llama", ScaledAttention),
+        ("qwen3", ScaledLayer),
+    ],
 )
 def test_modules_that_compute_something_else_are_not(
     family: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
@@ -135,7 +154,10 @@ def test_a_replaced_function_fails_the_trial_until_it_is_put_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer: Any = cast(Any, tiny_target("qwen3")).model.layers[0]
-    with caplog.at_level(logging.DEBUG, logger=known_layers.__name__), monkeypatch.context() as patch:
+    with (
+        caplog.at_level(logging.DEBUG, logger=known_layers.__name__),
+        monkeypatch.context() as patch,
+    ):
         assert layer_form_of(layer, torch.float32) is not None
         assert not caplog.records
         patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", half_turned)
@@ -160,7 +182,10 @@ def test_a_trial_calls_no_hooks_and_changes_nothing() -> None:
     assert not fired
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
-    assert (dict(vars(layer.self_attn.config)), [set(vars(module)) for module in layer.modules()]) == settings
+    assert (
+        dict(vars(layer.self_attn.config)),
+        [set(vars(module)) for module in layer.modules()],
+    ) == settings
 
 
 def test_an_mlp_of_another_kind_is_called_by_a_fast_layer() -> None:
@@ -184,22 +209,39 @@ def test_logits_are_the_same_bit_for_bit(
     used = list[bool]()
     for name in ("rms_norm", "attend"):
         plain = getattr(fast_on_cpu, name)
-        monkeypatch.setattr(fast_on_cpu, name, lambda *args, plain=plain: used.append(True) or plain(*args))
+        monkeypatch.setattr(
+            fast_on_cpu, name, lambda *args, plain=plain: used.append(True) or plain(*args)
+        )
     found = list[list[Tensor]]()
     for enabled in (False, None):
         assert not used
         with ops.kernels(enabled):
-            steps = list(iterate(target, draft, **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True))
+            steps = list(
+                iterate(
+                    target, draft, **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True
+                )
+            )
         found.append([step.logits for step in steps if step.logits is not None])
     assert used
     assert len(found[0]) == len(found[1]) > 2
     assert all(map(torch.equal, *found))
 
 
-def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], **options: Any) -> int:
+def prefilled(
+    monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], **options: Any
+) -> int:
     """Logits and keys and values of prompts are plain `generate`'s; says how many layers took them as one function."""
-    inputs, plain, used = prompts(lengths, 2), fast_on_cpu.FastAttention._over_prompt, list[nn.Module]()
-    options |= {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    inputs, plain, used = (
+        prompts(lengths, 2),
+        fast_on_cpu.FastAttention._over_prompt,
+        list[nn.Module](),
+    )
+    options |= {
+        "max_new_tokens": 1,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     wanted = target.generate(**inputs, **options)
     draft = tensor_oracle(target, truth_of(inputs, wanted.sequences), 2, 6)
     with monkeypatch.context() as patch:
@@ -213,15 +255,20 @@ def prefilled(monkeypatch: pytest.MonkeyPatch, target: Any, lengths: list[int], 
     for ours, theirs in zip(out[CACHE_NAME].layers, wanted[CACHE_NAME].layers, strict=True):
         for name in ("keys", "values"):  # of padding there are none
             padding = inputs["attention_mask"][:, None, -theirs.keys.shape[2] :, None] == 0
-            first, second = (getattr(layer, name).masked_fill(padding, 0) for layer in (ours, theirs))
+            first, second = (
+                getattr(layer, name).masked_fill(padding, 0) for layer in (ours, theirs)
+            )
             assert torch.equal(first, second)
     return sum(module in set(target.modules()) for module in used)
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "prompt"), pairs(["qwen3", "llama3-rope", "mistral", "qwen2"], DTYPES, PROMPTS)
+    ("family", "dtype", "prompt"),
+    pairs(["qwen3", "llama3-rope", "mistral", "qwen2"], DTYPES, PROMPTS),
 )
-def test_prompts_are_the_same_bit_for_bit(family: str, dtype: Any, prompt: Any, monkeypatch: Any) -> None:
+def test_prompts_are_the_same_bit_for_bit(
+    family: str, dtype: Any, prompt: Any, monkeypatch: Any
+) -> None:
     target, (lengths, chunk) = tiny_target(family).to(dtype), prompt
     num = prefilled(monkeypatch, target, lengths, prefill_chunk_size=chunk)
     assert num == len(target.model.layers) * (3 if chunk else 1)
@@ -235,7 +282,9 @@ def test_prompts_go_by_the_attention_that_the_user_has_set(monkeypatch: pytest.M
     assert prefilled(monkeypatch, target, [9])
     theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
     monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **kwargs: (-theirs(*args, **kwargs)[0], None)
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        "sdpa",
+        lambda *args, **kwargs: (-theirs(*args, **kwargs)[0], None),
     )
     assert not prefilled(monkeypatch, target, [9])
 
@@ -252,7 +301,9 @@ def test_what_a_hook_changes_in_the_prefill_is_seen(where: str, what: str) -> No
         inputs, layer = prompts([9], 1), target.model.layers[2].mlp
         calls = list[bool]()
 
-        def change(module: Any, args: Any, output: Any, mlp: Any = layer, calls: list[bool] = calls) -> None:
+        def change(
+            module: Any, args: Any, output: Any, mlp: Any = layer, calls: list[bool] = calls
+        ) -> None:
             calls.append(True)
             if len(calls) > 1:
                 return
@@ -266,7 +317,9 @@ def test_what_a_hook_changes_in_the_prefill_is_seen(where: str, what: str) -> No
         target.get_submodule(where).register_forward_hook(change)
         draft = tensor_oracle(target, truth_of(inputs, found[0]), 2, 6) if is_drafted else None
         calls.clear()
-        found.append(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft))
+        found.append(
+            target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+        )
     assert torch.equal(*found)
 
 
@@ -276,15 +329,24 @@ def test_a_call_of_the_users_within_a_forward_sees_what_they_have_changed(is_nes
     inputs, ids, busy, seen = prompts([9], 1), prompts([6], 4), list[bool](), list[Tensor]()
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 2, 6)
-    other = tensor_oracle(target, truth_of(ids, target.generate(**ids, max_new_tokens=4, do_sample=False)), 2, 6)
+    other = tensor_oracle(
+        target, truth_of(ids, target.generate(**ids, max_new_tokens=4, do_sample=False)), 2, 6
+    )
 
     def ablated(module: Any, args: Any, output: Any) -> None:
         if busy:
             return
         busy.append(True)
-        hook = target.model.layers[2].mlp.register_forward_hook(lambda module, args, output: -output)
+        hook = target.model.layers[2].mlp.register_forward_hook(
+            lambda module, args, output: -output
+        )
         seen.append(
-            target.generate(**ids, max_new_tokens=4, do_sample=False, assistant_model=other if is_nested else None)
+            target.generate(
+                **ids,
+                max_new_tokens=4,
+                do_sample=False,
+                assistant_model=other if is_nested else None,
+            )
         )
         hook.remove()
         busy.clear()
@@ -293,7 +355,10 @@ def test_a_call_of_the_users_within_a_forward_sees_what_they_have_changed(is_nes
     truth = target.generate(**ids, max_new_tokens=4, do_sample=False)
     hook.remove()
     target.lm_head.register_forward_hook(ablated)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), wanted)
+    assert torch.equal(
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft),
+        wanted,
+    )
     assert len(seen) > 2
     assert all(torch.equal(one, truth) for one in seen)
 
@@ -339,7 +404,9 @@ def test_what_a_class_computes_may_change_between_calls(monkeypatch: pytest.Monk
     for kind, scale in kinds:
         plain = kind.forward
 
-        def forward(self: Any, *args: Any, plain: Any = plain, scale: float = scale, **kwargs: Any) -> Any:
+        def forward(
+            self: Any, *args: Any, plain: Any = plain, scale: float = scale, **kwargs: Any
+        ) -> Any:
             out = plain(self, *args, **kwargs)
             return (out[0] * scale, *out[1:]) if isinstance(out, tuple) else out * scale
 
@@ -357,7 +424,8 @@ def test_weights_and_modules_may_be_others_at_the_next_call() -> None:
     down = layer.mlp.down_proj
     down.bias = nn.Parameter(down.weight.new_full((down.out_features,), 0.1), requires_grad=False)
     decoded(target)
-    layer.mlp.gate_proj = nn.Sequential(layer.mlp.gate_proj, nn.Hardtanh())  # as an adapter goes around it
+    # As an adapter goes around it
+    layer.mlp.gate_proj = nn.Sequential(layer.mlp.gate_proj, nn.Hardtanh())
     decoded(target)
 
 
@@ -392,7 +460,9 @@ def turn_once(model: Any, args: Any) -> None:
 
 plain_rotary = modeling_qwen3.apply_rotary_pos_emb
 LATER: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
-    "an epsilon": lambda model, patch: setattr(model.layers[1].input_layernorm, "variance_epsilon", 1.0),
+    "an epsilon": lambda model, patch: setattr(
+        model.layers[1].input_layernorm, "variance_epsilon", 1.0
+    ),
     "the last epsilon": lambda model, patch: setattr(model.norm, "variance_epsilon", 1.0),
     "a class": lambda model, patch: setattr(model.layers[1].mlp, "__class__", AnotherMLP),
     "a layer's class": lambda model, patch: setattr(model.layers[1], "__class__", SteeredLayer),
@@ -406,7 +476,9 @@ LATER: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("what", LATER)
-def test_what_is_changed_after_a_call_counts_in_the_next(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_changed_after_a_call_counts_in_the_next(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tiny_target("qwen3")
     model: Any = cast(Any, target).model
     model.layers[0].mlp.__class__ = FlaggedMLP
@@ -457,12 +529,16 @@ def test_a_layer_that_is_trained_runs_as_it_is() -> None:
             assert (prepared is None) == is_training
 
 
-def test_hooks_that_transformers_leaves_behind_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_that_transformers_leaves_behind_are_no_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = tiny_target("qwen3")
     target(torch.arange(1, 9)[None], output_hidden_states=True)
     assert cast(Any, target).model.layers[1].self_attn._forward_hooks
     plain, used = fast_on_cpu.FastLayer.run, list[bool]()
-    monkeypatch.setattr(fast_on_cpu.FastLayer, "run", lambda *args: used.append(True) or plain(*args))
+    monkeypatch.setattr(
+        fast_on_cpu.FastLayer, "run", lambda *args: used.append(True) or plain(*args)
+    )
     decoded(target)
     assert used
 
@@ -492,7 +568,9 @@ def parameter_beside(layer: Any) -> None:
     layer.mlp.gate_proj.weight.data.mul_(-1)
 
 
-@pytest.mark.parametrize("change", [replaced_parameters_and_scaling, replaced_projection, parameter_beside])
+@pytest.mark.parametrize(
+    "change", [replaced_parameters_and_scaling, replaced_projection, parameter_beside]
+)
 def test_what_is_changed_between_two_calls_counts_in_the_second(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -542,9 +620,16 @@ def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by() -> None:
     target = tiny_target("qwen3")
     layer: Any = target.model.layers[1]
     plain = layer.input_layernorm.forward
-    layer.input_layernorm.forward = own = lambda *args, **kwargs: plain(*args, **kwargs)  # as accelerate does
+    # As accelerate does
+    layer.input_layernorm.forward = own = lambda *args, **kwargs: plain(*args, **kwargs)
     fired = list[str]()
-    names = ("self_attn.k_norm", "self_attn.q_proj", "post_attention_layernorm", "self_attn", "input_layernorm")
+    names = (
+        "self_attn.k_norm",
+        "self_attn.q_proj",
+        "post_attention_layernorm",
+        "self_attn",
+        "input_layernorm",
+    )
     names += ("mlp", "mlp.act_fn", "mlp.down_proj")
     for name in names:
         layer.get_submodule(name).register_forward_hook(lambda *args, name=name: fired.append(name))
@@ -555,11 +640,14 @@ def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by() -> None:
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(out, wanted)
     assert layer.input_layernorm.forward is own
-    assert {name: fired.count(name) for name in fired} == dict.fromkeys(names, draft.last_stats.num_target_forwards)
+    assert {name: fired.count(name) for name in fired} == dict.fromkeys(
+        names, draft.last_stats.num_target_forwards
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["self_attn", "self_attn.q_norm", "self_attn.o_proj", "mlp", "mlp.act_fn", "mlp.up_proj"]
+    "name",
+    ["self_attn", "self_attn.q_norm", "self_attn.o_proj", "mlp", "mlp.act_fn", "mlp.up_proj"],
 )
 def test_one_hook_within_a_layer_is_called_in_every_verify(name: str) -> None:
     target = tiny_target("qwen3")

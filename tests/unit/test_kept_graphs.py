@@ -78,7 +78,9 @@ def test_weights_that_moved_are_captured_again_and_changed_ones_are_seen() -> No
             if change == "in place":
                 layer.mlp.gate_proj.weight.mul_(-1.0)
             else:
-                layer.mlp.gate_proj.weight = nn.Parameter(layer.mlp.gate_proj.weight.flip(0).clone())
+                layer.mlp.gate_proj.weight = nn.Parameter(
+                    layer.mlp.gate_proj.weight.flip(0).clone()
+                )
         ref = target.generate(**inputs, **GREEDY)
         out = target.generate(**inputs, **GREEDY, assistant_model=draft)
         assert torch.equal(out, ref), change
@@ -131,15 +133,21 @@ def test_calls_in_several_threads_share_no_buffers() -> None:
         thread.join()
     assert found == [True] * 3
     kept = kept_buffers(draft)
-    assert len({tensor.data_ptr() for one in kept for tensor in one.owned()}) == sum(len(one.owned()) for one in kept)
+    assert len({tensor.data_ptr() for one in kept for tensor in one.owned()}) == sum(
+        len(one.owned()) for one in kept
+    )
 
 
-def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_so_many_buffers_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target)
     set_engine(draft, "static")
     for batch in range(1, 8):
-        target.generate(**prompts([5] * batch, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+        target.generate(
+            **prompts([5] * batch, 0), max_new_tokens=3, do_sample=False, assistant_model=draft
+        )
     assert [kept.shape.batch for kept in kept_buffers(draft)] == [4, 5, 6, 7]
     total = 4 * kept_buffers(draft)[-1].num_bytes()
     monkeypatch.setattr(buffers, "total_memory", lambda device: total)
@@ -148,11 +156,17 @@ def test_only_so_many_buffers_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: 
     buffers.logger.warning_once.cache_clear()
     monkeypatch.setattr(buffers, "total_memory", lambda device: total - 1)
     for _ in range(2):
-        target.generate(**prompts([5] * 7, 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+        target.generate(
+            **prompts([5] * 7, 0), max_new_tokens=3, do_sample=False, assistant_model=draft
+        )
         assert not kept_buffers(draft)
-    told = [record.getMessage() for record in caplog.records if "are not kept" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "are not kept" in record.getMessage()
+    ]
     assert len(told) == 1
-    assert told[0].startswith("Buffers of a run with a DFlash draft were more than 25% of the memory of cpu")
+    assert told[0].startswith(
+        "Buffers of a run with a DFlash draft were more than 25% of the memory of cpu"
+    )
 
 
 def test_a_growing_conversation_is_captured_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +176,17 @@ def test_a_growing_conversation_is_captured_a_few_times(monkeypatch: pytest.Monk
     set_engine(draft, "static")
     capacities = list[int]()
     for length in range(5, 120, 5):
-        target.generate(**prompts([length], 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
+        target.generate(
+            **prompts([length], 0), max_new_tokens=3, do_sample=False, assistant_model=draft
+        )
         capacities.append(kept_buffers(draft)[0].capacity)
     assert sorted(set(capacities)) == [16, 32, 64, 128]
     (kept,) = kept_buffers(draft)
     monkeypatch.setattr(buffers, "total_memory", lambda device: 7 * kept.num_bytes())
     target.generate(**prompts([130], 0), max_new_tokens=3, do_sample=False, assistant_model=draft)
-    assert kept_buffers(draft)[0].capacity == round_up(130 + 3 + 8), "twice as much would not be kept"
+    assert kept_buffers(draft)[0].capacity == round_up(130 + 3 + 8), (
+        "twice as much would not be kept"
+    )
 
 
 def test_the_guard_looks_once_at_every_setting_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +208,12 @@ def test_the_guard_looks_once_at_every_setting_and_width(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("limit", "affordable", "room"), [(100, 10, 100), (2000, 2000, 2000), (2000, 1999, 1000), (9999, 9999, 4000)]
+    ("limit", "affordable", "room"),
+    [(100, 10, 100), (2000, 2000, 2000), (2000, 1999, 1000), (9999, 9999, 4000)],
 )
-def test_room_is_what_can_be_kept(limit: int, affordable: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_what_can_be_kept(
+    limit: int, affordable: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "FIXED_ROOM", 4000)
     assert run.first_room(limit, affordable) == room
     assert run.first_room(limit, None) == min(limit, run.FIRST_ROOM)
@@ -206,6 +227,8 @@ def test_a_length_that_is_affordable_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     length = buffers.affordable_length(find_target(target), draft, 3)
     assert length > 50
     limit = int(length * 0.9) - 5 - 16
-    target.generate(**prompts([5] * 3, 0), max_new_tokens=limit, do_sample=False, assistant_model=draft)
+    target.generate(
+        **prompts([5] * 3, 0), max_new_tokens=limit, do_sample=False, assistant_model=draft
+    )
     assert kept_buffers(draft)
     assert kept_buffers(draft)[0].num_bytes() > 0.75 * buffers.KEPT_SHARE * 2_000_000

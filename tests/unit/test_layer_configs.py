@@ -33,7 +33,9 @@ GEMMA4 = Gemma4TextConfig(
 
 
 def test_layers_that_are_alike_have_the_sizes_of_the_whole_config() -> None:
-    config = Qwen3Config(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = Qwen3Config(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    )
     assert attention_sizes(config) == [(4, 2, 16), (4, 2, 16)]
     assert layer_values(config, "intermediate_size") == [config.intermediate_size] * 2
     assert layer_values(config, "attention_chunk_size") == [None, None]
@@ -55,7 +57,12 @@ def test_a_config_without_heads_has_no_sizes() -> None:
 def test_a_fresh_draft_has_the_heads_of_most_layers() -> None:
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(GEMMA4)
-    fields = {"num_hidden_layers": 1, "block_size": 4, "mask_token_id": 7, "target_layer_ids": [0, 2]}
+    fields = {
+        "num_hidden_layers": 1,
+        "block_size": 4,
+        "mask_token_id": 7,
+        "target_layer_ids": [0, 2],
+    }
     found = fresh_config(target, fields)
     assert (found.num_attention_heads, found.num_key_value_heads, found.head_dim) == (4, 2, 8)
     assert found.intermediate_size == 48
@@ -77,7 +84,10 @@ def test_a_plan_counts_every_layer_by_its_own_heads() -> None:
         num_target_layers=3,
         target_layer_ids=[2],
     )
-    found = [Plan(GEMMA4, draft, sizes, num_examples=1, mean_length=length).target_flops for length in (8.0, 16.0)]
+    found = [
+        Plan(GEMMA4, draft, sizes, num_examples=1, mean_length=length).target_flops
+        for length in (8.0, 16.0)
+    ]
     queries = 4 * 8 + 4 * 8 + 4 * 16
     assert found[1] - 2 * found[0] == 2 * queries * (16**2 - 2 * 8**2)
 

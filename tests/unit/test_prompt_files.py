@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from dflash_hf.cli.demo import read_prompts as read_held_out
-from dflash_hf.evaluation.prompt_files import MAX_BYTES, MAX_PROMPTS, image_names, read_prompts, text_of
+from dflash_hf.evaluation.prompt_files import (
+    MAX_BYTES,
+    MAX_PROMPTS,
+    image_names,
+    read_prompts,
+    text_of,
+)
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -20,8 +26,13 @@ def user(content: Any) -> dict[str, Any]:
 def write(folder: Path, *rows: Any) -> Path:
     """A `.jsonl` of these rows; bytes and texts are written as they are."""
     file = folder / "p.jsonl"
-    lines = [row if isinstance(row, bytes) else row if isinstance(row, str) else json.dumps(row) for row in rows]
-    file.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    lines = [
+        row if isinstance(row, bytes) else row if isinstance(row, str) else json.dumps(row)
+        for row in rows
+    ]
+    file.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
+    )
     return file
 
 
@@ -71,7 +82,14 @@ def test_what_is_read(tmp_path: Path) -> None:
         {"type": "image", "url": "https://x/b.png"},
         {"type": "text", "text": ""},
     ]
-    file = write(tmp_path, b'\xef\xbb\xbf{"prompt": "one"}', "", "  ", '{"prompt": "a\u2028b"}\r', user(parts))
+    file = write(
+        tmp_path,
+        b'\xef\xbb\xbf{"prompt": "one"}',
+        "",
+        "  ",
+        '{"prompt": "a\u2028b"}\r',
+        user(parts),
+    )
     first, second, third = read_prompts(file)
     assert (first, second) == ("one", "a\u2028b")
     assert image_names(third) == ["a.png", "b.png"]
@@ -84,10 +102,14 @@ def test_files_that_are_too_large(tmp_path: Path) -> None:
     """As much as that of `[],` would take 20 times its size in memory."""
     file = tmp_path / "p.txt"
     file.write_bytes(b"x" * (MAX_BYTES + 1))
-    with pytest.raises(ValueError, match=r"^expected a file of prompts of at most 16 MB, got .* with 16; use fewer"):
+    with pytest.raises(
+        ValueError, match=r"^expected a file of prompts of at most 16 MB, got .* with 16; use fewer"
+    ):
         read_prompts(file)
     file.write_bytes(b"x\n" * (MAX_PROMPTS + 1))
-    with pytest.raises(ValueError, match=rf"^expected at most {MAX_PROMPTS} lines in .*; use fewer prompts"):
+    with pytest.raises(
+        ValueError, match=rf"^expected at most {MAX_PROMPTS} lines in .*; use fewer prompts"
+    ):
         read_prompts(file)
     file.write_bytes(b"\n \n")
     with pytest.raises(ValueError, match=r"^expected prompts in .*, got none; write one per line"):

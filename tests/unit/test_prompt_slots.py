@@ -14,7 +14,9 @@ CPU = torch.device("cpu")
 
 def indices(*rows: tuple[int, int], columns: int) -> torch.Tensor:
     """Positions of left-padded rows, given the length of each and the index of its first token."""
-    return torch.tensor([[-1] * (columns - num) + list(range(first, first + num)) for num, first in rows])
+    return torch.tensor(
+        [[-1] * (columns - num) + list(range(first, first + num)) for num, first in rows]
+    )
 
 
 @pytest.mark.parametrize("ring", [4, 7, 16])

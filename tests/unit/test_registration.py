@@ -43,12 +43,17 @@ if not is_torchvision_available():
 def run(code: str) -> None:
     """Runs code in a fresh interpreter."""
     code = f"import sys, types\nsys.path[:0] = {SOURCES}\n{code}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 
 # Which of the two is imported first. Each has a process of its own, forked from one that has what both import.
-ORDERS = ["import dflash_hf", "from transformers import AutoModelForCausalLM, AutoProcessor\nimport dflash_hf"]
+ORDERS = [
+    "import dflash_hf",
+    "from transformers import AutoModelForCausalLM, AutoProcessor\nimport dflash_hf",
+]
 IN_FORKS = f"""
 import os, traceback
 import huggingface_hub, PIL.Image, tokenizers, torch

@@ -21,7 +21,9 @@ from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 # Two rows, blocks of 4 (three proposals). Row 0 ended at an end-of-sequence token: its last verify accepted 3 and
 # committed 2. Row 1 accepted 1 of 3 each time.
-HAND = SpeculativeStats(num_committed=[[4, 1, 2], [2, 2]], num_accepted=[[3, 0, 3], [1, 1]], num_proposed=3)
+HAND = SpeculativeStats(
+    num_committed=[[4, 1, 2], [2, 2]], num_accepted=[[3, 0, 3], [1, 1]], num_proposed=3
+)
 
 
 def test_definitions_by_hand() -> None:
@@ -40,9 +42,13 @@ def test_definitions_by_hand() -> None:
     assert HAND.acceptance_histogram() == [0, 1, 3, 0, 1]
     assert HAND.acceptance_histogram(row=1) == [0, 0, 2, 0, 0]
     # vLLM's mean is one more than the sum of its joint shares per position.
-    assert HAND.acceptance_length_as("vllm") == pytest.approx(1 + sum(HAND.acceptance_per_position()))
+    assert HAND.acceptance_length_as("vllm") == pytest.approx(
+        1 + sum(HAND.acceptance_per_position())
+    )
     # A token decoded without a draft is a verify of ours, and no draft of vLLM's.
-    plain = dataclasses.replace(HAND, num_committed=[[4, 1]], num_accepted=[[3, 0]], verify_widths=[4, 1])
+    plain = dataclasses.replace(
+        HAND, num_committed=[[4, 1]], num_accepted=[[3, 0]], verify_widths=[4, 1]
+    )
     assert plain.acceptance_length == 2.5
     assert plain.acceptance_length_as("vllm") == 4.0
     with pytest.raises(ValueError, match=r"expected a definition in .* got 'eagle'"):
@@ -52,25 +58,37 @@ def test_definitions_by_hand() -> None:
 def test_positions_that_a_narrow_verify_did_not_try_are_not_rejections() -> None:
     # Row 0: widths 4, 2, 4. Row 1 ended after two verifies. The second, of width 2, tried one proposal only.
     stats = SpeculativeStats(
-        num_committed=[[4, 2, 2], [1, 2]], num_accepted=[[3, 1, 1], [0, 1]], num_proposed=3, verify_widths=[4, 2, 4]
+        num_committed=[[4, 2, 2], [1, 2]],
+        num_accepted=[[3, 1, 1], [0, 1]],
+        num_proposed=3,
+        verify_widths=[4, 2, 4],
     )
     conditional = [4 / 5, 1 / 2, 1 / 1]
     assert stats.acceptance_per_position(conditional=True) == pytest.approx(conditional)
     # The product of those: 4/5 of all accepted the first; of the two that went on to the second, one.
     assert stats.acceptance_per_position() == pytest.approx([4 / 5, 4 / 10, 4 / 10])
-    assert stats.acceptance_per_position(conditional=True, row=1) == pytest.approx([1 / 2, 0.0, 0.0])
+    assert stats.acceptance_per_position(conditional=True, row=1) == pytest.approx(
+        [1 / 2, 0.0, 0.0]
+    )
     assert stats.acceptance_histogram() == [0, 1, 3, 0, 1]
     assert stats.to_dict()["verify_widths"] == [4, 2, 4]
     # Told or not, one width for all is what it was.
     told = SpeculativeStats(
-        num_committed=HAND.num_committed, num_accepted=HAND.num_accepted, num_proposed=3, verify_widths=[4, 4, 4]
+        num_committed=HAND.num_committed,
+        num_accepted=HAND.num_accepted,
+        num_proposed=3,
+        verify_widths=[4, 4, 4],
     )
     for conditional in (False, True):
-        assert told.acceptance_per_position(conditional) == HAND.acceptance_per_position(conditional)
+        assert told.acceptance_per_position(conditional) == HAND.acceptance_per_position(
+            conditional
+        )
 
 
 @pytest.mark.parametrize("width", [3, "auto"])
-def test_conditional_acceptance_counts_what_each_verify_tried(width: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditional_acceptance_counts_what_each_verify_tried(
+    width: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted proposal by proposal."""
     use_random_widths(monkeypatch)
     target, inputs = tiny_target("qwen3"), prompts([5] * 24, 1)
@@ -86,7 +104,9 @@ def test_conditional_acceptance_counts_what_each_verify_tried(width: Any, monkey
             for position in range(min(right + 1, wide - 1)):
                 tried[position] += 1
                 hits[position] += right > position
-    assert stats.acceptance_per_position(conditional=True) == [hit / n for hit, n in zip(hits, tried, strict=True)]
+    assert stats.acceptance_per_position(conditional=True) == [
+        hit / n for hit, n in zip(hits, tried, strict=True)
+    ]
     assert stats.num_proposed == (2 if width == 3 else 5)
 
 
@@ -108,14 +128,20 @@ def test_a_run_agrees_with_its_own_counts() -> None:
     target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=draft)
     stats = draft.last_stats
     assert sum(stats.acceptance_histogram()) == stats.num_verifies
-    assert sum(n * count for n, count in enumerate(stats.acceptance_histogram())) == stats.num_new_tokens - 3
+    assert (
+        sum(n * count for n, count in enumerate(stats.acceptance_histogram()))
+        == stats.num_new_tokens - 3
+    )
     joint = stats.acceptance_per_position()
     assert joint == sorted(joint, reverse=True)
     conditional = torch.tensor(stats.acceptance_per_position(conditional=True)).cumprod(0)
     assert conditional.tolist() == pytest.approx(joint)
     for row in range(3):
         assert sum(stats.acceptance_histogram(row=row)) == len(stats.num_committed[row])
-    assert json.loads(json.dumps(stats.to_dict()))["acceptance_histogram"] == stats.acceptance_histogram()
+    assert (
+        json.loads(json.dumps(stats.to_dict()))["acceptance_histogram"]
+        == stats.acceptance_histogram()
+    )
 
 
 class MovedDraft(DFlashDraftModel):
@@ -163,7 +189,12 @@ def test_every_part_gets_its_own_time_and_nothing_twice(monkeypatch: pytest.Monk
     one = {name: value[:1] for name, value in inputs.items()}
     before = clock.now
     target.generate(
-        **one, max_new_tokens=12, do_sample=False, assistant_model=draft, streamer=Slow(), eos_token_id=None
+        **one,
+        max_new_tokens=12,
+        do_sample=False,
+        assistant_model=draft,
+        streamer=Slow(),
+        eos_token_id=None,
     )
     stats = draft.last_stats
     verifies = len(seen) - 1
@@ -181,7 +212,10 @@ def test_every_part_gets_its_own_time_and_nothing_twice(monkeypatch: pytest.Monk
     for _ in iterate(target, draft, **one, max_new_tokens=12, do_sample=False, eos_token_id=None):
         clock.now += 1000.0  # a pause is the user's time
     stats = draft.last_stats
-    assert stats.total_seconds == 0.5 + 10.0 + 2.0 * stats.num_draft_forwards + 5.0 * stats.num_verifies
+    assert (
+        stats.total_seconds
+        == 0.5 + 10.0 + 2.0 * stats.num_draft_forwards + 5.0 * stats.num_verifies
+    )
 
 
 def test_the_parts_sum_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +231,10 @@ def test_the_parts_sum_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
     stats = draft.last_stats
     assert wall > 100, "the clock was hardly read: this test looks elsewhere"
     assert wall - 4 <= stats.total_seconds <= wall
-    assert min(stats.prepare_seconds, stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds) > 0
+    assert (
+        min(stats.prepare_seconds, stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds)
+        > 0
+    )
     assert min(stats.accept_seconds, stats.rest_seconds) > 0
 
 
@@ -228,7 +265,14 @@ def test_devices_are_waited_for_only_when_asked(monkeypatch: pytest.MonkeyPatch)
 def test_frame_has_one_line_per_row_and_verify() -> None:
     pytest.importorskip("pandas")
     frame = HAND.to_frame()
-    assert list(frame.columns) == ["row", "verify", "num_tried", "num_accepted", "num_committed", "num_new"]
+    assert list(frame.columns) == [
+        "row",
+        "verify",
+        "num_tried",
+        "num_accepted",
+        "num_committed",
+        "num_new",
+    ]
     assert frame.values.tolist() == [
         [0, 0, 3, 3, 4, 5],
         [0, 1, 3, 0, 1, 6],
@@ -237,16 +281,24 @@ def test_frame_has_one_line_per_row_and_verify() -> None:
         [1, 1, 3, 1, 2, 5],
     ]
     assert frame.num_committed.mean() == pytest.approx(HAND.acceptance_length)
-    assert list(SpeculativeStats(num_committed=[[]], num_accepted=[[]]).to_frame().columns) == list(frame.columns)
+    assert list(SpeculativeStats(num_committed=[[]], num_accepted=[[]]).to_frame().columns) == list(
+        frame.columns
+    )
 
 
 def test_figure_shows_the_numbers() -> None:
     pytest.importorskip("matplotlib")
     left, right = HAND.plot().axes
-    assert [bar.get_height() for bar in left.patches] == pytest.approx(HAND.acceptance_per_position())
-    assert left.lines[0].get_ydata() == pytest.approx(HAND.acceptance_per_position(conditional=True))
+    assert [bar.get_height() for bar in left.patches] == pytest.approx(
+        HAND.acceptance_per_position()
+    )
+    assert left.lines[0].get_ydata() == pytest.approx(
+        HAND.acceptance_per_position(conditional=True)
+    )
     assert [bar.get_height() for bar in right.patches] == HAND.acceptance_histogram()[1:]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in right.patches] == pytest.approx([1, 2, 3, 4])
+    assert [bar.get_x() + bar.get_width() / 2 for bar in right.patches] == pytest.approx(
+        [1, 2, 3, 4]
+    )
     assert right.lines[0].get_xdata()[0] == pytest.approx(HAND.acceptance_length)
 
 

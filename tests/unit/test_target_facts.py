@@ -81,12 +81,17 @@ def wrap_mlp(target: Any) -> None:
 
 def replace_layer(target: Any) -> None:
     target.model.layers[1] = copy.deepcopy(target.model.layers[0])
-    target.model.layers[1].self_attn.layer_idx, target.model.layers[1].self_attn.config = 1, target.config
+    target.model.layers[1].self_attn.layer_idx, target.model.layers[1].self_attn.config = (
+        1,
+        target.config,
+    )
 
 
 def add_adapter(target: Any) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    target.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False))
+    target.add_adapter(
+        peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    )
 
 
 def change_class(target: Any) -> None:
@@ -97,7 +102,13 @@ def replace_embedding(target: Any) -> None:
     target.set_input_embeddings(copy.deepcopy(target.get_input_embeddings()))
 
 
-CHANGES: list[Callable[[Any], None]] = [wrap_mlp, replace_layer, add_adapter, change_class, replace_embedding]
+CHANGES: list[Callable[[Any], None]] = [
+    wrap_mlp,
+    replace_layer,
+    add_adapter,
+    change_class,
+    replace_embedding,
+]
 
 
 def test_several_calls_look_once(found: list[str], read: list[str]) -> None:
@@ -109,7 +120,10 @@ def test_several_calls_look_once(found: list[str], read: list[str]) -> None:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_target_that_has_changed_is_looked_at_again(
-    change: Callable[[Any], None], found: list[str], read: list[str], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any], None],
+    found: list[str],
+    read: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Transformers may ask for a release of PEFT that is not out yet.
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
@@ -140,10 +154,14 @@ def test_another_device_is_seen() -> None:
     target = tiny_target("qwen3")
     assert find_target(target).device == torch.device("cpu")
     moved = copy.deepcopy(target).to("meta")
-    with pytest.raises(ValueError, match="expected weights in Embedding, got none, or only on the device 'meta'"):
+    with pytest.raises(
+        ValueError, match="expected weights in Embedding, got none, or only on the device 'meta'"
+    ):
         _ = find_target(moved).device
     target.to("meta")
-    with pytest.raises(ValueError, match="expected weights in Embedding, got none, or only on the device 'meta'"):
+    with pytest.raises(
+        ValueError, match="expected weights in Embedding, got none, or only on the device 'meta'"
+    ):
         _ = find_target(target).device
 
 
@@ -156,11 +174,15 @@ def test_other_weights_in_the_same_modules_are_seen() -> None:
     target = tiny_target("qwen3")
     assert find_target(target).takes_inference_mode
     layer: Any = target.model.layers[0]
-    layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.detach().as_subclass(Quantised))
+    layer.mlp.up_proj.weight = nn.Parameter(
+        layer.mlp.up_proj.weight.detach().as_subclass(Quantised)
+    )
     assert not find_target(target).takes_inference_mode
 
 
-def test_a_forward_whose_source_cannot_be_read_is_taken_to_hand_keywords_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_whose_source_cannot_be_read_is_taken_to_hand_keywords_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = tiny_target("qwen3")
     kind: Any = type(target.model.layers[0])  # type: ignore[attr-defined]
     plain = kind.forward
@@ -219,10 +241,23 @@ GIVEN: list[dict[str, Any]] = [
     {"num_beams": 3, "guidance_scale": 1.5},
     {"use_cache": False, "top_k": 0, "penalty_alpha": 0.6},
     {"stop_strings": "x", "token_healing": True},
-    {"num_beams": None, "do_sample": True, "num_return_sequences": 2, "cache_implementation": "static"},
+    {
+        "num_beams": None,
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "cache_implementation": "static",
+    },
 ]
 NAMES = (
-    *("num_beams", "penalty_alpha", "top_k", "do_sample", "dola_layers", "use_cache", "guidance_scale"),
+    *(
+        "num_beams",
+        "penalty_alpha",
+        "top_k",
+        "do_sample",
+        "dola_layers",
+        "use_cache",
+        "guidance_scale",
+    ),
     *("prompt_lookup_num_tokens", "cache_implementation", "output_attentions", "bos_token_id"),
     *("num_return_sequences", "token_healing", "stop_strings"),
 )
@@ -230,12 +265,18 @@ NAMES = (
 
 @pytest.mark.parametrize("own", GIVEN)
 @pytest.mark.parametrize("config", [None, *GIVEN])
-def test_settings_are_those_that_generate_prepares(own: dict[str, Any], config: dict[str, Any] | None) -> None:
+def test_settings_are_those_that_generate_prepares(
+    own: dict[str, Any], config: dict[str, Any] | None
+) -> None:
     target = tiny_target("qwen3")
     for name, value in own.items():
         setattr(target.generation_config, name, value)
     given = None if config is None else GenerationConfig(**config)
     for arguments in GIVEN:
         prepared, _ = target._prepare_generation_config(copy.deepcopy(given), **arguments)
-        settings = Settings(target, {**arguments, **({} if given is None else {"generation_config": given})})
-        assert {name: settings[name] for name in NAMES} == {name: getattr(prepared, name) for name in NAMES}
+        settings = Settings(
+            target, {**arguments, **({} if given is None else {"generation_config": given})}
+        )
+        assert {name: settings[name] for name in NAMES} == {
+            name: getattr(prepared, name) for name in NAMES
+        }

@@ -27,13 +27,18 @@ def best_paths(log_probs_DV: Tensor, num: int) -> set[tuple[int, ...]]:
         found.add(tuple(ids[level][rank] for level, rank in enumerate(ranks)))
         level, rank = len(ranks) - 1, ranks[-1]
         if rank + 1 < len(values[level]):
-            heapq.heappush(heap, (cost + values[level][rank] - values[level][rank + 1], (*ranks[:-1], rank + 1)))
+            heapq.heappush(
+                heap,
+                (cost + values[level][rank] - values[level][rank + 1], (*ranks[:-1], rank + 1)),
+            )
         if level + 1 < len(values):
             heapq.heappush(heap, (cost - values[level + 1][0], (*ranks, 0)))
     return found
 
 
-def built(trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, ...] = ()) -> tuple[DraftTree, Tensor, Tensor]:
+def built(
+    trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, ...] = ()
+) -> tuple[DraftTree, Tensor, Tensor]:
     """The trees of scores, their tokens with anchors of token 0, and their sources."""
     nodes = torch.full((4, scores.shape[0], trees.num_nodes), 7)
     block = torch.zeros(scores.shape[0], trees.num_nodes, dtype=torch.long)
@@ -50,7 +55,16 @@ def path_to(tree: DraftTree, block: Tensor, row: int, node: int) -> tuple[int, .
 
 @pytest.mark.parametrize(
     ("num_nodes", "depth", "vocab"),
-    [(2, 1, 5), (8, 7, 40), (16, 15, 40), (32, 7, 50), (MAX_NODES, 15, 70), (5, 1, 4), (12, 3, 3), (16, 1, 15)],
+    [
+        (2, 1, 5),
+        (8, 7, 40),
+        (16, 15, 40),
+        (32, 7, 50),
+        (MAX_NODES, 15, 70),
+        (5, 1, 4),
+        (12, 3, 3),
+        (16, 1, 15),
+    ],
 )
 def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: int) -> None:
     torch.manual_seed(num_nodes)
@@ -61,14 +75,17 @@ def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: 
         paths = [path_to(tree, block, row, node) for node in range(num_nodes)]
         assert set(paths[1:]) == best_paths(log_probs[row] - LEVEL, num_nodes - 1)
         likely = [
-            sum(float(log_probs[row, level, token]) - LEVEL for level, token in enumerate(path)) for path in paths
+            sum(float(log_probs[row, level, token]) - LEVEL for level, token in enumerate(path))
+            for path in paths
         ]
         assert all(a >= b - 1e-5 for a, b in itertools.pairwise(likely)), (
             "so that the first nodes are the best smaller tree"
         )
         assert tree.depths[row].tolist() == [len(path) for path in paths]
         for node, path in enumerate(paths):
-            on_path = {other for other in range(num_nodes) if int(tree.ancestors[row, node]) >> other & 1}
+            on_path = {
+                other for other in range(num_nodes) if int(tree.ancestors[row, node]) >> other & 1
+            }
             assert on_path == {paths.index(path[:end]) for end in range(len(path) + 1)}
 
 
@@ -99,9 +116,15 @@ def test_what_is_forbidden_stands_behind_everything_else() -> None:
     assert not sources.any()
 
 
-@pytest.mark.parametrize(("num_nodes", "depth", "vocab", "most"), [(8, 1, 5, 6), (8, 0, 5, 1), (64, 2, 3, 13)])
-def test_more_nodes_than_paths_are_refused(num_nodes: int, depth: int, vocab: int, most: int) -> None:
-    with pytest.raises(ValueError, match=f"expected num_tree_nodes of at most {most} .* got {num_nodes}; lower it"):
+@pytest.mark.parametrize(
+    ("num_nodes", "depth", "vocab", "most"), [(8, 1, 5, 6), (8, 0, 5, 1), (64, 2, 3, 13)]
+)
+def test_more_nodes_than_paths_are_refused(
+    num_nodes: int, depth: int, vocab: int, most: int
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"expected num_tree_nodes of at most {most} .* got {num_nodes}; lower it"
+    ):
         TreeBuilder(num_nodes, depth, vocab, CPU)
 
 
@@ -111,20 +134,30 @@ def test_the_path_is_the_longest_that_the_target_says() -> None:
     for _ in range(40):
         tree, block, _ = built(trees, torch.randn(3, 4, 3))
         tokens = torch.randint(0, 3, block.shape)
-        decided, said_next, ids, path = block.clone(), tokens.clone(), *torch.full((2, *block.shape), 7)
+        decided, said_next, ids, path = (
+            block.clone(),
+            tokens.clone(),
+            *torch.full((2, *block.shape), 7),
+        )
         tree.follow(decided, said_next, ids, path)
         for row in range(3):
             node, nodes = 0, [0]
             while True:
                 said = int(tokens[row, node])
-                children = [n for n in range(1, 16) if tree.parents[row, n] == node and block[row, n] == said]
+                children = [
+                    n
+                    for n in range(1, 16)
+                    if tree.parents[row, n] == node and block[row, n] == said
+                ]
                 child, found = tree.child(block, torch.full((3,), node), torch.full((3,), said))
                 assert [int(child[row])] * int(found[row]) == children
                 if not children:
                     break
                 node = children[0]
                 nodes.append(node)
-            said_by_target = torch.tensor([*(int(tokens[row, n]) for n in nodes), 9, 9, 9, 9])[None, :4].expand(3, -1)
+            said_by_target = torch.tensor([*(int(tokens[row, n]) for n in nodes), 9, 9, 9, 9])[
+                None, :4
+            ].expand(3, -1)
             assert int(tree.agree(block, said_by_target)[row]) == len(nodes) - 1
             assert path[row].tolist() == nodes + [0] * (16 - len(nodes))
             assert decided[row].tolist() == [*block[row, nodes].tolist(), *[-1] * (16 - len(nodes))]
@@ -148,7 +181,9 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
         for choice in itertools.product(range(2), repeat=length):
             steps = zip(range(length), (0, *choice[:-1]), choice, strict=True)
             tokens = tuple(int(candidates[0, level, one]) for level, one in enumerate(choice))
-            expected[tokens] = sum(float(log_probs[0, level, before, one]) for level, before, one in steps)
+            expected[tokens] = sum(
+                float(log_probs[0, level, before, one]) for level, before, one in steps
+            )
     paths = [path_to(tree, block, 0, node) for node in range(1, 15)]
     assert paths == sorted(expected, key=lambda path: -expected[path])
 
@@ -173,14 +208,20 @@ def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None
 
 def test_a_draft_that_is_sure_of_other_tokens_is_followed() -> None:
     """What followed is 1 1 3, likely by 0.8, 0.7 and 0.6."""
-    text = (torch.tensor([[3, 1, 1, 3]]), torch.tensor([4]), torch.tensor([[0.0, 0.8], [0.0, 0.87]]).log())
+    text = (
+        torch.tensor([[3, 1, 1, 3]]),
+        torch.tensor([4]),
+        torch.tensor([[0.0, 0.8], [0.0, 0.87]]).log(),
+    )
     trees, sure = TreeBuilder(4, 3, 9, CPU), torch.zeros(1, 3, 9)
     for score, expected in ((12.0, [0, 2, 2, 2]), (2.0, [0, 1, 1, 2])):
         sure[:, :, 2] = score
         assert built(trees, sure, text)[1].tolist() == [expected]
 
 
-@pytest.mark.parametrize(("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4)])
+@pytest.mark.parametrize(
+    ("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4)]
+)
 def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
     num_nodes: int, depth: int, vocab: int
 ) -> None:
@@ -209,9 +250,13 @@ def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
                     doubt = DOUBT * math.log1p(-math.exp(best))
                 before_paths[tuple(tokens[row, : end + 1].tolist())] = float(its[end]) + doubt
             paths = drafted.keys() | before_paths.keys()
-            totals = {path: max(drafted.get(path, -99.0), before_paths.get(path, -99.0)) for path in paths}
+            totals = {
+                path: max(drafted.get(path, -99.0), before_paths.get(path, -99.0)) for path in paths
+            }
             expected = sorted(totals, key=lambda path: -totals[path])[: num_nodes - 1]
-            assert {path_to(tree, block, row, node) for node in range(1, num_nodes)} == set(expected)
+            assert {path_to(tree, block, row, node) for node in range(1, num_nodes)} == set(
+                expected
+            )
             for node in range(num_nodes):
                 path = path_to(tree, block, row, node)
                 assert int(tree.depths[row, node]) == len(path)

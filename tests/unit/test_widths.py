@@ -39,7 +39,9 @@ def enumerated_tokens(shares: list[float], width: int) -> float:
     """The mean over all ways in which the proposals of a block of independent positions can be right or wrong."""
     total = 0.0
     for outcome in itertools.product((False, True), repeat=width - 1):
-        probability = math.prod(p if right else 1 - p for p, right in zip(shares, outcome, strict=False))
+        probability = math.prod(
+            p if right else 1 - p for p, right in zip(shares, outcome, strict=False)
+        )
         accepted = next((index for index, right in enumerate(outcome) if not right), width - 1)
         total += probability * (accepted + 1)
     return total
@@ -50,7 +52,9 @@ def test_the_expected_tokens_are_those_of_all_outcomes() -> None:
     for _ in range(10):
         shares = [draw.random() for _ in range(9)]
         for width in range(1, 11):
-            assert expected_tokens(shares)[width] == pytest.approx(enumerated_tokens(shares, width), rel=1e-12)
+            assert expected_tokens(shares)[width] == pytest.approx(
+                enumerated_tokens(shares, width), rel=1e-12
+            )
 
 
 def test_the_choice_is_the_best_of_all_by_enumeration() -> None:
@@ -58,13 +62,18 @@ def test_the_choice_is_the_best_of_all_by_enumeration() -> None:
     chosen: set[int] = set()
     for _ in range(150):
         shares = [draw.random() ** 0.3 for _ in range(7)]
-        costs = {width: draw.uniform(1, 2) + draw.random() * width for width in draw.sample(range(1, 9), 4)}
+        costs = {
+            width: draw.uniform(1, 2) + draw.random() * width
+            for width in draw.sample(range(1, 9), 4)
+        }
         rates = {width: enumerated_tokens(shares, width) / cost for width, cost in costs.items()}
         found = choose_width(expected_tokens(shares), costs)
         assert rates[found] == pytest.approx(max(rates.values()), rel=1e-12)
         chosen.add(found)
     assert len(chosen) == 8
-    assert choose_width(expected_tokens([0.0] * 9), {4: 2.0, 8: 2.0, 6: 2.0}) == 8, "of equal ones the widest"
+    assert choose_width(expected_tokens([0.0] * 9), {4: 2.0, 8: 2.0, 6: 2.0}) == 8, (
+        "of equal ones the widest"
+    )
     assert choose_width(expected_tokens([0.9] * 9), {4: 2.0, 8: 2.0, 6: 2.0}) == 8
 
 
@@ -72,7 +81,12 @@ def test_candidates_are_few_and_close() -> None:
     assert candidate_widths(16) == [16, 12, 8, 6, 4, 3, 2, 1]
     assert candidate_widths(17) == [17, 16, 12, 8, 6, 4, 3, 2, 1]
     assert candidate_widths(8) == [8, 6, 4, 3, 2, 1]
-    assert [candidate_widths(width) for width in (1, 2, 3, 5)] == [[1], [2, 1], [3, 2, 1], [5, 4, 3, 2, 1]]
+    assert [candidate_widths(width) for width in (1, 2, 3, 5)] == [
+        [1],
+        [2, 1],
+        [3, 2, 1],
+        [5, 4, 3, 2, 1],
+    ]
 
 
 def captured_width(rows: int) -> int:
@@ -82,7 +96,15 @@ def captured_width(rows: int) -> int:
 
 def test_a_table_goes_by_the_rows_of_a_call() -> None:
     table = {32: 2, 1: 9, 8: 6}
-    assert [width_of_rows(table, rows) for rows in (1, 2, 8, 9, 32, 33, 500)] == [9, 6, 6, 2, 2, 2, 2]
+    assert [width_of_rows(table, rows) for rows in (1, 2, 8, 9, 32, 33, 500)] == [
+        9,
+        6,
+        6,
+        2,
+        2,
+        2,
+        2,
+    ]
     widths = [captured_width(rows) for rows in range(1, 200)]
     assert widths == sorted(widths, reverse=True)
     assert (widths[0], widths[7], widths[8], widths[31]) == (16, 16, 10, 8)
@@ -91,7 +113,9 @@ def test_a_table_goes_by_the_rows_of_a_call() -> None:
 def modelled_gain(rows: int, width: int) -> float:
     """Tokens per second of captured steps, whole blocks of 16 being 1, by the model in docs/engines.md."""
     whole = 16
-    shares = [next(p / 1000 for p in range(1000) if expected_tokens([p / 1000] * 15)[whole] >= 6.3)] * 15
+    shares = [
+        next(p / 1000 for p in range(1000) if expected_tokens([p / 1000] * 15)[whole] >= 6.3)
+    ] * 15
 
     def rate(verified: int) -> float:
         weights_ms, token_ms, row_ms, rest_ms = 4.2, 0.029, 0.1, 1.5
@@ -102,7 +126,9 @@ def modelled_gain(rows: int, width: int) -> float:
 
 
 @pytest.mark.parametrize(("rows", "gain"), [(1, 1.0), (8, 1.0), (16, 1.17), (32, 1.26), (64, 1.31)])
-def test_the_table_of_captured_steps_is_within_a_few_per_cent_of_the_models_best(rows: int, gain: float) -> None:
+def test_the_table_of_captured_steps_is_within_a_few_per_cent_of_the_models_best(
+    rows: int, gain: float
+) -> None:
     found = modelled_gain(rows, captured_width(rows))
     assert found == pytest.approx(gain, abs=0.01)
     assert found >= 0.98 * max(modelled_gain(rows, width) for width in range(1, 17))
@@ -125,7 +151,9 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
         ({8: 16, 32: 17}, "verify_width between 1 and 16"),
     ],
 )
-def test_a_table_that_does_not_fit_the_block_is_refused(table: dict[Any, Any], expected: str) -> None:
+def test_a_table_that_does_not_fit_the_block_is_refused(
+    table: dict[Any, Any], expected: str
+) -> None:
     config = DFlashGenerationConfig()
     config.verify_width = table
     with pytest.raises(ValueError, match=f"expected .*{expected}.*, got .*; leave it out"):
@@ -143,9 +171,13 @@ def test_unknown_costs_are_fitted() -> None:
     line = {width: 2.0 + 0.5 * width for width in widths}
     exact = {width: line[width] for width in (16, 8, 4)}
     found = fitted_costs(exact, widths)
-    assert found == pytest.approx(line | {1: line[1] / 2}), "without a draft: half of it, until it is known"
+    assert found == pytest.approx(line | {1: line[1] / 2}), (
+        "without a draft: half of it, until it is known"
+    )
     assert fitted_costs(exact | {1: 2.4}, widths) == pytest.approx(line | {1: 2.4})
-    assert fitted_costs({16: 4.0}, widths) == pytest.approx({w: 2 + w / 8 if w > 1 else 1.0625 for w in widths})
+    assert fitted_costs({16: 4.0}, widths) == pytest.approx(
+        {w: 2 + w / 8 if w > 1 else 1.0625 for w in widths}
+    )
     assert fitted_costs({}, widths)[1] < fitted_costs({}, widths)[16]
     assert fitted_costs({1: 1.0}, widths)[2] > 1.0
 
@@ -154,7 +186,10 @@ def test_no_cost_is_above_that_of_a_wider_verify() -> None:
     """Whatever the clock saw: a hiccup, or steps that get quicker as they get wider."""
     draw = random.Random(3)
     for _ in range(200):
-        known = {width: draw.uniform(0.1, 9) for width in draw.sample(candidate_widths(16), draw.randint(0, 8))}
+        known = {
+            width: draw.uniform(0.1, 9)
+            for width in draw.sample(candidate_widths(16), draw.randint(0, 8))
+        }
         costs = list(fitted_costs(known, candidate_widths(16)).values())
         assert min(costs) > 0
         assert costs == sorted(costs, reverse=True)
@@ -178,7 +213,12 @@ def simulate(
     hiccups: dict[int, float] | None = None,
 ) -> list[int]:
     """Widths of so many steps of a draft that is right with these chances; the host is `lag` steps behind."""
-    draw, clock, widths, waiting = random.Random(seed), 0.0, list[int](), list[tuple[int, list[int]]]()
+    draw, clock, widths, waiting = (
+        random.Random(seed),
+        0.0,
+        list[int](),
+        list[tuple[int, list[int]]](),
+    )
     for step in range(steps):
         width = chooser.next_width()
         widths.append(width)
@@ -208,7 +248,9 @@ def knee_at(knee: float) -> Costs:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("knee", [5.0, 8.0, 10.0])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.67, 0.79, 0.9, 0.99])
-def test_a_run_with_known_costs_is_close_to_the_best_width(share: float, knee: float, lag: int) -> None:
+def test_a_run_with_known_costs_is_close_to_the_best_width(
+    share: float, knee: float, lag: int
+) -> None:
     shares, costs = [share] * 15, knee_at(knee)
     chooser = WidthChooser(16)
     chooser.set_costs({width: costs(width) for width in chooser.widths})
@@ -231,20 +273,31 @@ def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope:
         return 1.0 if width == 1 else 1.4 + slope * width
 
     # Neither a hiccup in one of the first steps of a width nor an unlucky start (seed 0 at 0.4) must rule it out.
-    for seed, hiccups in itertools.product(range(2), ({0: 50.0}, {1: 9.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0})):
+    for seed, hiccups in itertools.product(
+        range(2), ({0: 50.0}, {1: 9.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0})
+    ):
         widths = simulate(WidthChooser(16), shares, costs, steps=400, hiccups=hiccups, seed=seed)
         assert widths[0] == 16
         assert rate_of(widths[20:], shares, costs) > max(0.97 * best_rate(shares, costs), 0.98)
 
 
 @pytest.mark.parametrize(("slope", "low", "high"), [(0.001, 48, 64), (0.3, 1, 16)])
-def test_a_tree_grows_beyond_the_chain_where_that_costs_little(slope: float, low: int, high: int) -> None:
+def test_a_tree_grows_beyond_the_chain_where_that_costs_little(
+    slope: float, low: int, high: int
+) -> None:
     """Node `n` is accepted with probability `1 / (n + 1)`: ever more nodes bring ever less, but never nothing."""
-    draw, chooser, clock, widths = random.Random(1), WidthChooser(64, is_tree=True, first=16), 0.0, list[int]()
+    draw, chooser, clock, widths = (
+        random.Random(1),
+        WidthChooser(64, is_tree=True, first=16),
+        0.0,
+        list[int](),
+    )
     for _ in range(300):
         widths.append(width := chooser.next_width())
         clock += 0.5 if width == 1 else 1.0 + slope * width
-        nodes = [[node for node in range(1, width) if draw.random() < 1 / (node + 1)] for _ in range(4)]
+        nodes = [
+            [node for node in range(1, width) if draw.random() < 1 / (node + 1)] for _ in range(4)
+        ]
         chooser.observe(width, [len(row) for row in nodes], clock, nodes)
     assert widths[0] == 16
     assert low <= statistics.median(widths[150:]) <= high
@@ -279,7 +332,12 @@ def test_a_chain_is_verified_where_branches_bring_less_than_they_cost(
     """A tree of two chains of 8, whose first tokens are right with these chances; a chain of 15 may cost less."""
     parents = [0, 0, *range(1, 8), 0, *range(9, 15)]
     for seed in range(4):
-        draw, chooser, clock, seen = random.Random(seed), WidthChooser(16, True, chain=16), 0.0, list[bool]()
+        draw, chooser, clock, seen = (
+            random.Random(seed),
+            WidthChooser(16, True, chain=16),
+            0.0,
+            list[bool](),
+        )
         tokens = {True: 0, False: 0}
         for _ in range(400):
             width, right = chooser.next_width(), [draw.random() < share for _ in range(15)]
@@ -291,7 +349,11 @@ def test_a_chain_is_verified_where_branches_bring_less_than_they_cost(
                 chooser.observe(width, [length], clock)
             else:
                 first = 9 if is_second else 1
-                depth = 1 + next((i for i in range(7) if not right[i + 1]), 7) if is_second else min(length, 8)
+                depth = (
+                    1 + next((i for i in range(7) if not right[i + 1]), 7)
+                    if is_second
+                    else min(length, 8)
+                )
                 path = [n for n in range(first, first + depth) if n < width]
                 clock += 0.6 + 0.4 * width / 16 if width > 1 else 0.4
                 chains = [along_chain(parents[:width], follow(parents[:width], set(path)))]
@@ -312,7 +374,13 @@ def test_a_chain_may_be_what_is_tried_where_no_draft_pays() -> None:
         clock += 1.0 if width == 1 else 1.2 if chooser.is_chain else 3.0
         is_tree = width > 1 and not chooser.is_chain
         path = list(range(1, min(right + 1, width)))
-        chooser.observe(width, [len(path)], clock, [path] if is_tree else [], [(right, min(right + 1, 9))] * is_tree)
+        chooser.observe(
+            width,
+            [len(path)],
+            clock,
+            [path] if is_tree else [],
+            [(right, min(right + 1, 9))] * is_tree,
+        )
     assert tried[-300:].count(1) > 250
     assert CHAIN in tried[-300:]
 
@@ -339,9 +407,17 @@ def test_a_run_holds_the_best_for_longer_and_longer() -> None:
     """With nothing to learn from, what is tried beside it comes half as often each time, at last after 128 steps."""
     chooser = WidthChooser(16)
     chooser.set_costs({16: 2.0, 8: 1.9, 1: 1.0})
-    widths = simulate(chooser, [0.99] * 15, lambda width: {16: 2.0, 8: 1.9, 1: 1.0}[width], steps=600, rows=8)
+    widths = simulate(
+        chooser, [0.99] * 15, lambda width: {16: 2.0, 8: 1.9, 1: 1.0}[width], steps=600, rows=8
+    )
     others = [step for step, width in enumerate(widths) if width < 16]
-    assert [after - before for before, after in itertools.pairwise(others)] == [33, 65, 129, 129, 129]
+    assert [after - before for before, after in itertools.pairwise(others)] == [
+        33,
+        65,
+        129,
+        129,
+        129,
+    ]
 
 
 def test_what_pays_once_is_tried_again_at_once() -> None:
@@ -376,7 +452,9 @@ def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
         width = chooser.next_width()
         clock += 1.0 if width == 1 else 1.3 if chooser.is_chain else 2.1
         is_tree = width > 1 and not chooser.is_chain
-        chooser.observe(width, [min(1, width - 1)], clock, [[1]] if is_tree else [], [(1, 2)] * is_tree)
+        chooser.observe(
+            width, [min(1, width - 1)], clock, [[1]] if is_tree else [], [(1, 2)] * is_tree
+        )
     assert chooser.current == CHAIN
     assert not chooser.verdict()
 
@@ -402,7 +480,9 @@ def test_positions_that_were_not_tried_are_not_rejections() -> None:
     assert min(found[:5]) > 0.97
     assert found[5] < 0.06, "reached and refused"
     pooled = 5 / 6
-    assert found[6:] == pytest.approx([pooled] * 9, abs=0.01), "never reached: as good as the others"
+    assert found[6:] == pytest.approx([pooled] * 9, abs=0.01), (
+        "never reached: as good as the others"
+    )
 
 
 def test_a_step_in_which_no_row_was_running_teaches_nothing() -> None:
@@ -439,7 +519,9 @@ def test_short_answers_come_back_from_a_width_that_a_disturbance_chose() -> None
             chosen[-1].append(width)
             # While two answers are given, something else on the machine makes every whole block slow.
             clock += costs[width] * (1.5 if answer in (1, 2) and width == 16 else 1.0)
-            accepted = next((index for index in range(width - 1) if draw.random() > 0.97), width - 1)
+            accepted = next(
+                (index for index in range(width - 1) if draw.random() > 0.97), width - 1
+            )
             chooser.observe(width, [accepted], clock)
     assert chosen[0].count(16) > 50
     assert 16 not in chosen[2], "the disturbance has chosen another width"
@@ -456,7 +538,9 @@ def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None
     give_chooser(chooser, draft, target, 3)
     assert take_chooser(draft, target, 1, 16) is None, "other rows cost something else"
     assert take_chooser(draft, target, 3, 8) is None
-    assert take_chooser(draft, target, 3, 16, is_tree=True) is None, "nodes are no proposals one behind the other"
+    assert take_chooser(draft, target, 3, 16, is_tree=True) is None, (
+        "nodes are no proposals one behind the other"
+    )
     assert take_chooser(target, draft, 3, 16) is None
     assert take_chooser(draft, target, 3, 16) is chooser
     assert take_chooser(draft, target, 3, 16) is None, "a run has it"

@@ -47,10 +47,13 @@ def is_fault_of_kernel(error: Exception) -> bool:
 
     A device that has failed is not, nor is memory that has run out: what torch computes would meet the same.
     """
-    if isinstance(error, RuntimeError):  # torch's own errors of a device are of other classes, or say so
+    # Torch's own errors of a device are of other classes, or say so
+    if isinstance(error, RuntimeError):
         text = str(error)
         # The driver's words for code that it cannot load, among all that it says of a device or a capture.
-        return type(error) is RuntimeError and ("CUDA" not in text or "kernel image" in text or "PTX" in text)
+        return type(error) is RuntimeError and (
+            "CUDA" not in text or "kernel image" in text or "PTX" in text
+        )
     return True
 
 

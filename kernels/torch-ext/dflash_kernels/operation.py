@@ -20,7 +20,14 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ._dispatch import has_triton, interprets, is_fault_of_kernel, launch_errors, on_device_of, runs_kernel
+from ._dispatch import (
+    has_triton,
+    interprets,
+    is_fault_of_kernel,
+    launch_errors,
+    on_device_of,
+    runs_kernel,
+)
 from ._ops import add_op_namespace_prefix
 
 logger = logging.getLogger(__name__)
@@ -44,7 +51,9 @@ class Operation(Generic[P, T]):
     ) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
-        self.op = torch.library.custom_op(add_op_namespace_prefix(reference.__name__), reference, mutates_args=mutates)
+        self.op = torch.library.custom_op(
+            add_op_namespace_prefix(reference.__name__), reference, mutates_args=mutates
+        )
         if fake is not None:
             self.op.register_fake(fake)
         if has_triton():
@@ -53,7 +62,9 @@ class Operation(Generic[P, T]):
         # Devices on which the kernel cannot run, and why.
         self.failures: dict[torch.device, str] = {}
         parameters = inspect.signature(reference).parameters
-        self._defaults: Given = {n: None if p.default is p.empty else p.default for n, p in parameters.items()}
+        self._defaults: Given = {
+            n: None if p.default is p.empty else p.default for n, p in parameters.items()
+        }
         self._dims = {name: dims for name in parameters if (dims := split(name)[1])}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -81,7 +92,9 @@ class Operation(Generic[P, T]):
         """Has the definition run on a device from now on, and says why."""
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         self.failures[device] = reason
-        logger.warning("%s runs in torch on %s, its kernel cannot: %s", self.reference.__name__, device, reason)
+        logger.warning(
+            "%s runs in torch on %s, its kernel cannot: %s", self.reference.__name__, device, reason
+        )
 
     def _named(self, args: Sequence[Any], kwargs: Given) -> Given:
         return self._defaults | dict(zip(self._defaults, args, strict=False)) | kwargs
@@ -139,7 +152,9 @@ def check_dtype(given: Given, dtypes: Sequence[torch.dtype], *names: str) -> Non
     for name in names:
         if given[name] is not None and given[name].dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
-            raise ValueError(f"expected {name} of dtype {wanted}, got {given[name].dtype}; convert it")
+            raise ValueError(
+                f"expected {name} of dtype {wanted}, got {given[name].dtype}; convert it"
+            )
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], given: Given, **own: Any) -> None:
@@ -163,7 +178,9 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], given: Given, **own: Any) -> 
 
 
 @functools.cache
-def _taken_by(function: Callable[..., None], names: tuple[str, ...]) -> list[tuple[str, str, list[tuple[str, int]]]]:
+def _taken_by(
+    function: Callable[..., None], names: tuple[str, ...]
+) -> list[tuple[str, str, list[tuple[str, int]]]]:
     """Of the arguments that a jit function has a parameter for: both names, and its parameters for strides."""
     parameters = inspect.signature(function).parameters
     taken: list[tuple[str, str, list[tuple[str, int]]]] = []

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def norm_and_rotate(states: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def norm_and_rotate(
+    states: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> Tensor:
     """`rotate(weight * x / sqrt(mean(x^2) + eps))`, where `rotate(x) = x * cos + [-x2, x1] * sin` for halves `x1, x2`.
 
     Without a weight it is `rotate(x)`.
@@ -22,7 +24,9 @@ def norm_and_rotate(states: Tensor, weight: Tensor | None, cos: Tensor, sin: Ten
     """
     if weight is not None:
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
-        states = (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(states.dtype) * weight
+        states = (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(
+            states.dtype
+        ) * weight
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -30,10 +34,14 @@ def norm_and_rotate(states: Tensor, weight: Tensor | None, cos: Tensor, sin: Ten
 def write_slots(buffer_BRGE: Tensor, states_BWGE: Tensor, positions_BW: Tensor) -> None:
     """`buffer[b, positions[b, i] mod R] = states[b, i]`, in place; negative positions are written nowhere."""
     ring = buffer_BRGE.shape[1]
-    rows = torch.arange(positions_BW.shape[0], device=positions_BW.device)[:, None].expand_as(positions_BW)
+    rows = torch.arange(positions_BW.shape[0], device=positions_BW.device)[:, None].expand_as(
+        positions_BW
+    )
     slots = positions_BW % ring
     kept = buffer_BRGE[rows, slots]
-    written = torch.where((positions_BW >= 0)[..., None, None], states_BWGE.to(buffer_BRGE.dtype), kept)
+    written = torch.where(
+        (positions_BW >= 0)[..., None, None], states_BWGE.to(buffer_BRGE.dtype), kept
+    )
     buffer_BRGE[rows, slots] = written
 
 

@@ -18,7 +18,17 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def norm_and_rotate(
-    states, weight, cos, sin, stride_e, stride_w, stride_c, stride_s, eps, E: tl.constexpr, BLOCK: tl.constexpr
+    states,
+    weight,
+    cos,
+    sin,
+    stride_e,
+    stride_w,
+    stride_c,
+    stride_s,
+    eps,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """`y = weight * x / sqrt(mean(x^2) + eps)`, then the halves `y1 * cos1 - y2 * sin1` and `y2 * cos2 + y1 * sin2`.
 

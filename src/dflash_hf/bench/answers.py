@@ -13,7 +13,8 @@ from typing import Any, Literal
 from dflash_hf.bench.questions import Key, fields_in
 
 FinishReason = Literal["stop", "length"]
-Which = tuple[Key, int]  # an answer among a cell's: its question, and how often that had been asked before
+# An answer among a cell's: its question, and how often that had been asked before
+Which = tuple[Key, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,9 @@ class Answer:
         row: dict[str, Any] = {
             "question_id": self.question_id,
             "category": self.category,
-            "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, repr((self.key, self.model_id, self.repeat))).hex,
+            "answer_id": uuid.uuid5(
+                uuid.NAMESPACE_URL, repr((self.key, self.model_id, self.repeat))
+            ).hex,
             "model_id": self.model_id,
             "choices": [self._choice()] if self.error is None else [],
             "tstamp": self.tstamp,
@@ -116,9 +119,13 @@ class Answer:
             "index": 0,
             "turns": [turn.text for turn in self.turns],
             # Without a draft every token is a step of its own.
-            "decoding_steps": [t.new_tokens if t.committed is None else len(t.committed) for t in self.turns],
+            "decoding_steps": [
+                t.new_tokens if t.committed is None else len(t.committed) for t in self.turns
+            ],
             "accept_lengths": [
-                length for t in self.turns for length in ([1] * t.new_tokens if t.committed is None else t.committed)
+                length
+                for t in self.turns
+                for length in ([1] * t.new_tokens if t.committed is None else t.committed)
             ],
             **{name: [turn[name] for turn in turns] for name in _PER_TURN},
         }
@@ -129,5 +136,10 @@ class Answer:
         turns: list[Turn] = []
         for choice in row["choices"]:
             for number, text in enumerate(choice["turns"]):
-                turns.append(Turn(text=text, **{name: choice[name][number] for name in _PER_TURN if name in choice}))
+                turns.append(
+                    Turn(
+                        text=text,
+                        **{name: choice[name][number] for name in _PER_TURN if name in choice},
+                    )
+                )
         return cls(**fields_in(row, cls, turns=tuple(turns)))

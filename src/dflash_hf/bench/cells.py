@@ -14,7 +14,17 @@ from dflash_hf.bench.questions import fields_in
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import check_place
 
-METHODS = ("plain", "plain-static", "dflash", "stock", "stock-static", "assistant", "lookup", "zlab", "server")
+METHODS = (
+    "plain",
+    "plain-static",
+    "dflash",
+    "stock",
+    "stock-static",
+    "assistant",
+    "lookup",
+    "zlab",
+    "server",
+)
 NEEDS_DRAFT = ("dflash", "stock", "stock-static", "zlab")
 TAKES_ONE_ROW = ("stock", "stock-static", "zlab", "assistant", "lookup")
 # What a cell's name says of each value that a run compares: a value without a word in front is clear by itself.
@@ -31,7 +41,13 @@ _WORDS = {
     "proposal": "",
 }
 # Options of a draft that a run may compare.
-DRAFT_OPTIONS = ("block_size", "verify_width", "num_tree_nodes", "max_matching_ngram_size", "proposal")
+DRAFT_OPTIONS = (
+    "block_size",
+    "verify_width",
+    "num_tree_nodes",
+    "max_matching_ngram_size",
+    "proposal",
+)
 _SHARED = ("batch", "max_new_tokens", "temperature", "top_p")
 # What each method looks at.
 _LOOKS_AT: dict[str, tuple[str, ...]] = {
@@ -75,7 +91,12 @@ class Options:
         if self.temperature == 0:
             # Their neutral values: Transformers warns about any other that greedy decoding does not look at.
             return shared | {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
-        return shared | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return shared | {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0,
+        }
 
     def for_draft(self) -> dict[str, Any]:
         """Returns the options of `draft.generation_config` that were given."""
@@ -141,16 +162,40 @@ class RunSettings:
         for name in ("data", "methods", *_WORDS):
             values = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
-            require(bool(values), f"at least one value of {option}", values, "give one, or several with commas")
-            require(len(set(values)) == len(values), f"every value of {option} once", values, "leave the others out")
+            require(
+                bool(values),
+                f"at least one value of {option}",
+                values,
+                "give one, or several with commas",
+            )
+            require(
+                len(set(values)) == len(values),
+                f"every value of {option} once",
+                values,
+                "leave the others out",
+            )
         for name, (fits, what, action) in _allowed().items():
             given = getattr(self, name)
             for value in given if isinstance(given, tuple) else (given,):
-                require(value is None or fits(value), f"{what} as --{name.replace('_', '-')}", value, action)
+                require(
+                    value is None or fits(value),
+                    f"{what} as --{name.replace('_', '-')}",
+                    value,
+                    action,
+                )
         for value in self.proposal:
             allowed = get_args(Proposal)
-            require(value is None or value in allowed, f"--proposal in {allowed}", value, "choose some of them")
-        places = (("--target", self.target), ("--draft", self.draft), ("--assistant-model", self.assistant))
+            require(
+                value is None or value in allowed,
+                f"--proposal in {allowed}",
+                value,
+                "choose some of them",
+            )
+        places = (
+            ("--target", self.target),
+            ("--draft", self.draft),
+            ("--assistant-model", self.assistant),
+        )
         for option, place in places:
             if place is not None:
                 check_place(option, place)
@@ -169,18 +214,27 @@ class RunSettings:
             require(
                 given == (name in self.methods),
                 f"{option} and the method {name!r} together",
-                f"{option} {getattr(self, name)}" if given else f"--methods {','.join(self.methods)}",
+                f"{option} {getattr(self, name)}"
+                if given
+                else f"--methods {','.join(self.methods)}",
                 f"give both, or leave out the {'option' if given else 'method'}",
             )
 
     def what_matters(self) -> dict[str, Any]:
         """Returns what makes two runs the same, as plain values: all but the folders, and what to do at the end."""
         left_out = ("out", "data_dir", "resume", "run_code")
-        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in left_out}
+        plain = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in left_out
+        }
         for name in ("target", "draft", "assistant"):
             if plain[name] is not None and Path(plain[name]).exists():
                 plain[name] = str(Path(plain[name]).resolve())
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in plain.items()
+        }
 
 
 def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
@@ -200,15 +254,27 @@ def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
     matching = f"0 to {MAX_MATCHING}"
     return {
         **dict.fromkeys(whole, at_least_1),
-        "verify_width": (lambda value: value == "auto" or value >= 1, "at least 1 or auto", "give a larger one"),
+        "verify_width": (
+            lambda value: value == "auto" or value >= 1,
+            "at least 1 or auto",
+            "give a larger one",
+        ),
         "num_tree_nodes": (
             lambda value: value in ("auto", 0) or 2 <= value <= MAX_NODES,
             nodes,
             "8 is a beginning",
         ),
-        "max_matching_ngram_size": (lambda value: 0 <= value <= MAX_MATCHING, matching, "0 is none"),
+        "max_matching_ngram_size": (
+            lambda value: 0 <= value <= MAX_MATCHING,
+            matching,
+            "0 is none",
+        ),
         "temperature": (lambda value: 0 <= value < math.inf, "0 or more", "0 is greedy"),
-        "top_p": (lambda value: 0 < value <= 1, "a share above 0 and at most 1", "1 is the whole vocabulary"),
+        "top_p": (
+            lambda value: 0 < value <= 1,
+            "a share above 0 and at most 1",
+            "1 is the whole vocabulary",
+        ),
         "dtype": (is_dtype, "auto or a floating-point dtype of torch's", "float32 is one"),
     }
 
@@ -239,7 +305,9 @@ class Cell:
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Cell:
         """Reads a line of `run.json`, which is `asdict` of a cell."""
-        return cls(**fields_in(row, cls, options=Options(**fields_in(row.get("options", {}), Options))))
+        return cls(
+            **fields_in(row, cls, options=Options(**fields_in(row.get("options", {}), Options)))
+        )
 
 
 def make_cells(settings: RunSettings) -> list[Cell]:
@@ -260,12 +328,15 @@ def make_cells(settings: RunSettings) -> list[Cell]:
             parts = [f"{_WORDS[name]}{_shown(value)}" for name, value in values.items()]
             model_id = "-".join([method, *parts])
             options = Options(**{name: given[name] for name in looks_at})
-            cells.setdefault(model_id, Cell(model_id=model_id, method=method, options=options, values=values))
+            cells.setdefault(
+                model_id, Cell(model_id=model_id, method=method, options=options, values=values)
+            )
     for cell in cells.values():
         cell.baseline = _baseline(cell, cells.values())
         if cell.options.batch > 1 and cell.method in TAKES_ONE_ROW:
             cell.failed = (
-                f"expected batch 1 for {cell.method}, which takes one question at a time, got {cell.options.batch}"
+                f"expected batch 1 for {cell.method}, which takes one question at a time, "
+                f"got {cell.options.batch}"
             )
     return list(cells.values())
 

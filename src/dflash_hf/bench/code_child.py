@@ -18,10 +18,36 @@ from typing import Any
 # files. What writes a file without one of these meets RLIMIT_FSIZE.
 REFUSED = frozenset(
     (
-        *("os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.posix_spawn", "os.spawn", "os.system"),
+        *(
+            "os.exec",
+            "os.fork",
+            "os.forkpty",
+            "os.kill",
+            "os.killpg",
+            "os.posix_spawn",
+            "os.spawn",
+            "os.system",
+        ),
         *("pty.spawn", "subprocess.Popen"),
-        *("os.chflags", "os.chmod", "os.chown", "os.link", "os.mkdir", "os.remove", "os.removexattr", "os.rename"),
-        *("os.rmdir", "os.setxattr", "os.symlink", "os.truncate", "os.utime", "sqlite3.connect", "webbrowser.open"),
+        *(
+            "os.chflags",
+            "os.chmod",
+            "os.chown",
+            "os.link",
+            "os.mkdir",
+            "os.remove",
+            "os.removexattr",
+            "os.rename",
+        ),
+        *(
+            "os.rmdir",
+            "os.setxattr",
+            "os.symlink",
+            "os.truncate",
+            "os.utime",
+            "sqlite3.connect",
+            "webbrowser.open",
+        ),
     )
 )
 REFUSED_FAMILIES = ("ctypes.", "shutil.", "socket.", "syslog.", "tempfile.")
@@ -35,14 +61,16 @@ def main() -> None:
     request = json.load(sys.stdin)
     results = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what the program prints is nobody's business
+        # What the program prints is nobody's business
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
     _limit(request["seconds"], request["memory"])
     sys.addaudithook(_refuser(lambda event: _finish(results, {"error": f"refused: {event}"})))
     _finish(results, _run(request["program"], request["token"]))
 
 
 def _run(program: str, token: str) -> dict[str, str]:
-    module = types.ModuleType("answer")  # not __main__: a demonstration at the end of an answer is no part of it
+    # Not __main__: a demonstration at the end of an answer is no part of it
+    module = types.ModuleType("answer")
     sys.modules[module.__name__] = module
     result = {"token": token}
     try:
@@ -66,7 +94,8 @@ def _limit(seconds: float, memory: int) -> None:
         resource.RLIMIT_NPROC: 0,  # of threads either; root is not bound by it
     }
     for kind, limit in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # macOS has no RLIMIT_AS; a limit may be lower already
+        # macOS has no RLIMIT_AS; a limit may be lower already
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (limit, limit))
 
 

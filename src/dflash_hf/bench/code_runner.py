@@ -75,7 +75,8 @@ def assemble(reference: Mapping[str, Any], text: str) -> str:
     prompt = reference["prompt"]
     function = reference["entry_point"]
     if defining.search(chosen):
-        program = f"{prompt}\n{chosen}"  # the prompt's own function has a docstring for a body, and is defined anew
+        # The prompt's own function has a docstring for a body, and is defined anew
+        program = f"{prompt}\n{chosen}"
     else:
         program = prompt + (textwrap.indent(chosen, "    ") if blocks else chosen)
     return f"{program}\n{reference['test']}\ncheck({function})\n"
@@ -96,7 +97,12 @@ def failure(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> 
     Raises:
         ValueError: On Windows, which has no such limits.
     """
-    require(os.name == "posix", "Linux or macOS to run a model's code on", os.name, "leave out --run-code")
+    require(
+        os.name == "posix",
+        "Linux or macOS to run a model's code on",
+        os.name,
+        "leave out --run-code",
+    )
     token = secrets.token_hex()
     request = json.dumps({"program": program, "token": token, "seconds": seconds, "memory": memory})
     command = [sys.executable, "-I", "-B", str(Path(__file__).with_name("code_child.py"))]
@@ -110,7 +116,13 @@ def failure(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> 
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+            env={
+                "HOME": folder,
+                "TMPDIR": folder,
+                "PATH": os.defpath,
+                "LANG": "C.UTF-8",
+                "OMP_NUM_THREADS": "1",
+            },
             start_new_session=True,
             text=True,
         ) as process,
@@ -124,7 +136,8 @@ def failure(program: str, *, seconds: float = SECONDS, memory: int = MEMORY) -> 
                 os.killpg(process.pid, signal.SIGKILL)
     try:
         result = json.loads(output)
-    except json.JSONDecodeError:  # nothing is said where the kernel, or the program itself, has ended the child
+    # Nothing is said where the kernel, or the program itself, has ended the child
+    except json.JSONDecodeError:
         return "killed"
     return None if result.get("token") == token else result.get("error", "killed")
 
@@ -136,8 +149,12 @@ def _has_namespaces() -> bool:
     if unshare is None:
         reason = "there is no `unshare` here"
     else:
-        trial = subprocess.run([unshare, *_NAMESPACES, "true"], capture_output=True, text=True, check=False)
+        trial = subprocess.run(
+            [unshare, *_NAMESPACES, "true"], capture_output=True, text=True, check=False
+        )
         reason = trial.stderr.strip() if trial.returncode else None
     if reason is not None:
-        logger.warning("a model's code runs without namespaces of its own, under its other limits: %s", reason)
+        logger.warning(
+            "a model's code runs without namespaces of its own, under its other limits: %s", reason
+        )
     return reason is None

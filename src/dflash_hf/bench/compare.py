@@ -25,7 +25,8 @@ from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import Scores, read_scores
 from dflash_hf.errors import listed
 
-CERTAIN = 0.99  # of an interval: a comparison has many rows, and one in twenty of 95 % ones would be a false alarm
+# Of an interval: a comparison has many rows, and one in twenty of 95 % ones would be a false alarm
+CERTAIN = 0.99
 ALL = "all sets"
 # What is another in any two runs.
 _NOT_CONDITIONS = ("provenance.date", "provenance.command")
@@ -59,7 +60,8 @@ class Comparison:
 
     folders: tuple[Path, Path]
     changes: list[Change]  # per set and method, all numbers that both have
-    conditions: list[tuple[str, str, str]]  # settings and provenance that differ: name, first run's, second's
+    # Settings and provenance that differ: name, first run's, second's
+    conditions: list[tuple[str, str, str]]
     left_out: list[str]  # methods that only one of them has answers of
 
     @property
@@ -76,18 +78,28 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
     """
     runs = read_run(first), read_run(second)
     one, two = (run.questions for run in runs)
-    shared = [key for key, question in one.items() if key in two and two[key].turns == question.turns]
+    shared = [
+        key for key, question in one.items() if key in two and two[key].turns == question.turns
+    ]
     if not shared:
         names = " and ".join(listed(run.datasets) for run in runs)
-        raise ValueError(f"expected two runs with a question in common, got {names}; compare runs of the same sets")
+        raise ValueError(
+            f"expected two runs with a question in common, got {names}; compare runs of the same sets"
+        )
     found = [
-        {name for name, answers in run.answers.items() if any(a.error is None for a in answers.values())}
+        {
+            name
+            for name, answers in run.answers.items()
+            if any(a.error is None for a in answers.values())
+        }
         for run in runs
     ]
     methods = [cell.model_id for cell in runs[0].cells if cell.model_id in found[0] & found[1]]
     if not methods:
         names = " and ".join(listed(sorted(part)) or "none" for part in found)
-        raise ValueError(f"expected two runs with a method in common, got {names}; compare runs of the same methods")
+        raise ValueError(
+            f"expected two runs with a method in common, got {names}; compare runs of the same methods"
+        )
     scores = read_scores(runs[0].folder), read_scores(runs[1].folder)
     datasets = [name for name in runs[0].datasets if any(key[0] == name for key in shared)]
     changes: list[Change] = []
@@ -116,21 +128,40 @@ def _changes(
     cells = [next(cell for cell in run.cells if cell.model_id == name) for run in runs]
     baselines = [cell.baseline for cell in cells]
     if None not in baselines and name not in baselines:
-        theirs = [_answers(run, str(baseline), asked) for run, baseline in zip(runs, baselines, strict=True)]
+        theirs = [
+            _answers(run, str(baseline), asked)
+            for run, baseline in zip(runs, baselines, strict=True)
+        ]
         if both := [key for key in keys if key in theirs[0] and key in theirs[1]]:
-            parts = [np.hstack([_rates(answers, both) for answers in each]) for each in zip(mine, theirs, strict=True)]
+            parts = [
+                np.hstack([_rates(answers, both) for answers in each])
+                for each in zip(mine, theirs, strict=True)
+            ]
             yield _change(of, "speed-up", both, parts, is_ratio=True)
-    verifies = [np.array([_verifies(answers[key]) for key in keys], dtype=np.float64) for answers in mine]
+    verifies = [
+        np.array([_verifies(answers[key]) for key in keys], dtype=np.float64) for answers in mine
+    ]
     if all(part[:, 1].any() for part in verifies):
         yield _change(of, "acceptance length", keys, verifies)
     # Failed answers have a score too: they are not right.
     means = [
-        mean_scores((key, score) for (model_id, (key, _)), score in found.items() if model_id == name and key in asked)
+        mean_scores(
+            (key, score)
+            for (model_id, (key, _)), score in found.items()
+            if model_id == name and key in asked
+        )
         for found in scores
     ]
     if scored := [key for key in means[0] if key in means[1]]:
-        change = _change(of, "accuracy", scored, [np.array([(mean[key], 1.0) for key in scored]) for mean in means])
-        lost, won = (sum(sign * (means[1][key] - means[0][key]) > 0 for key in scored) for sign in (-1, 1))
+        change = _change(
+            of,
+            "accuracy",
+            scored,
+            [np.array([(mean[key], 1.0) for key in scored]) for mean in means],
+        )
+        lost, won = (
+            sum(sign * (means[1][key] - means[0][key]) > 0 for key in scored) for sign in (-1, 1)
+        )
         yield replace(change, is_beyond_noise=mcnemar(lost, won) < 1 - CERTAIN)
     # Of drawn texts, which may differ, nothing is said.
     others = {(key, answer.repeat): answer for key in keys for answer in mine[1][key]}
@@ -139,7 +170,12 @@ def _changes(
     if same and not any(cell.is_sampled for cell in cells):
         share = sum(same) / len(same)
         yield Change(
-            **of, quantity="same text", before=1.0, after=share, count=len(same), is_beyond_noise=not all(same)
+            **of,
+            quantity="same text",
+            before=1.0,
+            after=share,
+            count=len(same),
+            is_beyond_noise=not all(same),
         )
 
 
@@ -153,7 +189,11 @@ def _answers(run: Run, name: str, keys: set[Key]) -> dict[Key, list[Answer]]:
 
 
 def _change(
-    of: Mapping[str, Any], quantity: str, keys: Sequence[Key], parts: Sequence[Any], is_ratio: bool = False
+    of: Mapping[str, Any],
+    quantity: str,
+    keys: Sequence[Key],
+    parts: Sequence[Any],
+    is_ratio: bool = False,
 ) -> Change:
     """A change with its interval, from what each run's number is the ratio of, summed of each question."""
     values = np.hstack(parts)
@@ -161,7 +201,9 @@ def _change(
     drawn = _numbers(resample(values, [dataset for dataset, _ in keys]))
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(drawn[1] / drawn[0] if is_ratio else drawn[1] - drawn[0], CERTAIN)
-    is_beyond = low is not None and high is not None and not low <= (1.0 if is_ratio else 0.0) <= high
+    is_beyond = (
+        low is not None and high is not None and not low <= (1.0 if is_ratio else 0.0) <= high
+    )
     ends: dict[str, Any] = {"before": before, "after": after, "low": low, "high": high}
     return Change(**of, quantity=quantity, **ends, count=len(values), is_beyond_noise=is_beyond)
 
@@ -170,7 +212,9 @@ def _numbers(sums: Any) -> list[Any]:
     """Both runs' numbers: of `(..., 4)` sums one over the other, of `(..., 8)` their [`ratios`]."""
     with np.errstate(divide="ignore", invalid="ignore"):
         halves = np.split(sums, 2, axis=-1)
-        return [ratios(half) if half.shape[-1] == 4 else half[..., 0] / half[..., 1] for half in halves]
+        return [
+            ratios(half) if half.shape[-1] == 4 else half[..., 0] / half[..., 1] for half in halves
+        ]
 
 
 def _rates(answers: Mapping[Key, Sequence[Answer]], keys: Sequence[Key]) -> Any:
@@ -181,14 +225,22 @@ def _rates(answers: Mapping[Key, Sequence[Answer]], keys: Sequence[Key]) -> Any:
 
 def _verifies(answers: Sequence[Answer]) -> tuple[int, int]:
     """Tokens committed, and by how many verifies."""
-    counts = [count for answer in answers for turn in answer.turns for count in turn.committed or ()]
+    counts = [
+        count for answer in answers for turn in answer.turns for count in turn.committed or ()
+    ]
     return sum(counts), len(counts)
 
 
 def _conditions(first: Run, second: Run) -> list[tuple[str, str, str]]:
-    one, two = (_flat({"settings": run.settings, "provenance": run.provenance}) for run in (first, second))
+    one, two = (
+        _flat({"settings": run.settings, "provenance": run.provenance}) for run in (first, second)
+    )
     names = [name for name in {**one, **two} if name not in _NOT_CONDITIONS]
-    return [(name, one.get(name, "–"), two.get(name, "–")) for name in names if one.get(name) != two.get(name)]
+    return [
+        (name, one.get(name, "–"), two.get(name, "–"))
+        for name in names
+        if one.get(name) != two.get(name)
+    ]
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -205,7 +257,11 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def comparison_tables(comparison: Comparison) -> list[Table]:
     """Returns what a person reads of a comparison: the conditions that differ, if any do, and the changes."""
     tables: list[Table] = []
-    names = Text("\n".join(f"{letter}: {folder}" for letter, folder in zip("AB", comparison.folders, strict=True)))
+    names = Text(
+        "\n".join(
+            f"{letter}: {folder}" for letter, folder in zip("AB", comparison.folders, strict=True)
+        )
+    )
     if comparison.conditions:
         table = Table(title="what else differs", title_justify="left")
         for heading in ("", "A", "B"):
@@ -247,10 +303,23 @@ def _cells(change: Change) -> tuple[str, ...]:
         scale = 100
         digits = 1
     offset = 1.0 if is_speed else 0.0
-    moved = (change.after / change.before if is_speed and change.before else change.after - change.before) - offset
-    ends = [f"{scale * (end - offset):+.{digits}f}" for end in (change.low, change.high) if end is not None]
+    moved = (
+        change.after / change.before if is_speed and change.before else change.after - change.before
+    ) - offset
+    ends = [
+        f"{scale * (end - offset):+.{digits}f}"
+        for end in (change.low, change.high)
+        if end is not None
+    ]
     percent = " %" if is_speed else unit
-    return change.quantity, before, after, f"{scale * moved:+.{digits}f}{percent}", " … ".join(ends), str(change.count)
+    return (
+        change.quantity,
+        before,
+        after,
+        f"{scale * moved:+.{digits}f}{percent}",
+        " … ".join(ends),
+        str(change.count),
+    )
 
 
 def _verdict(change: Change) -> Text:
@@ -258,4 +327,8 @@ def _verdict(change: Change) -> Text:
         return Text("the same" if change.quantity == "same text" else "noise", style="dim")
     if change.quantity == "same text":
         return Text("differs", style="bold yellow")
-    return Text("better", style="bold green") if change.after > change.before else Text("worse", style="bold red")
+    return (
+        Text("better", style="bold green")
+        if change.after > change.before
+        else Text("worse", style="bold red")
+    )

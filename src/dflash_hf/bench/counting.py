@@ -69,7 +69,11 @@ def measure(answers: Sequence[Answer], bin_tokens: int) -> dict[str, Any]:
         "latency": spread([turn.latency for turn in turns]),
         "ttft": spread([turn.ttft for turn in turns if turn.ttft is not None]),
         "tpot": spread(
-            [(t.latency - t.ttft) / (t.new_tokens - 1) for t in turns if t.ttft is not None and t.new_tokens > 1]
+            [
+                (t.latency - t.ttft) / (t.new_tokens - 1)
+                for t in turns
+                if t.ttft is not None and t.new_tokens > 1
+            ]
         ),
         "tpot_whole": spread([turn.latency / turn.new_tokens for turn in turns if turn.new_tokens]),
         "acceptance": _acceptance(turns, bin_tokens),
@@ -109,7 +113,9 @@ def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
     for position in range(int(proposed.max(initial=0))):
         right = int((accepted > position).sum())
         joint.append(right / len(drafts))
-        conditional.append(ratio(right, int(((accepted >= position) & (proposed > position)).sum())))
+        conditional.append(
+            ratio(right, int(((accepted >= position) & (proposed > position)).sum()))
+        )
     return {
         "acceptance_length": sum(committed) / len(committed),
         "acceptance_length_zlab": float(np.mean(means)),
@@ -146,7 +152,10 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
         **{"histogram": [], "along_text": []},
         "acceptance_length_vllm": 1 + sums["num_accepted_tokens"] / drafts if drafts else None,
         "acceptance_length_sglang": float(np.mean(means)) if means else None,
-        **{name: int(sums[name]) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")},
+        **{
+            name: int(sums[name])
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        },
         "acceptance_at_pos": [ratio(count, drafts) or 0.0 for count in right],
         "conditional_acceptance_at_pos": [
             ratio(count, before) for count, before in zip(right, [drafts, *right], strict=False)
@@ -173,13 +182,18 @@ def _along_text(texts: list[list[int]], bin_tokens: int) -> list[dict[str, Any]]
     verifies = np.bincount(bins)
     sums = np.bincount(bins, weights=np.concatenate([counts for counts in texts if counts]))
     return [
-        {"from_token": number * bin_tokens, "verifies": int(count), "tokens_per_verify": float(total / count)}
+        {
+            "from_token": number * bin_tokens,
+            "verifies": int(count),
+            "tokens_per_verify": float(total / count),
+        }
         for number, (count, total) in enumerate(zip(verifies, sums, strict=True))
         if count
     ]
 
 
-Pair = tuple[Answer, Answer]  # a method's answer, and the baseline's to the same question and repeat; none failed
+# A method's answer, and the baseline's to the same question and repeat; none failed
+Pair = tuple[Answer, Answer]
 
 
 def speedup(pairs: Sequence[Pair]) -> dict[str, Any] | None:
@@ -191,7 +205,9 @@ def speedup(pairs: Sequence[Pair]) -> dict[str, Any] | None:
     if not pairs:
         return None
     sums = per_question(pairs)
-    drawn = resample(sums, [dataset for dataset, _ in dict.fromkeys(answer.key for answer, _ in pairs)])
+    drawn = resample(
+        sums, [dataset for dataset, _ in dict.fromkeys(answer.key for answer, _ in pairs)]
+    )
 
     def one(column: int) -> dict[str, float | None]:
         low, high = interval(ratios(drawn[:, column : column + 4]))
@@ -210,7 +226,10 @@ def per_question(pairs: Sequence[Pair]) -> Any:
     for pair in pairs:
         whole = [[(turn.new_tokens, turn.wall_time) for turn in answer.turns] for answer in pair]
         decode = [[decode_part(turn) for turn in answer.turns] for answer in pair]
-        parts = [np.array(part, dtype=np.float64).reshape(-1, 2).sum(axis=0) for part in (*whole, *decode)]
+        parts = [
+            np.array(part, dtype=np.float64).reshape(-1, 2).sum(axis=0)
+            for part in (*whole, *decode)
+        ]
         sums[pair[0].key] = sums.get(pair[0].key, 0.0) + np.concatenate(parts)
     return np.array(list(sums.values()))
 

@@ -66,7 +66,9 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     spread = Z * math.sqrt(mean * (1 - mean) / count + Z * Z / (4 * count * count))
     scale = 1 + Z * Z / count
     # The share lies between both, but for rounding at 0 and 1.
-    return max(0.0, min(mean, (centre - spread) / scale)), min(1.0, max(mean, (centre + spread) / scale))
+    return max(0.0, min(mean, (centre - spread) / scale)), min(
+        1.0, max(mean, (centre + spread) / scale)
+    )
 
 
 def mcnemar(lost: int, won: int) -> float:

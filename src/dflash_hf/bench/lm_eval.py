@@ -25,7 +25,8 @@ except ModuleNotFoundError as error:
         f"expected lm-eval for its tasks, got no module {error.name}; pip install 'dflash-hf[lm-eval]'"
     ) from error
 
-HFLM: Any = huggingface.HFLM  # for type checkers its decorator leaves no more than lm-eval's interface
+# For type checkers its decorator leaves no more than lm-eval's interface
+HFLM: Any = huggingface.HFLM
 
 
 class StopTexts(StoppingCriteria):
@@ -47,7 +48,8 @@ class StopTexts(StoppingCriteria):
         self.texts = [text for text in texts if text]
         self.num_columns = num_columns
         lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in self.texts]
-        self.num_last = 2 + max(lengths, default=0)  # two more: a text may be written in other tokens than its own
+        # Two more: a text may be written in other tokens than its own
+        self.num_last = 2 + max(lengths, default=0)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         """Returns which rows stop `[B]`; `input_ids` are the tokens so far `[B, T]`."""
@@ -77,13 +79,17 @@ class DFlashLM(HFLM):
         ValueError: If the draft cannot be loaded. One that is not the target's is refused by the first `generate`.
     """
 
-    def __init__(self, pretrained: Any, draft: str | DFlashDraftModel | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, pretrained: Any, draft: str | DFlashDraftModel | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(pretrained, **kwargs)
         if isinstance(draft, str):
             draft = load_draft(draft, dtype=self.model.dtype, device_map={"": self.model.device})
         self.draft = draft
 
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> Tensor:
         if self.draft is None:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         generation_kwargs["assistant_model"] = self.draft
@@ -91,7 +97,8 @@ class DFlashLM(HFLM):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         if not generation_kwargs.get("do_sample"):
             generation_kwargs["do_sample"] = False
-            generation_kwargs.pop("temperature", None)  # lm-eval says 0 for greedy, Transformers warns of it
+            # lm-eval says 0 for greedy, Transformers warns of it
+            generation_kwargs.pop("temperature", None)
         criteria = StoppingCriteriaList([StopTexts(self.tokenizer, stop, context.shape[1])])
         dtype = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):

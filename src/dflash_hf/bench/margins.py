@@ -68,6 +68,10 @@ def margins(
         inputs = models.encode([questions[answer.key].messages(before, system)])
         ids = plain.turns[turn].token_ids, answer.turns[turn].token_ids
         found = agreement(models.target, inputs, *ids, reference=reference, do_sample=False)
-        row = {"model_id": answer.model_id, "dataset": answer.dataset, "question_id": answer.question_id}
+        row = {
+            "model_id": answer.model_id,
+            "dataset": answer.dataset,
+            "question_id": answer.question_id,
+        }
         rows.append({**row, "repeat": answer.repeat, "turn": turn, **(found.to_dict() or {})})
     return rows

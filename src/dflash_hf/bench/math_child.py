@@ -18,7 +18,8 @@ def main() -> None:
     """Answers each line `[reference, answer]` of stdin by `true` or `false` on stdout, after a first `"ready"`."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limits, macOS not this one
+    # Windows has no limits, macOS not this one
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

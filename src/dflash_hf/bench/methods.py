@@ -23,7 +23,14 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
 from dflash_hf.errors import require
-from dflash_hf.evaluation.harness import Processor, changed, encode_prompts, end_tokens, synchronize, tokenizer_of
+from dflash_hf.evaluation.harness import (
+    Processor,
+    changed,
+    encode_prompts,
+    end_tokens,
+    synchronize,
+    tokenizer_of,
+)
 from dflash_hf.evaluation.prompt_files import Message
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -63,7 +70,9 @@ class Models:
         """
         has_template = self.processor.chat_template is not None
         device = self.target.device
-        return encode_prompts(self.processor, conversations, device, template=has_template, **self.template_options)
+        return encode_prompts(
+            self.processor, conversations, device, template=has_template, **self.template_options
+        )
 
 
 # What a row's verifies did: three lists of `Turn`, by their names.
@@ -128,7 +137,9 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     for committed, accepted in zip(stats.num_committed, stats.num_accepted, strict=True):
         proposed = [width - 1 for width in stats.verify_widths[: len(committed)]]
         proposed = proposed or [stats.num_proposed] * len(committed)
-        steps.append({"committed": list(committed), "accepted": list(accepted), "proposed": proposed})
+        steps.append(
+            {"committed": list(committed), "accepted": list(accepted), "proposed": proposed}
+        )
     # On an accelerator the parts say when work was queued, unless the draft's options ask to wait for it.
     is_timed = models.target.device.type == "cpu" or draft.generation_config.synchronize
     return Raw(
@@ -147,7 +158,9 @@ def stock(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     # Where Transformers looks for it.
     narrower = {} if options.block_size is None else {"block_size": options.block_size}
     with changed(draft.config, **narrower):
-        return _assisted(models, inputs, options, assistant_model=draft, speculation_type="dflash", **more)
+        return _assisted(
+            models, inputs, options, assistant_model=draft, speculation_type="dflash", **more
+        )
 
 
 def stock_static(models: Models, inputs: Inputs, options: Options) -> Raw:
@@ -170,7 +183,8 @@ def assistant(models: Models, inputs: Inputs, options: Options) -> Raw:
     try:
         return _assisted(models, inputs, options, assistant_model=model)
     finally:
-        model.generation_config = before  # a schedule would carry its number of tokens on to the next question
+        # A schedule would carry its number of tokens on to the next question
+        model.generation_config = before
 
 
 def lookup(models: Models, inputs: Inputs, options: Options) -> Raw:
@@ -244,13 +258,22 @@ def _generate(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
 
 def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     """Transformers' assisted loop over one row. Its first forward reads the prompt too: it counts as no verify."""
-    require(inputs["input_ids"].shape[0] == 1, "one row", inputs["input_ids"].shape[0], "Transformers takes no more")
+    require(
+        inputs["input_ids"].shape[0] == 1,
+        "one row",
+        inputs["input_ids"].shape[0],
+        "Transformers takes no more",
+    )
     recorder = Recorder()
     with _noting_candidates(models.target) as candidates:
-        out = _generate(models, inputs, options, stopping_criteria=StoppingCriteriaList([recorder]), **more)
+        out = _generate(
+            models, inputs, options, stopping_criteria=StoppingCriteriaList([recorder]), **more
+        )
     text = out[0].tolist()
     steps: Steps = {"committed": [], "accepted": [], "proposed": []}
-    for (start, end), tried in zip(itertools.pairwise(recorder.lengths), candidates[1:], strict=True):
+    for (start, end), tried in zip(
+        itertools.pairwise(recorder.lengths), candidates[1:], strict=True
+    ):
         proposals = tried.tolist()
         matching = [a == b for a, b in zip(proposals, text[start:end], strict=False)]
         steps["committed"].append(end - start)

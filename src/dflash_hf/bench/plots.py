@@ -12,7 +12,13 @@ from dflash_hf import figures as shared
 # Variables of the page, and the colours that a figure on its own has in their place. The numbered ones are Okabe and
 # Ito's, which those who see colours differently can tell apart; every line has its own marker too.
 COLOURS = {
-    **{"ink": shared.INK, "muted": shared.MUTED, "line": shared.LINE, "bad": "#a33a00", "bg": "#ffffff"},
+    **{
+        "ink": shared.INK,
+        "muted": shared.MUTED,
+        "line": shared.LINE,
+        "bad": "#a33a00",
+        "bg": "#ffffff",
+    },
     **{"c0": shared.BLUE, "c1": shared.ORANGE, "c2": shared.GREEN, "c3": "#cc79a7"},
     **{"c4": "#8a6d00", "c5": "#56b4e9", "c6": "#7a4fbf", "c7": "#6b7280"},
 }
@@ -20,7 +26,8 @@ COLOURS = {
 STAND_INS = {name: f"#0001{number:02d}" for number, name in enumerate(COLOURS)}
 INK, MUTED, LINE, BAD, PAPER, *SERIES = STAND_INS.values()
 MARKERS = "osD^vPX*"
-WIDTH = 3.9  # inches, of which a narrow screen shows one and a wide one three: text is readable on both
+# Inches, of which a narrow screen shows one and a wide one three: text is readable on both
+WIDTH = 3.9
 MAX_ROWS = 60  # of a figure with a row per set and method; beyond, all sets together
 MAX_NAME = 26
 MIN_VERIFIES = 5  # in a bin along a text: a mean of fewer says nothing
@@ -52,7 +59,9 @@ def figures(summary: dict[str, Any], text: tuple[str, list[int]] | None) -> dict
         ImportError: Without matplotlib.
     """
     methods: list[dict[str, Any]] = []
-    for number, method in enumerate(method for method in summary["methods"] if method["all"]["texts"]):
+    for number, method in enumerate(
+        method for method in summary["methods"] if method["all"]["texts"]
+    ):
         # Beyond eight methods a colour comes again with the next marker.
         marker = MARKERS[(number + number // len(SERIES)) % len(MARKERS)]
         look = {"color": SERIES[number % len(SERIES)], "marker": marker}
@@ -74,7 +83,9 @@ def short(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}…{name[1 - MAX_NAME // 2 :]}"
 
 
-def figure(name: str, title: str, caption: str, height: float, draw: Callable[[Any], None]) -> Figure:
+def figure(
+    name: str, title: str, caption: str, height: float, draw: Callable[[Any], None]
+) -> Figure:
     """Draws a figure, its colours made variables, its ids its own on a page of several."""
     element = shared.svg(draw, WIDTH, height, STYLE)
     element = re.sub(r"<metadata>.*?</metadata>\s*", "", element, flags=re.DOTALL)
@@ -90,12 +101,19 @@ def figure(name: str, title: str, caption: str, height: float, draw: Callable[[A
 def _speedups(methods: Sequence[dict[str, Any]]) -> Figure | None:
     compared = [method for method in methods if method["all"]["speedup"]]
     names = list(dict.fromkeys(name for method in compared for name in method["sets"]))
-    groups = [(name, [(m, m["sets"][name]["speedup"]) for m in compared if name in m["sets"]]) for name in names]
+    groups = [
+        (name, [(m, m["sets"][name]["speedup"]) for m in compared if name in m["sets"]])
+        for name in names
+    ]
     if len(names) != 1:
         groups.append(("all sets", [(method, method["all"]["speedup"]) for method in compared]))
     if sum(len(rows) + 1 for _, rows in groups) > MAX_ROWS:
         groups = groups[-1:]
-    groups = [(name, found) for name, rows in groups if (found := [row for row in rows if row[1] and row[1]["ratio"]])]
+    groups = [
+        (name, found)
+        for name, rows in groups
+        if (found := [row for row in rows if row[1] and row[1]["ratio"]])
+    ]
     if not groups:
         return None
     count = sum(len(rows) + 1 for _, rows in groups)
@@ -111,7 +129,10 @@ def _speedups(methods: Sequence[dict[str, Any]]) -> Figure | None:
             labels.append("")
             for method, speed in rows:
                 y += 1
-                low, high = (speed[end] if speed[end] is not None else speed["ratio"] for end in ("low", "high"))
+                low, high = (
+                    speed[end] if speed[end] is not None else speed["ratio"]
+                    for end in ("low", "high")
+                )
                 _span(axes, y, low, high, speed["ratio"], method["look"])
                 axes.text(high + largest * 0.03, y, f"{speed['ratio']:.2f}×", va="center")
                 labels.append(method["label"])
@@ -131,7 +152,9 @@ def _speedups(methods: Sequence[dict[str, Any]]) -> Figure | None:
 
 
 def _positions(methods: Sequence[dict[str, Any]]) -> Figure | None:
-    drafting = [m for m in methods if m["all"]["acceptance"] and m["all"]["acceptance"]["acceptance_at_pos"]]
+    drafting = [
+        m for m in methods if m["all"]["acceptance"] and m["all"]["acceptance"]["acceptance_at_pos"]
+    ]
     if not drafting:
         return None
 
@@ -140,25 +163,44 @@ def _positions(methods: Sequence[dict[str, Any]]) -> Figure | None:
         for method in drafting:
             counts = method["all"]["acceptance"]
             positions = range(1, len(counts["acceptance_at_pos"]) + 1)
-            axes.plot(positions, counts["acceptance_at_pos"], label=method["label"], **method["look"])
+            axes.plot(
+                positions, counts["acceptance_at_pos"], label=method["label"], **method["look"]
+            )
             given = counts["conditional_acceptance_at_pos"]
-            known = [(p, share) for p, share in zip(positions, given, strict=True) if share is not None]
+            known = [
+                (p, share) for p, share in zip(positions, given, strict=True) if share is not None
+            ]
             if known:
-                axes.plot(*zip(*known, strict=True), color=method["look"]["color"], linewidth=1, linestyle=DASHED)
+                axes.plot(
+                    *zip(*known, strict=True),
+                    color=method["look"]["color"],
+                    linewidth=1,
+                    linestyle=DASHED,
+                )
         axes.set(ylim=(0, 1.03), xlabel="position in the block", ylabel="share accepted")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid()
         _legend(drawing, len(drafting))
 
     caption = (
-        "Solid: all proposals up to here accepted, of all drafts. Dashed: accepted here, of those accepted before."
+        "Solid: all proposals up to here accepted, of all drafts. "
+        "Dashed: accepted here, of those accepted before."
     )
-    return figure("fig-positions", "Acceptance per position", caption, 2.4 + _rows(len(drafting)), draw)
+    return figure(
+        "fig-positions", "Acceptance per position", caption, 2.4 + _rows(len(drafting)), draw
+    )
 
 
 def _along_text(methods: Sequence[dict[str, Any]], bin_tokens: int) -> Figure | None:
     lines = [
-        (method, [row for row in method["all"]["acceptance"]["along_text"] if row["verifies"] >= MIN_VERIFIES])
+        (
+            method,
+            [
+                row
+                for row in method["all"]["acceptance"]["along_text"]
+                if row["verifies"] >= MIN_VERIFIES
+            ],
+        )
         for method in methods
         if method["all"]["acceptance"]
     ]
@@ -184,7 +226,9 @@ def _along_text(methods: Sequence[dict[str, Any]], bin_tokens: int) -> Figure | 
         _legend(drawing, len(lines))
 
     caption = "Mean over all texts, by how far into its text a verify was."
-    return figure("fig-along", "Tokens per verify along a text", caption, 2.4 + _rows(len(lines)), draw)
+    return figure(
+        "fig-along", "Tokens per verify along a text", caption, 2.4 + _rows(len(lines)), draw
+    )
 
 
 def _one_text(text: tuple[str, list[int]] | None) -> Figure | None:
@@ -195,7 +239,9 @@ def _one_text(text: tuple[str, list[int]] | None) -> Figure | None:
     def draw(drawing: Any) -> None:
         axes = drawing.subplots()
         starts = [1 + sum(counts[:number]) for number in range(len(counts))]
-        axes.bar(starts, counts, counts, align="edge", color=SERIES[0], edgecolor=PAPER, linewidth=0.7)
+        axes.bar(
+            starts, counts, counts, align="edge", color=SERIES[0], edgecolor=PAPER, linewidth=0.7
+        )
         mean = sum(counts) / len(counts)
         axes.axhline(mean, color=INK, linewidth=0.8, linestyle=DASHED)
         axes.set_title(f"mean {mean:.2f}", loc="right", weight="normal")
@@ -208,12 +254,16 @@ def _one_text(text: tuple[str, list[int]] | None) -> Figure | None:
 
 def _latencies(methods: Sequence[dict[str, Any]]) -> Figure | None:
     panels = [("ttft", "TTFT, ms"), ("tpot", "TPOT, ms")]
-    panels = [(name, label) for name, label in panels if any(method["all"][name] for method in methods)]
+    panels = [
+        (name, label) for name, label in panels if any(method["all"][name] for method in methods)
+    ]
     if not panels:
         return None
 
     def draw(drawing: Any) -> None:
-        for axes, (name, label) in zip(drawing.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        for axes, (name, label) in zip(
+            drawing.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+        ):
             shown = [method for method in methods if method["all"][name]]
             for y, method in enumerate(shown):
                 median, p95 = (1000 * method["all"][name][key] for key in ("median", "p95"))
@@ -221,11 +271,19 @@ def _latencies(methods: Sequence[dict[str, Any]]) -> Figure | None:
             _name_rows(axes, [method["label"] for method in shown], label)
 
     height = 0.3 + len(panels) * (0.55 + 0.185 * len(methods))
-    return figure("fig-latency", "Latency", "Median, and a line to the 95th percentile, over texts.", height, draw)
+    return figure(
+        "fig-latency",
+        "Latency",
+        "Median, and a line to the 95th percentile, over texts.",
+        height,
+        draw,
+    )
 
 
 def _accuracies(methods: Sequence[dict[str, Any]]) -> Figure | None:
-    names = list(dict.fromkeys(n for m in methods for n, block in m["sets"].items() if block["accuracy"]))
+    names = list(
+        dict.fromkeys(n for m in methods for n, block in m["sets"].items() if block["accuracy"])
+    )
     if not names:
         return None
 
@@ -238,9 +296,14 @@ def _accuracies(methods: Sequence[dict[str, Any]]) -> Figure | None:
                 if not block or not block["accuracy"]:
                     continue
                 found = block["accuracy"]
-                ends = [[max(0.0, sign * (found[end] - found["mean"]))] for end, sign in (("low", -1), ("high", 1))]
+                ends = [
+                    [max(0.0, sign * (found[end] - found["mean"]))]
+                    for end, sign in (("low", -1), ("high", 1))
+                ]
                 look: dict[str, Any] = {"elinewidth": 0.9, "linestyle": "", **method["look"]}
-                shown[method["model_id"]] = axes.errorbar(block["tokens_per_second"], found["mean"], ends, **look)
+                shown[method["model_id"]] = axes.errorbar(
+                    block["tokens_per_second"], found["mean"], ends, **look
+                )
             axes.set_title(short(name), loc="left")
             axes.set(ylim=(-0.03, 1.03), ylabel="accuracy")
             axes.set_xlim(left=0)
@@ -250,7 +313,8 @@ def _accuracies(methods: Sequence[dict[str, Any]]) -> Figure | None:
         drawing.legend(list(shown.values()), labels, loc="outside lower center", ncols=2)
 
     caption = (
-        "Share of questions answered right over tokens/s, with Wilson's 95 % interval: fast and wrong is low right."
+        "Share of questions answered right over tokens/s, with Wilson's 95 % interval: "
+        "fast and wrong is low right."
     )
     height = 0.4 + 1.5 * len(names) + _rows(len(methods))
     return figure("fig-accuracy", "Accuracy beside throughput", caption, height, draw)
@@ -264,17 +328,27 @@ def _margins(methods: Sequence[dict[str, Any]]) -> Figure | None:
     def draw(drawing: Any) -> None:
         axes = drawing.subplots()
         for y, method in enumerate(shown):
-            rows = sorted((r for r in method["differing"] if r["margin"] is not None), key=lambda row: row["margin"])
+            rows = sorted(
+                (r for r in method["differing"] if r["margin"] is not None),
+                key=lambda row: row["margin"],
+            )
             for number, row in enumerate(rows):
                 look = {"color": BAD, "marker": "x"} if row["is_tie"] is False else method["look"]
                 place = y - 0.3 + 0.6 * (number % 7) / 6  # beside one another, not on one another
-                axes.plot(row["margin"], place, linestyle="", alpha=0.8, **{**look, "markersize": 3})
-        _name_rows(axes, [method["label"] for method in shown], "margin in the target's float32 logits")
+                axes.plot(
+                    row["margin"], place, linestyle="", alpha=0.8, **{**look, "markersize": 3}
+                )
+        _name_rows(
+            axes, [method["label"] for method in shown], "margin in the target's float32 logits"
+        )
 
     caption = (
-        "Of each answer that is not the baseline's, at its first token that differs. A cross is no tie of rounding."
+        "Of each answer that is not the baseline's, at its first token that differs. "
+        "A cross is no tie of rounding."
     )
-    return figure("fig-margins", "Where texts differ, by how little", caption, 0.6 + 0.5 * len(shown), draw)
+    return figure(
+        "fig-margins", "Where texts differ, by how little", caption, 0.6 + 0.5 * len(shown), draw
+    )
 
 
 def _span(axes: Any, y: int, low: float, high: float, at: float, look: dict[str, Any]) -> None:

@@ -36,20 +36,30 @@ def prepare(
         ValueError: If a set cannot be read, two have the same name, or a file of that name is there with something
             else in it. Nothing is written then.
     """
-    asked: dict[str, Any] = {"data_dir": data_dir, "num_prompts": num_prompts, "seed": seed, "template": template}
+    asked: dict[str, Any] = {
+        "data_dir": data_dir,
+        "num_prompts": num_prompts,
+        "seed": seed,
+        "template": template,
+    }
     texts: dict[Path, str] = {}
     images: list[Path] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
             questions = load_questions(name, **asked, image_dir=Path(scratch))
             path = out / f"{questions[0].dataset.replace('/', '--').replace(':', '--')}.jsonl"
-            require(path not in texts, f"sets of different names for {out}", path.name, "rename one")
+            require(
+                path not in texts, f"sets of different names for {out}", path.name, "rename one"
+            )
             texts[path] = "".join(f"{json.dumps(_portable(question))}\n" for question in questions)
             images += [Path(image) for question in questions for image in question.images]
         for path, text in texts.items():
             is_free = not path.exists() or path.read_text(encoding="utf-8") == text
             require(
-                is_free, f"no {path.name} with other questions in {out}", str(path), "remove it or name a new folder"
+                is_free,
+                f"no {path.name} with other questions in {out}",
+                str(path),
+                "remove it or name a new folder",
             )
         for image in images:
             store_image(image.read_bytes(), out / IMAGES)
@@ -60,5 +70,7 @@ def _portable(question: Question) -> dict[str, object]:
     """The question's line, its images named by their contents in the folder beside it."""
     row = question.to_dict()
     if question.images:
-        row["images"] = [f"{IMAGES}/{content_name(Path(path).read_bytes())}" for path in question.images]
+        row["images"] = [
+            f"{IMAGES}/{content_name(Path(path).read_bytes())}" for path in question.images
+        ]
     return row

@@ -9,7 +9,14 @@ import time
 from collections.abc import Iterable, Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from dflash_hf.bench.answers import Answer
 
@@ -37,7 +44,8 @@ class Bars:
             disable=not (is_shown and console.is_terminal),
         )
         self._tasks: dict[str, TaskID] = {
-            name: self.progress.add_task(name, total=total, numbers="") for name, total in totals.items()
+            name: self.progress.add_task(name, total=total, numbers="")
+            for name, total in totals.items()
         }
         # Per cell: tokens, seconds, tokens committed by verifies, verifies.
         self._sums: dict[str, list[float]] = {name: [0.0] * 4 for name in totals}
@@ -59,7 +67,9 @@ class Bars:
         found = list(answers)
         for turn in (turn for answer in found for turn in answer.turns):
             committed = turn.committed or []
-            for index, value in enumerate((turn.new_tokens, turn.wall_time, sum(committed), len(committed))):
+            for index, value in enumerate(
+                (turn.new_tokens, turn.wall_time, sum(committed), len(committed))
+            ):
                 sums[index] += value
         tokens, seconds, committed, verifies = sums
         numbers = [f"{tokens / seconds:.1f} tokens/s"] if seconds else []

@@ -32,11 +32,16 @@ def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, An
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "commit": commit(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
         "machine": {
             "cpu": cpu_model(),
             "cores": os.cpu_count(),
-            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "gpus": [
+                torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+            ],
             "platform": platform.platform(),
         },
         "threads": torch.get_num_threads(),
@@ -92,7 +97,9 @@ def commit() -> str | None:
         return os.environ.get("GIT_COMMIT")
     try:
         head, changes = (
-            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(
+                ["git", *words], cwd=folder, capture_output=True, text=True, check=True
+            ).stdout.strip()
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (OSError, subprocess.CalledProcessError):

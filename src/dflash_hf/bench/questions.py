@@ -46,17 +46,23 @@ class Question:
         """What the question is found by in the files of a run: its set and its id there."""
         return self.dataset, self.question_id
 
-    def messages(self, answers: Sequence[str] = (), system: str | None = None) -> list[dict[str, Any]]:
+    def messages(
+        self, answers: Sequence[str] = (), system: str | None = None
+    ) -> list[dict[str, Any]]:
         """Returns the conversation up to the turn that comes behind some answers, as chat templates read it.
 
         Args:
             answers (sequence of `str`): The target's answers so far; one turn less than is asked.
             system (`str`, *optional*): What the conversation begins with.
         """
-        messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        messages: list[dict[str, Any]] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
         messages += [dict(message) for message in self.history]
         for number, turn in enumerate(self.turns[: len(answers) + 1]):
-            images = [{"type": "image", "path": path} for path in self.images] if number == 0 else []
+            images = (
+                [{"type": "image", "path": path} for path in self.images] if number == 0 else []
+            )
             content = [*images, {"type": "text", "text": turn}] if images else turn
             messages.append({"role": "user", "content": content})
             if number < len(answers):

@@ -54,23 +54,39 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"number": _number, "percent": _percent, "ms": _milliseconds, "rate": _rate, "words": _words}
+    filters = {
+        "number": _number,
+        "percent": _percent,
+        "ms": _milliseconds,
+        "rate": _rate,
+        "words": _words,
+    }
     environment.filters |= filters
     answering = [method for method in summary["methods"] if method["all"]["texts"]]
     page = environment.get_template("report.html.jinja").render(
         summary=summary,
         main=main,
-        base=next((m for m in summary["methods"] if main and m["model_id"] == main["baseline"]), None),
+        base=next(
+            (m for m in summary["methods"] if main and m["model_id"] == main["baseline"]), None
+        ),
         num_alike=sum(m["method"] == main["method"] for m in summary["methods"]) if main else 0,
         answering=answering,
-        times=_tables(answering, list(summary["datasets"]), lambda block: block if block["texts"] else None),
+        times=_tables(
+            answering, list(summary["datasets"]), lambda block: block if block["texts"] else None
+        ),
         acceptance=_tables(answering, list(summary["datasets"]), lambda block: block["acceptance"]),
-        failing=[m for m in summary["methods"] if m["failed"] or m["all"]["failures"] or not m["all"]["texts"]],
+        failing=[
+            m
+            for m in summary["methods"]
+            if m["failed"] or m["all"]["failures"] or not m["all"]["texts"]
+        ],
         figures=drawn,
         notes=notes,
         examples=_examples(run, main),
         max_differing=MAX_DIFFERING,
-        harness=ratio(*(sum(s[name] for s in summary["sessions"]) for name in ("harness_seconds", "seconds"))),
+        harness=ratio(
+            *(sum(s[name] for s in summary["sessions"]) for name in ("harness_seconds", "seconds"))
+        ),
     )
     return write_whole(run.folder / "report.html", page)
 
@@ -82,7 +98,12 @@ def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
     def order(method: Mapping[str, Any]) -> tuple[bool, bool, float, float]:
         block = method["all"]
         speed = (block["speedup"] or {}).get("ratio") or 0.0
-        return method["method"] == "dflash", bool(block["acceptance"]), speed, block["tokens_per_second"] or 0.0
+        return (
+            method["method"] == "dflash",
+            bool(block["acceptance"]),
+            speed,
+            block["tokens_per_second"] or 0.0,
+        )
 
     return max(answering, key=order, default=None)
 
@@ -96,23 +117,42 @@ def _tables(
     """
     found: list[Any] = []
     for name in sets:
-        here = [(method["model_id"], method["sets"][name]) for method in methods if name in method["sets"]]
+        here = [
+            (method["model_id"], method["sets"][name])
+            for method in methods
+            if name in method["sets"]
+        ]
         rows = [(method, picked) for method, block in here if (picked := pick(block))]
-        parts = [(part, method, pick(one)) for method, block in here for part, one in block["categories"].items()]
+        parts = [
+            (part, method, pick(one))
+            for method, block in here
+            for part, one in block["categories"].items()
+        ]
         parts.sort(key=lambda row: row[0].lower())
         parts = [(f"{part} · {method}", picked) for part, method, picked in parts if picked]
         if parts or (rows and len(sets) > 1):
             found.append((name, rows, parts))
-    return [(method["model_id"], picked) for method in methods if (picked := pick(method["all"]))], found
+    return [
+        (method["model_id"], picked) for method in methods if (picked := pick(method["all"]))
+    ], found
 
 
 def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]] | None:
     """A text whose verifies commit about as much as those of all, and what each of them did."""
-    if main is None or not main["all"]["acceptance"] or not main["all"]["acceptance"]["acceptance_length"]:
+    if (
+        main is None
+        or not main["all"]["acceptance"]
+        or not main["all"]["acceptance"]["acceptance_length"]
+    ):
         return None
     mean = main["all"]["acceptance"]["acceptance_length"]
     found = [
-        (abs(sum(turn.committed) / len(turn.committed) - mean), -len(turn.committed), answer, turn.committed)
+        (
+            abs(sum(turn.committed) / len(turn.committed) - mean),
+            -len(turn.committed),
+            answer,
+            turn.committed,
+        )
         for answer in run.answers[main["model_id"]].values()
         for turn in answer.turns
         if turn.committed
@@ -130,7 +170,10 @@ def _examples(run: Run, main: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for which, answer in run.answers[main["model_id"]].items():
         if answer.error is None and answer.dataset not in found:
-            said = [turn.text if len(turn.text) <= MAX_TEXT else f"{turn.text[:MAX_TEXT]} …" for turn in answer.turns]
+            said = [
+                turn.text if len(turn.text) <= MAX_TEXT else f"{turn.text[:MAX_TEXT]} …"
+                for turn in answer.turns
+            ]
             found[answer.dataset] = {
                 "question": run.questions[answer.key],
                 "turns": list(zip(run.questions[answer.key].turns, said, strict=True)),
@@ -164,7 +207,9 @@ def _words(value: object) -> str:
     """A value of a record, in one line: names and values of what is nested, nothing of what is not known."""
     if isinstance(value, Mapping):
         items: Any = value.items()
-        return ", ".join(f"{name}: {_words(one)}" for name, one in items if one not in (None, [], {}, ""))
+        return ", ".join(
+            f"{name}: {_words(one)}" for name, one in items if one not in (None, [], {}, "")
+        )
     if isinstance(value, list | tuple):
         rows: Any = value
         return ", ".join(map(_words, rows))

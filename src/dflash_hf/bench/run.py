@@ -99,7 +99,10 @@ def run(settings: RunSettings) -> Path | None:
         try:
             write_margins(settings.out, models)
         except FAILURES as error:
-            logger.warning("margins.jsonl is left out (%s): the report does not say which differences are ties", error)
+            logger.warning(
+                "margins.jsonl is left out (%s): the report does not say which differences are ties",
+                error,
+            )
         summarize(settings.out)
         report = write_report(settings.out)
     processes.end()
@@ -140,12 +143,23 @@ class Processes:
 def _load_questions(settings: RunSettings) -> list[Question]:
     from dflash_hf.bench.sets import load_questions
 
-    asked = {name: getattr(settings, name) for name in ("data_dir", "num_prompts", "seed", "template")}
+    asked = {
+        name: getattr(settings, name) for name in ("data_dir", "num_prompts", "seed", "template")
+    }
     questions = [question for name in settings.data for question in load_questions(name, **asked)]
-    require(bool(questions), f"questions in {', '.join(settings.data)}", questions, "name other sets as --data")
-    twice = [key for key, count in Counter(question.key for question in questions).items() if count > 1]
+    require(
+        bool(questions),
+        f"questions in {', '.join(settings.data)}",
+        questions,
+        "name other sets as --data",
+    )
+    twice = [
+        key for key, count in Counter(question.key for question in questions).items() if count > 1
+    ]
     if twice:
-        raise ValueError(f"expected every question once, got {twice[0]} twice; name each set once, and fix its ids")
+        raise ValueError(
+            f"expected every question once, got {twice[0]} twice; name each set once, and fix its ids"
+        )
     return questions
 
 
@@ -172,17 +186,26 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
             target=target,
             processor=processor,
             draft=None if draft is None else DFlashDraftModel.from_pretrained(draft, **given),
-            assistant=None if assistant is None else AutoModelForCausalLM.from_pretrained(assistant, **given),
+            assistant=None
+            if assistant is None
+            else AutoModelForCausalLM.from_pretrained(assistant, **given),
             template_options=settings.template_options,
         )
     return found
 
 
-def _check_questions(questions: Sequence[Question], models: Mapping[str, Models], settings: RunSettings) -> None:
+def _check_questions(
+    questions: Sequence[Question], models: Mapping[str, Models], settings: RunSettings
+) -> None:
     """Refuses images that are not there, or that the target cannot see."""
     for question in questions:
         for image in question.images:
-            require(Path(image).is_file(), f"the image of question {question.question_id}", image, "fix its path")
+            require(
+                Path(image).is_file(),
+                f"the image of question {question.question_id}",
+                image,
+                "fix its path",
+            )
     with_images = next((question for question in questions if question.images), None)
     for found in models.values():
         if with_images is not None and tokenizer_of(found.processor) is found.processor:
@@ -192,7 +215,9 @@ def _check_questions(questions: Sequence[Question], models: Mapping[str, Models]
             )
 
 
-def _make_methods(settings: RunSettings, cells: Sequence[Cell], models: Mapping[str, Models]) -> dict[str, Method]:
+def _make_methods(
+    settings: RunSettings, cells: Sequence[Cell], models: Mapping[str, Models]
+) -> dict[str, Method]:
     """Returns the method of every cell that can be asked; of the others the cell says why not."""
     methods: dict[str, Method] = {}
 
@@ -200,7 +225,11 @@ def _make_methods(settings: RunSettings, cells: Sequence[Cell], models: Mapping[
     def make(name: str, dtype: str) -> Method:
         if name == "server":
             assert settings.server is not None
-            return Server(url=settings.server, model=settings.server_model, template_options=settings.template_options)
+            return Server(
+                url=settings.server,
+                model=settings.server_model,
+                template_options=settings.template_options,
+            )
         if name != "zlab":
             return local_method(WAYS[name], models[dtype])
         from dflash_hf.bench.zlab import zlab_way
@@ -260,10 +289,16 @@ def rounds_of(questions: Sequence[Question], cells: Sequence[Cell]) -> list[list
     for question in questions:
         groups.setdefault((question.dataset, len(question.turns)), []).append(question)
     size = math.lcm(*(cell.options.batch for cell in cells))
-    return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
+    return [
+        group[start : start + size]
+        for group in groups.values()
+        for start in range(0, len(group), size)
+    ]
 
 
-def batches_of(cell: Cell, questions: Sequence[Question], cells: Sequence[Cell], repeats: int) -> Iterator[Batch]:
+def batches_of(
+    cell: Cell, questions: Sequence[Question], cells: Sequence[Cell], repeats: int
+) -> Iterator[Batch]:
     """Returns a cell's batches in the order in which they are asked."""
     for repeat in range(repeats):
         for questions_of_round in rounds_of(questions, cells):
@@ -296,7 +331,9 @@ class Asker:
 
     def ask_all(self) -> dict[str, float]:
         """Asks; returns the session: seconds in all, of which in the methods and beside them."""
-        done: dict[str, set[Which]] = {cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells}
+        done: dict[str, set[Which]] = {
+            cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells
+        }
         left = list(self._left(done))
         totals = {cell.model_id: 0 for cell in self.cells if cell.model_id in self.methods}
         for cell, _, batch in left:
@@ -314,9 +351,15 @@ class Asker:
                     bars.give_up(cell.model_id)
         seconds = time.perf_counter() - started
         harness = seconds - self.method_seconds
-        return {"seconds": seconds, "method_seconds": self.method_seconds, "harness_seconds": harness}
+        return {
+            "seconds": seconds,
+            "method_seconds": self.method_seconds,
+            "harness_seconds": harness,
+        }
 
-    def _left(self, done: Mapping[str, set[Which]]) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
+    def _left(
+        self, done: Mapping[str, set[Which]]
+    ) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
         """The batches of this process that are not there, cells in turns."""
         rounds = rounds_of(self.questions, self.cells)
         asked = [cell for cell in self.cells if cell.model_id in self.methods]
@@ -327,7 +370,9 @@ class Asker:
                 first = index // self.processes.size % max(1, len(asked))
                 for cell in (*asked[first:], *asked[:first]):
                     for batch in _split(questions, cell.options.batch):
-                        if not all((question.key, repeat) in done[cell.model_id] for question in batch):
+                        if not all(
+                            (question.key, repeat) in done[cell.model_id] for question in batch
+                        ):
                             yield cell, repeat, batch
 
     def _warm_up(self, left: Sequence[tuple[Cell, int, Sequence[Question]]]) -> None:
@@ -336,7 +381,9 @@ class Asker:
         for cell, batch in firsts.values():
             options = cell.options
             if not torch.accelerator.is_available():
-                options = replace(options, max_new_tokens=min(options.max_new_tokens, WARM_UP_TOKENS))
+                options = replace(
+                    options, max_new_tokens=min(options.max_new_tokens, WARM_UP_TOKENS)
+                )
             with suppress(*FAILURES):  # it will fail again where it counts
                 conversations = [question.messages((), self.settings.system) for question in batch]
                 self.methods[cell.model_id](conversations, options, 0)
@@ -360,10 +407,13 @@ class Asker:
             error = one_line(f"{type(failure).__name__}: {failure}")
             logger.warning("%s: %s", cell.model_id, error)
             self.method_seconds += time.perf_counter() - started - _seconds_of(turns)
-            if torch.cuda.is_available():  # where it was memory, the next method should not find it in pieces
+            # Where it was memory, the next method should not find it in pieces
+            if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         self.method_seconds += _seconds_of(turns)
-        self.failures[cell.model_id] = 0 if error is None else self.failures.get(cell.model_id, 0) + 1
+        self.failures[cell.model_id] = (
+            0 if error is None else self.failures.get(cell.model_id, 0) + 1
+        )
         return [
             Answer(
                 dataset=question.dataset,
@@ -393,6 +443,10 @@ def _end(asker: Asker, session: Mapping[str, float]) -> None:
         asker.folder.merge(cell.model_id, [answers[asked] for asked in sequence])
         errors = [answer.error for answer in answers.values() if answer.error is not None]
         if cell.failed is None and errors and len(answers) < len(order) * asker.settings.repeats:
-            cell.failed = f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"
+            cell.failed = (
+                f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"
+            )
     run = asker.folder.read_run()
-    asker.folder.write_run(run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)])
+    asker.folder.write_run(
+        run["settings"], asker.cells, run["provenance"], [*run["sessions"], dict(session)]
+    )

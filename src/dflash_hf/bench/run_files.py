@@ -29,7 +29,8 @@ RUN = "run.json"
 QUESTIONS = "questions.jsonl"
 MARGINS = "margins.jsonl"
 SECONDS_BETWEEN_SYNCS = 1.0
-Batch = tuple[int, Sequence[Question]]  # what is asked together, and how often it had been asked before
+# What is asked together, and how often it had been asked before
+Batch = tuple[int, Sequence[Question]]
 
 
 class RunFolder:
@@ -50,18 +51,31 @@ class RunFolder:
             raise ValueError(f"expected a folder as --out, got the file {self.path}; name another")
         found = sorted(file.name for file in self.path.iterdir()) if self.path.is_dir() else []
         # Killed before its settings were written, a run has left no more than its questions.
-        if not found or (resume and all(name == QUESTIONS or name.startswith(".") for name in found)):
+        if not found or (
+            resume and all(name == QUESTIONS or name.startswith(".") for name in found)
+        ):
             return False
         if not resume:
-            hint = "pass --resume to go on with the run in it, or name another" if RUN in found else "name another"
-            raise ValueError(f"expected a new or empty folder as --out, got {self.path} with files in it; {hint}")
+            hint = (
+                "pass --resume to go on with the run in it, or name another"
+                if RUN in found
+                else "name another"
+            )
+            raise ValueError(
+                f"expected a new or empty folder as --out, got {self.path} with files in it; {hint}"
+            )
         if RUN not in found:
-            raise ValueError(f"expected the folder of a run as --out, got {self.path} without {RUN}; name another")
+            raise ValueError(
+                f"expected the folder of a run as --out, got {self.path} without {RUN}; name another"
+            )
         before = self.read_run()["settings"]
         now = json.loads(json.dumps(what_matters))
         differing = sorted(name for name in now if before.get(name) != now[name])
         if differing:
-            differences = [f"{name} was {shown(before.get(name))} and is {shown(now[name])}" for name in differing]
+            differences = [
+                f"{name} was {shown(before.get(name))} and is {shown(now[name])}"
+                for name in differing
+            ]
             raise ValueError(
                 f"expected the run of {self.path} as it was begun, got another, whose {listed(differences, '; ')}; "
                 "give what it was begun with, or another --out"
@@ -74,11 +88,20 @@ class RunFolder:
         return parsed_object(path.read_bytes(), str(path), "name another --out")
 
     def write_run(
-        self, settings: Mapping[str, Any], cells: Sequence[Cell], provenance: Any, sessions: Sequence[Any]
+        self,
+        settings: Mapping[str, Any],
+        cells: Sequence[Cell],
+        provenance: Any,
+        sessions: Sequence[Any],
     ) -> None:
         """Writes `run.json`, whole or not at all."""
         methods = [asdict(cell) for cell in cells]
-        run = {"settings": settings, "methods": methods, "provenance": provenance, "sessions": sessions}
+        run = {
+            "settings": settings,
+            "methods": methods,
+            "provenance": provenance,
+            "sessions": sessions,
+        }
         write_whole(self.path / RUN, json.dumps(run, indent=2) + "\n")
 
     def write_questions(self, questions: Iterable[Question]) -> None:
@@ -110,11 +133,17 @@ class RunFolder:
         """Returns all answers of a cell that can be read, of whatever process."""
         answers: dict[Which, Answer] = {}
         for path in (self.answers_file(model_id), *self._parts(model_id)):
-            for number, line in enumerate(path.read_bytes().split(b"\n") if path.is_file() else (), 1):
+            for number, line in enumerate(
+                path.read_bytes().split(b"\n") if path.is_file() else (), 1
+            ):
                 try:
                     answer = Answer.from_dict(json.loads(line)) if line else None
                 except (ValueError, LookupError, TypeError, AttributeError):
-                    logger.warning("line %d of %s was not written to its end: its batch is asked again", number, path)
+                    logger.warning(
+                        "line %d of %s was not written to its end: its batch is asked again",
+                        number,
+                        path,
+                    )
                     continue
                 if answer is not None:
                     answers[answer.which] = answer
@@ -198,12 +227,25 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     answers: dict[str, dict[Which, Answer]] = {cell.model_id: {} for cell in cells}
     for path in sorted(folder.glob("answers-*.jsonl")):
         for place, answer in _read(path, Answer):
-            require(answer.model_id in answers, f"a method of {RUN} at {place}", answer.model_id, "remove the file")
-            require(answer.key in questions, f"a question of {QUESTIONS} at {place}", answer.key, "remove the line")
+            require(
+                answer.model_id in answers,
+                f"a method of {RUN} at {place}",
+                answer.model_id,
+                "remove the file",
+            )
+            require(
+                answer.key in questions,
+                f"a question of {QUESTIONS} at {place}",
+                answer.key,
+                "remove the line",
+            )
             known = answers[answer.model_id]
             which = answer.which
             require(
-                which not in known, f"one answer to a question and repeat, at {place}", which, "remove one of them"
+                which not in known,
+                f"one answer to a question and repeat, at {place}",
+                which,
+                "remove one of them",
             )
             known[which] = answer
     return Run(
@@ -221,7 +263,10 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 def by_answer(path: Path) -> dict[tuple[str, Which], dict[str, Any]]:
     """Returns the rows of a file about a run's answers by `model_id`, question and repeat; none without the file."""
     rows = [row for _, row in _lines(path)] if path.is_file() else []
-    return {(row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row for row in rows}
+    return {
+        (row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row
+        for row in rows
+    }
 
 
 def _read(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
@@ -231,7 +276,9 @@ def _read(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
             yield place, kind.from_dict(row)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             what = f"{type(error).__name__} {one_line(error)}"
-            raise ValueError(f"expected a line of a run's files at {place}, got {what}; remove it") from error
+            raise ValueError(
+                f"expected a line of a run's files at {place}, got {what}; remove it"
+            ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

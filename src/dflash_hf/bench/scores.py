@@ -40,7 +40,10 @@ _STATED = re.compile(
     rf"|(?i:\b(?:option|choice)\s+){_LETTER}(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer))"
 )
 # Letters that are marked as an option: "(B)", or "B)", "B." and "B:" at the beginning of a line.
-_MARKED = re.compile(r"\(([A-Z])\)(?!\s+is\s+(?:wrong|incorrect|false|not))|^\s*([A-HJ-Z])[.:)](?=\s|$)", re.MULTILINE)
+_MARKED = re.compile(
+    r"\(([A-Z])\)(?!\s+is\s+(?:wrong|incorrect|false|not))|^\s*([A-HJ-Z])[.:)](?=\s|$)",
+    re.MULTILINE,
+)
 _ALONE = re.compile(r"\W*([A-Za-z])\W*")
 
 
@@ -63,9 +66,15 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
         ValueError: If the reference is of another kind.
         ImportError: For mathematics, without math-verify.
     """
-    if question.score is None or question.reference is None or (question.score == "code" and not run_code):
+    if (
+        question.score is None
+        or question.reference is None
+        or (question.score == "code" and not run_code)
+    ):
         return None
-    references = question.reference if isinstance(question.reference, list) else [question.reference]
+    references = (
+        question.reference if isinstance(question.reference, list) else [question.reference]
+    )
     texts = [turn.text for turn in answer.turns]
     texts += [""] * (len(references) - len(texts))
     right = [
@@ -132,7 +141,12 @@ def _boxed(text: str) -> str | None:
 
 def _is_right(kind: str, reference: Any, text: str) -> bool:
     if kind == "code":
-        require(isinstance(reference, Mapping), "a mapping as reference for code", reference, "fix the question")
+        require(
+            isinstance(reference, Mapping),
+            "a mapping as reference for code",
+            reference,
+            "fix the question",
+        )
         return failure(assemble(reference, text)) is None
     is_text = isinstance(reference, str | int | float) and not isinstance(reference, bool)
     require(is_text, f"a text as reference for {kind}", reference, "fix the question's reference")
@@ -161,7 +175,9 @@ class _Math:
                 process = self._start()
             reply = self._ask(process, [f"\\boxed{{{reference}}}", text])
             if reply is None:
-                logger.warning("an answer counts as wrong: math-verify came to no end with %s", shown(text))
+                logger.warning(
+                    "an answer counts as wrong: math-verify came to no end with %s", shown(text)
+                )
                 self.close()
             return reply is True
 
@@ -180,11 +196,15 @@ class _Math:
             )
         # -P: the folder of the script is no place to import from, it has modules of common names.
         command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._process = process
         if self._read(process) != "ready":
             self.close()
-            raise RuntimeError(f"expected {' '.join(command)} to start, got exit status {process.returncode}")
+            raise RuntimeError(
+                f"expected {' '.join(command)} to start, got exit status {process.returncode}"
+            )
         return process
 
     def _ask(self, process: subprocess.Popen[str], request: list[str]) -> Any:

@@ -55,7 +55,9 @@ class Server:
         self.url = self.url.rstrip("/").removesuffix("/v1")
         self.client = httpx.Client(base_url=self.url, timeout=TIMEOUT)
 
-    def __call__(self, conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
+    def __call__(
+        self, conversations: Sequence[Conversation], options: Options, seed: int
+    ) -> list[Turn]:
         """Answers conversations at the same time; see [`dflash_hf.bench.methods.Method`].
 
         Raises:
@@ -104,7 +106,9 @@ class Server:
     def _ask(self, conversation: Conversation, options: Options, seed: int) -> Turn:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{**message, "content": sent_content(message["content"])} for message in conversation],
+            "messages": [
+                {**message, "content": sent_content(message["content"])} for message in conversation
+            ],
             "max_tokens": options.max_new_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
@@ -123,25 +127,36 @@ class Server:
             if response.is_error:
                 response.read()
                 raise httpx.HTTPStatusError(
-                    f"{response.status_code} {one_line(response.text)}", request=response.request, response=response
+                    f"{response.status_code} {one_line(response.text)}",
+                    request=response.request,
+                    response=response,
                 )
             for line in response.iter_lines():
                 if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
                     continue
                 event = json.loads(data)
                 if "error" in event:
-                    raise ValueError(f"expected an answer of the server, got {one_line(event['error'])}; see its log")
+                    raise ValueError(
+                        f"expected an answer of the server, got {one_line(event['error'])}; see its log"
+                    )
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
-                    piece = "".join(delta.get(name) or "" for name in ("reasoning_content", "content"))
+                    piece = "".join(
+                        delta.get(name) or "" for name in ("reasoning_content", "content")
+                    )
                     if piece and ttft is None:
                         ttft = time.perf_counter() - started
                     pieces.append(piece)
                     reason = choice.get("finish_reason") or reason
         seconds = time.perf_counter() - started
         is_counted = "completion_tokens" in usage and "prompt_tokens" in usage
-        require(is_counted, "usage at the end of the server's stream", usage, "it has to know stream_options")
+        require(
+            is_counted,
+            "usage at the end of the server's stream",
+            usage,
+            "it has to know stream_options",
+        )
         return Turn(
             text="".join(pieces),
             token_ids=[],
@@ -157,5 +172,6 @@ class Server:
 def _moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
     """What counters have moved by; the mean is what it is afterwards."""
     return {
-        name: value if name == "acceptance_length" else value - before.get(name, 0.0) for name, value in after.items()
+        name: value if name == "acceptance_length" else value - before.get(name, 0.0)
+        for name, value in after.items()
     } or None

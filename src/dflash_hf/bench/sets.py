@@ -23,7 +23,15 @@ from dflash_hf.bench.questions import Question, Score
 from dflash_hf.errors import listed, require, shown
 from dflash_hf.evaluation.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.evaluation.prompt_files import text_of
-from dflash_hf.evaluation.rows import CONVERSATION, FIX, ImageSource, Row, file_rows, filled, hub_rows
+from dflash_hf.evaluation.rows import (
+    CONVERSATION,
+    FIX,
+    ImageSource,
+    Row,
+    file_rows,
+    filled,
+    hub_rows,
+)
 
 FILES: Final = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP: Final = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -70,7 +78,12 @@ class QuestionSet:
 def normalised(row: Row) -> Fields:
     """Reads a row of the JSONL form, of Spec-Bench, MT-Bench or SPEED-Bench, or one with `prompt`."""
     score = row.values.get("score")
-    require(score is None or score in get_args(Score), f"one of {get_args(Score)} as score in {row.where}", score, FIX)
+    require(
+        score is None or score in get_args(Score),
+        f"one of {get_args(Score)} as score in {row.where}",
+        score,
+        FIX,
+    )
     history, said = row.messages()
     return {
         "question_id": row.name("question_id", "prompt_id", "id"),
@@ -78,7 +91,9 @@ def normalised(row: Row) -> Fields:
         "subcategory": row.text("subcategory", "sub_category", default=""),
         "turns": tuple(text_of([message]) for message in said) or row.turns(*CONVERSATION),
         "history": tuple(history),
-        "reference": row.values.get("reference") if score is None else row.value("reference", "answer"),
+        "reference": row.values.get("reference")
+        if score is None
+        else row.value("reference", "answer"),
         "score": score,
     }
 
@@ -91,7 +106,12 @@ def _category(row: Row, *names: str) -> Fields:
 def gsm8k(row: Row) -> Fields:
     """Reads a row of openai/gsm8k; right is the number behind `####`."""
     _, mark, right = row.text("answer").rpartition("####")
-    require(bool(mark and right.strip()), f"an answer that ends with '#### NUMBER' in {row.where}", right, FIX)
+    require(
+        bool(mark and right.strip()),
+        f"an answer that ends with '#### NUMBER' in {row.where}",
+        right,
+        FIX,
+    )
     turn = row.text("question") + STEP_BY_STEP
     return {"turns": (turn,), "reference": right.strip().replace(",", ""), "score": "math"}
 
@@ -111,12 +131,19 @@ def mathematics(row: Row) -> Fields:
 
 def humaneval(row: Row) -> Fields:
     """Reads a row of openai_humaneval."""
-    code = {name: row.text(name) for name in ("prompt", "test", "entry_point", "canonical_solution")}
+    code = {
+        name: row.text(name) for name in ("prompt", "test", "entry_point", "canonical_solution")
+    }
     turn = (
         "Write a solution to the following problem and make sure that it passes the tests:\n"
         f"```python\n{code['prompt']}\n```"
     )
-    return {"question_id": row.name("task_id"), "turns": (turn,), "reference": code, "score": "code"}
+    return {
+        "question_id": row.name("task_id"),
+        "turns": (turn,),
+        "reference": code,
+        "score": "code",
+    }
 
 
 def mbpp(row: Row) -> Fields | None:
@@ -126,14 +153,19 @@ def mbpp(row: Row) -> Fields | None:
         return None
     tests = row.texts("test_list")
     imports = row.values.get("test_imports")
-    setup = row.values.get("test_setup_code")  # of the full set, where the sanitised one has `test_imports`
+    # Of the full set, where the sanitised one has `test_imports`
+    setup = row.values.get("test_setup_code")
     if imports:
         imports = list(row.texts("test_imports"))
     else:
         imports = [setup] if setup else []
     return {
         "question_id": number,
-        "turns": (row.text("prompt", "text") + "\nYour code should pass these tests:\n\n" + "\n".join(tests),),
+        "turns": (
+            row.text("prompt", "text")
+            + "\nYour code should pass these tests:\n\n"
+            + "\n".join(tests),
+        ),
         "reference": {
             "tests": list(tests),
             "imports": imports,
@@ -146,10 +178,18 @@ def mbpp(row: Row) -> Fields | None:
 def livecodebench(row: Row) -> Fields:
     """Reads a row of LiveCodeBench; without its tests, which nothing here runs."""
     starter = row.values.get("starter_code")
-    how = "Use the following code structure:" if starter else "Write your code in the following format:"
+    how = (
+        "Use the following code structure:"
+        if starter
+        else "Write your code in the following format:"
+    )
     text = row.text("question_content")
     turn = LIVECODEBENCH.format(question=text, how=how, code=starter or "# YOUR CODE HERE")
-    return {"question_id": row.name("question_id"), **_category(row, "difficulty"), "turns": (turn,)}
+    return {
+        "question_id": row.name("question_id"),
+        **_category(row, "difficulty"),
+        "turns": (turn,),
+    }
 
 
 def alpaca(row: Row) -> Fields:
@@ -165,7 +205,12 @@ def mmstar(row: Row) -> Fields:
     right = row.text("answer").strip()
     options = re.findall(r"(?<![A-Za-z])\(?([A-H])\s?[:.)]", text)
     what = f"options 'A: ..., B: ...' in the question of {row.where}, the right one ({shown(right)}) among them"
-    require({"A", "B", right} <= set(options), what, text, "take the upstream rows: their questions end with them")
+    require(
+        {"A", "B", right} <= set(options),
+        what,
+        text,
+        "take the upstream rows: their questions end with them",
+    )
     require(bool(row.images()), f"an image in {row.where}", listed(row.values), FIX)
     return {
         "question_id": row.name("index"),
@@ -178,7 +223,9 @@ def mmstar(row: Row) -> Fields:
 
 
 _LCB: Final = "hf://datasets/livecodebench/code_generation_lite/"
-_SPEC_BENCH: Final = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+_SPEC_BENCH: Final = (
+    "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+)
 
 
 def _speed_bench(size: str) -> QuestionSet:
@@ -187,7 +234,9 @@ def _speed_bench(size: str) -> QuestionSet:
         name=f"speed-bench-{size}" if size else "speed-bench",
         hub=("nvidia/SPEED-Bench", config, "test"),
         question=normalised,
-        files=tuple(f"speed{part}/{config}{end}" for part in ("_bench", "-bench", "") for end in FILES)
+        files=tuple(
+            f"speed{part}/{config}{end}" for part in ("_bench", "-bench", "") for end in FILES
+        )
         + tuple(f"speed{part}/{config}/*.parquet" for part in ("_bench", "-bench", "")),
     )
 
@@ -299,13 +348,21 @@ def load_questions(
         ValueError: If there is no such set, file or column, a row is malformed, two have the same id, or an image
             cannot be read.
     """
-    require(num_prompts is None or num_prompts > 0, "at least 1 prompt of each set", num_prompts, "ask for more")
+    require(
+        num_prompts is None or num_prompts > 0,
+        "at least 1 prompt of each set",
+        num_prompts,
+        "ask for more",
+    )
     dataset, pairs = _read(name, data_dir, template)
     kept: dict[int | str, Pair] = {}
     for question, sources in pairs:
         number = question.question_id
         require(
-            number not in kept, f"ids of {dataset} without repetition", number, "give each question one of its own"
+            number not in kept,
+            f"ids of {dataset} without repetition",
+            number,
+            "give each question one of its own",
         )
         kept[number] = question, sources
     require(bool(kept), f"questions in {dataset}", f"none of {name}", "fix the file")
@@ -332,13 +389,24 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
         return entry.name, _theirs(entry, data_dir)
     if "/" in name or Path(name.partition(":")[0]).is_dir():
         path, *parts = name.split(":")
-        require(len(parts) <= 2, "a Hub set as ORG/NAME:CONFIG:SPLIT", name, "name one configuration and one split")
+        require(
+            len(parts) <= 2,
+            "a Hub set as ORG/NAME:CONFIG:SPLIT",
+            name,
+            "name one configuration and one split",
+        )
         config, split = [part or None for part in (*parts, "", "")[:2]]
         return name, _own(hub_rows(path, config, split), name, template)
-    near = [known[key].name for key in difflib.get_close_matches(_plain(name), known, n=2, cutoff=0.5)]
+    near = [
+        known[key].name for key in difflib.get_close_matches(_plain(name), known, n=2, cutoff=0.5)
+    ]
     raise ValueError(
         f"expected a name of a set, a .jsonl file or a Hub set ORG/NAME, got {shown(name)}; "
-        + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(entry.name for entry in SETS)}")
+        + (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"known are {', '.join(entry.name for entry in SETS)}"
+        )
     )
 
 
@@ -404,7 +472,10 @@ def store_images(pairs: Sequence[Pair], folder: Path | None) -> list[Question]:
             _check(source, question)
     questions: list[Question] = []
     for question, sources in pairs:
-        files = [source if isinstance(source, Path) else store_image(source, folder.resolve()) for source in sources]
+        files = [
+            source if isinstance(source, Path) else store_image(source, folder.resolve())
+            for source in sources
+        ]
         questions.append(replace(question, images=tuple(map(str, files))))
     return questions
 

@@ -21,7 +21,8 @@ from dflash_hf.bench.run_files import Run, by_answer, read_run
 from dflash_hf.evaluation.row_files import write_rows, write_whole
 
 Score = Callable[[Question, Answer], float | None]
-Scores = dict[tuple[str, Which], float]  # by `model_id`, question and repeat; only of answers that have one
+# By `model_id`, question and repeat; only of answers that have one
+Scores = dict[tuple[str, Which], float]
 MAX_BINS = 32  # along a text
 SCORES = "scores.jsonl"
 CSV_COLUMNS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -62,7 +63,13 @@ def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dic
         "definitions": DEFINITIONS,
     }
     lines = (
-        {"model_id": name, "dataset": key[0], "question_id": key[1], "repeat": repeat, "score": value}
+        {
+            "model_id": name,
+            "dataset": key[0],
+            "question_id": key[1],
+            "repeat": repeat,
+            "score": value,
+        }
         for (name, (key, repeat)), value in scores.items()
     )
     write_rows(run.folder / SCORES, lines)
@@ -80,7 +87,9 @@ def read_scores(folder: Path) -> Scores:
 def _unfinished(run: Run) -> list[str]:
     """Says which method has the fewest answers, if one that has not failed lacks some."""
     asked = len(run.questions) * run.settings.get("repeats", 1)
-    counts = {cell.model_id: len(run.answers[cell.model_id]) for cell in run.cells if cell.failed is None}
+    counts = {
+        cell.model_id: len(run.answers[cell.model_id]) for cell in run.cells if cell.failed is None
+    }
     name = min(counts, key=lambda name: counts[name], default=None)
     if name is None or counts[name] >= asked:
         return []
@@ -129,7 +138,11 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
 
     def block(own: dict[Which, Answer]) -> dict[str, Any]:
         pairs = baseline_pairs(run, cell, own)
-        scored = [(which[0], scores[cell.model_id, which]) for which in own if (cell.model_id, which) in scores]
+        scored = [
+            (which[0], scores[cell.model_id, which])
+            for which in own
+            if (cell.model_id, which) in scores
+        ]
         return {
             **measure(list(own.values()), bin_tokens),
             "speedup": speedup(pairs),
@@ -151,7 +164,11 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
 
     by_set = grouped(answers, "dataset")
     sets = {
-        name: {**block(own), "categories": parts(own, "category"), "subcategories": parts(own, "subcategory")}
+        name: {
+            **block(own),
+            "categories": parts(own, "category"),
+            "subcategories": parts(own, "subcategory"),
+        }
         for name in run.datasets
         if (own := by_set.get(name))
     }
@@ -185,7 +202,11 @@ def _differing(run: Run, cell: Cell) -> list[dict[str, Any]]:
         found = first_difference(answer, other)
         if found is not None:
             known = run.margins.get((cell.model_id, answer.which), {})
-            which = {"dataset": answer.dataset, "question_id": answer.question_id, "repeat": answer.repeat}
+            which = {
+                "dataset": answer.dataset,
+                "question_id": answer.question_id,
+                "repeat": answer.repeat,
+            }
             told = {"margin": known.get("margin"), "is_tie": known.get("is_tie")}
             rows.append({**which, "turn": found[0], "token": found[1], **told})
     return rows
@@ -196,7 +217,9 @@ def _agreement(pairs: list[Pair], differing: list[dict[str, Any]]) -> dict[str, 
     if not pairs:
         return None
     asked = {answer.which for answer, _ in pairs}
-    rows = [row for row in differing if ((row["dataset"], row["question_id"]), row["repeat"]) in asked]
+    rows = [
+        row for row in differing if ((row["dataset"], row["question_id"]), row["repeat"]) in asked
+    ]
     same = len(pairs) - len(rows)
     margins = [row["margin"] for row in rows if row["margin"] is not None]
     return {

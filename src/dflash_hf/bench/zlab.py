@@ -41,7 +41,9 @@ def zlab_way(models: Models) -> Way:
     draft = loaded.to(models.target.device).eval()
     package: Any = zlab
     # Their clock waits for CUDA, which may not be there.
-    clock: Callable[[], float] = package._cuda_time if models.target.device.type == "cuda" else time.perf_counter
+    clock: Callable[[], float] = (
+        package._cuda_time if models.target.device.type == "cuda" else time.perf_counter
+    )
 
     def decode(models: Models, inputs: Inputs, options: Options) -> Raw:
         package._cuda_time = clock

@@ -82,7 +82,11 @@ def stack_weights(
         buffers (sequence of `torch.Tensor`): Buffers of the cache to be written.
         into (`ContextWeights`, *optional*): Earlier copies; where the shapes are the same they are overwritten.
     """
-    weights = [module.weight for module in projections if isinstance(module, nn.Linear) and _is_its_weight(module)]
+    weights = [
+        module.weight
+        for module in projections
+        if isinstance(module, nn.Linear) and _is_its_weight(module)
+    ]
     if not weights or len(weights) < len(projections):
         return None
     if not ops.use_kernel(ops.context_kv, *weights, *norms, buffers=buffers):
@@ -101,7 +105,10 @@ def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Te
     first = weights[0]
     projection_shape = (sum(weight.shape[0] for weight in weights), first.shape[1])
     norm_shape = (len(norms), norms[0].shape[0])
-    if tuple(stacked.projection.shape) != projection_shape or tuple(stacked.norm.shape) != norm_shape:
+    if (
+        tuple(stacked.projection.shape) != projection_shape
+        or tuple(stacked.norm.shape) != norm_shape
+    ):
         return False
     return all(copy.dtype == first.dtype and copy.device == first.device for copy in stacked)
 

@@ -52,7 +52,9 @@ class RaggedLayer(CacheLayerMixin):
         # Zeros, because a masked slot still enters `weight * value`, and 0 * NaN is NaN.
         with plain_tensors():
             keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=shape.device)
-            values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=shape.device)
+            values = torch.zeros(
+                *rows, shape.value_size, dtype=shape.value_dtype, device=shape.device
+            )
         self._set_buffers(keys, values)
         self.is_initialized = True
 
@@ -156,9 +158,13 @@ class RaggedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the buffers exist from the start."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Raises `NotImplementedError`: `RaggedCache.update` writes, because it knows where the rows stand."""
-        raise NotImplementedError("expected RaggedCache.update, got a call on its layer; call it on the cache")
+        raise NotImplementedError(
+            "expected RaggedCache.update, got a call on its layer; call it on the cache"
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the buffer's size: masks are never built from it."""
@@ -183,8 +189,12 @@ class RaggedCache(Cache):
         block (`int`): Longest block that will be written at once.
     """
 
-    def __init__(self, shapes: list[LayerShape], *, batch: int, max_length: int, block: int) -> None:
-        self.attention = {i: RaggedLayer(shape, batch, max_length, block) for i, shape in enumerate(shapes)}
+    def __init__(
+        self, shapes: list[LayerShape], *, batch: int, max_length: int, block: int
+    ) -> None:
+        self.attention = {
+            i: RaggedLayer(shape, batch, max_length, block) for i, shape in enumerate(shapes)
+        }
         super().__init__(layers=[*self.attention.values()])
         self.longest_block = block
         self.groups: list[RecurrentGroup] = []
@@ -261,14 +271,18 @@ class RaggedCache(Cache):
                 cache.layers.append(cache.attention[index] if is_attention else states[index])
         return cache
 
-    def has_shapes(self, shapes: Mapping[int, LayerShape], plans: Sequence[Members], batch: int) -> bool:
+    def has_shapes(
+        self, shapes: Mapping[int, LayerShape], plans: Sequence[Members], batch: int
+    ) -> bool:
         """Returns True if a new cache for these layers would have the same buffers, apart from their length."""
         own_shapes = {index: layer.shape for index, layer in self.attention.items()}
         if own_shapes != shapes or len(self.groups) != len(plans):
             return False
         if any(layer.key_buffer.shape[0] != batch for layer in self.attention.values()):
             return False
-        return all(group.is_for(*members) for group, members in zip(self.groups, plans, strict=True))
+        return all(
+            group.is_for(*members) for group, members in zip(self.groups, plans, strict=True)
+        )
 
     def begin(self, block: RaggedBlock) -> None:
         """Sets the block that is written next, and takes recurrent states on to its beginning."""
@@ -292,7 +306,11 @@ class RaggedCache(Cache):
         """
         block = self.longest_block
         # A ring that holds its window and a block is long enough for any row.
-        too_short = [layer for layer in self.attention.values() if layer.ring < layer.shape.ring(max_length, block)]
+        too_short = [
+            layer
+            for layer in self.attention.values()
+            if layer.ring < layer.shape.ring(max_length, block)
+        ]
         if not too_short:
             return
         freed = defaultdict[torch.device, int](int)
@@ -412,18 +430,24 @@ def _lengthened(buffer: Tensor, ring: int) -> Tensor:
     return new
 
 
-def _shapes_of(prefill: Cache, recurrences: Mapping[int, Recurrence], num_columns: int) -> dict[int, LayerShape]:
+def _shapes_of(
+    prefill: Cache, recurrences: Mapping[int, Recurrence], num_columns: int
+) -> dict[int, LayerShape]:
     """Returns the shapes of a filled cache's attention layers by index; raises `ValueError` if there are none."""
     shapes: dict[int, LayerShape] = {}
     for index, layer in enumerate(prefill.layers):
         if index not in recurrences:
             shapes[index] = _shape_of(layer, index, num_columns)
     if not shapes:
-        raise ValueError("expected a prefill cache with attention layers, got none; does the target use its cache?")
+        raise ValueError(
+            "expected a prefill cache with attention layers, got none; does the target use its cache?"
+        )
     return shapes
 
 
-def _num_bytes_of(prefill: Cache, shapes: Mapping[int, LayerShape]) -> defaultdict[torch.device, int]:
+def _num_bytes_of(
+    prefill: Cache, shapes: Mapping[int, LayerShape]
+) -> defaultdict[torch.device, int]:
     """Returns the bytes of a filled cache's keys and values on each device."""
     sizes = defaultdict[torch.device, int](int)
     for index, shape in shapes.items():
@@ -449,7 +473,9 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
     reason = "does not keep the whole prompt in it"
     if num_filled > num_columns:
         reason = "adds tokens to the prompt"
-    require(num_filled == num_columns, what, num_filled, f"the target {reason}, drop assistant_model")
+    require(
+        num_filled == num_columns, what, num_filled, f"the target {reason}, drop assistant_model"
+    )
     keys, values = stored_columns(source)
     window = layer_window(source)
     if getattr(source, "record_past", False):

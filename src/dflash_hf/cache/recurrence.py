@@ -35,7 +35,8 @@ class RecordedBlock(NamedTuple):
     """A block over which a rule runs again."""
 
     modules: Sequence[Any]  # the `L` modules, of the same sizes
-    inputs: Tensor  # [L, B, C, k + W]: the convolution's window before the block, and the block's inputs behind it
+    # [L, B, C, k + W]: the convolution's window before the block, and the block's inputs behind it
+    inputs: Tensor
     projections: Tensor  # [L, B, W, G]: one projection after the other
     states: Tensor  # [L, B, ...]: before the block; not changed
     is_kept: Tensor  # [B, W], bool
@@ -276,7 +277,9 @@ def _convolved(block: RecordedBlock, name: str, skip: int = 0) -> Tensor:
     convolutions = [getattr(module, name) for module in block.modules]
     # The convolution is depthwise, so that one call runs those of all layers, side by side as channels.
     inputs = block.inputs[:, :, skip:].transpose(0, 1).flatten(1, 2)
-    weight = torch.cat([_parameter(convolution, "weight").squeeze(1)[skip:] for convolution in convolutions])
+    weight = torch.cat(
+        [_parameter(convolution, "weight").squeeze(1)[skip:] for convolution in convolutions]
+    )
     bias = None
     if convolutions[0].bias is not None:
         bias = torch.cat([_parameter(convolution, "bias")[skip:] for convolution in convolutions])

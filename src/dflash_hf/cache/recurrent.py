@@ -122,7 +122,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.waiting.discard(_CONVOLUTION)
         return torch.cat([self.window.to(conv_states.dtype), conv_states], dim=-1)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         """Returns the state after the whole block and stores nothing: the block's tokens are not accepted yet."""
         return recurrent_states
 
@@ -276,7 +278,11 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
         source: Any = prefill.layers[index]
         window = getattr(source, "conv_states", {}).get(0)
         state = getattr(source, "recurrent_states", {}).get(0)
-        if not isinstance(source, LinearAttentionLayer) or window is None or len(source.conv_states) != 1:
+        if (
+            not isinstance(source, LinearAttentionLayer)
+            or window is None
+            or len(source.conv_states) != 1
+        ):
             raise ValueError(
                 f"expected one convolution window in layer {index} of the prefill cache, got "
                 f"{type(source).__name__}; this target keeps its recurrent state elsewhere and is not supported"

@@ -35,7 +35,9 @@ class LayerShape(NamedTuple):
 
     def num_bytes(self, batch: int, max_length: int, block: int) -> int:
         """Returns the size of the layer's buffers in bytes."""
-        head_bytes = self.key_size * self.dtype.itemsize + self.value_size * self.value_dtype.itemsize
+        head_bytes = (
+            self.key_size * self.dtype.itemsize + self.value_size * self.value_dtype.itemsize
+        )
         return batch * self.ring(max_length, block) * self.num_heads * head_bytes
 
 
@@ -82,7 +84,9 @@ def _needed(shapes: Sequence[LayerShape], batch: int, length: int, block: int) -
     return sum(shape.num_bytes(batch, length, block) for shape in shapes)
 
 
-def _longest_fit(shapes: Sequence[LayerShape], batch: int, max_length: int, block: int, free: int) -> int:
+def _longest_fit(
+    shapes: Sequence[LayerShape], batch: int, max_length: int, block: int, free: int
+) -> int:
     """Returns the greatest length of rows, below `max_length`, whose buffers fit into `free` bytes."""
     # The size grows with the length, so a binary search finds the greatest one.
     num_fitting = bisect.bisect_right(

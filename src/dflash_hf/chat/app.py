@@ -31,7 +31,8 @@ MAX_BYTES = 2**30
 MAX_PAGES = 4096  # whose browser is remembered, the newest ones
 UPLOAD = "/gradio_api/upload"  # the one route that writes its body to files, part by part
 HEARTBEAT = "/gradio_api/heartbeat/"  # and a page's name, which other routes have in the query
-CALL = "/gradio_api/call/"  # for programs, which are told there what any page is told; pages do without
+# For programs, which are told there what any page is told; pages do without
+CALL = "/gradio_api/call/"
 COOKIE = "dflash-chat"
 HEADERS = {
     # Gradio's own scripts and styles are inline, and its HTML component compiles templates.
@@ -49,7 +50,9 @@ class Uploads:
     Gradio limits and deletes each one (`max_file_size`, `delete_cache`), but neither counts nor tidies what broke off.
     """
 
-    def __init__(self, folder: Path, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, folder: Path, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES
+    ) -> None:
         self.folder = folder
         self.max_files = max_files
         self.max_bytes = max_bytes
@@ -104,8 +107,11 @@ class Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                if not known:  # not for scripts, nor sent along by pages from elsewhere; it ends with the browser
-                    headers.append("set-cookie", f"{COOKIE}={browser}; Path=/; HttpOnly; SameSite=Strict")
+                # Not for scripts, nor sent along by pages from elsewhere; it ends with the browser
+                if not known:
+                    headers.append(
+                        "set-cookie", f"{COOKIE}={browser}; Path=/; HttpOnly; SameSite=Strict"
+                    )
             await send(message)
 
         with ExitStack() as coming:
@@ -113,7 +119,11 @@ class Guard:
                 self._admit(request, coming)
             except HTTPException as refusal:
                 said = PlainTextResponse(refusal.detail, refusal.status_code)
-                head = {"type": "http.response.start", "status": said.status_code, "headers": said.raw_headers}
+                head = {
+                    "type": "http.response.start",
+                    "status": said.status_code,
+                    "headers": said.raw_headers,
+                }
                 await send_with_headers(head)
                 # Read to the end, and kept nowhere: who is still sending would hear of a broken connection only.
                 while refusal.status_code == 413 and (await receive()).get("more_body"):
@@ -130,28 +140,40 @@ class Guard:
             # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
             # make them send one.
             origin = headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            if (
+                origin is not None
+                and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+            ):
                 sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
                 raise HTTPException(403, sentence)
             if not length.isdecimal():
-                raise HTTPException(411, "expected a request that says its length, got none; add Content-Length")
+                raise HTTPException(
+                    411, "expected a request that says its length, got none; add Content-Length"
+                )
         elif path.startswith(CALL):
-            raise HTTPException(403, "expected a request of the chat's page, got one of a program; open that page")
+            raise HTTPException(
+                403, "expected a request of the chat's page, got one of a program; open that page"
+            )
         if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
             raise HTTPException(403, "expected a file of this chat, got an address elsewhere")
         named = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []
         for page in [*request.query_params.getlist("session_hash"), *named]:
-            owner = self._browsers.setdefault(page, request.state.browser)  # who is the first to name it
+            # Who is the first to name it
+            owner = self._browsers.setdefault(page, request.state.browser)
             self._browsers.move_to_end(page)
             if len(self._browsers) > MAX_PAGES:
                 self._browsers.popitem(last=False)
             if not secrets.compare_digest(owner.encode(), request.state.browser.encode()):
-                raise HTTPException(403, "expected a page that this browser opened, got another one's; open it anew")
+                raise HTTPException(
+                    403, "expected a page that this browser opened, got another one's; open it anew"
+                )
         # The path as it is routed, and the whole of it: other routes read their bodies into memory.
         if (request.method, path) == ("POST", UPLOAD):
             coming.enter_context(self.uploads.admit(int(length)))
         elif int(length or 0) > MAX_BODY:
-            raise HTTPException(413, f"expected a request of at most {MAX_BODY} bytes, got {length}")
+            raise HTTPException(
+                413, f"expected a request of at most {MAX_BODY} bytes, got {length}"
+            )
 
 
 def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]:
@@ -162,7 +184,9 @@ def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]
     """
     name = host.strip("[]").lower()
     hosts = ["*"]
-    if not share and all(ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)):
+    if not share and all(
+        ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)
+    ):
         hosts = ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
     by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return [by_name, Middleware(Guard, uploads=uploads)]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 MAX_BRANCHES = 5  # that are shown of a verify
-CONTEXT = 8  # tokens before a continuation that its text is read with: one may depend on those before it
+# Tokens before a continuation that its text is read with: one may depend on those before it
+CONTEXT = 8
 BROKEN = "\ufffd"  # what tokenizers show for bytes that are no character
 
 
@@ -27,7 +28,8 @@ class Tried:
 
     branches: list[Branch]  # the most likely ones, by their first token
     num_more: int  # continuations beyond those
-    num_off_branch: int  # accepted proposals of the draft, from the first one on that was not its first choice
+    # Accepted proposals of the draft, from the first one on that was not its first choice
+    num_off_branch: int
 
 
 class VerifiedTree(NamedTuple):
@@ -43,14 +45,24 @@ class VerifiedTree(NamedTuple):
 
         It committed `num_tokens`: behind a cut there is nothing to be beside.
         """
-        found = [nodes for nodes in self.not_taken() if self.path.index(self.parents[nodes[0]]) < num_tokens]
+        found = [
+            nodes
+            for nodes in self.not_taken()
+            if self.path.index(self.parents[nodes[0]]) < num_tokens
+        ]
         branches: list[Branch] = []
         for nodes in found[:MAX_BRANCHES]:
             after = self.path.index(self.parents[nodes[0]])
-            shared = (before + [self.node_ids[node] for node in self.path[1 : after + 1]])[-CONTEXT:]
+            shared = (before + [self.node_ids[node] for node in self.path[1 : after + 1]])[
+                -CONTEXT:
+            ]
             text = _text_behind(shared, [self.node_ids[node] for node in nodes], tokenizer)
             branches.append(Branch(after=after, text=text, from_text=bool(self.sources[nodes[0]])))
-        return Tried(branches=branches, num_more=len(found) - len(branches), num_off_branch=self.num_off_branch())
+        return Tried(
+            branches=branches,
+            num_more=len(found) - len(branches),
+            num_off_branch=self.num_off_branch(),
+        )
 
     def not_taken(self) -> list[list[int]]:
         """Returns the nodes of each continuation, from where it leaves the path to a leaf.
@@ -81,4 +93,6 @@ class VerifiedTree(NamedTuple):
 def _text_behind(before: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text that tokens add, special ones by their names, and numbers for those without any."""
     given = str(tokenizer.decode(before)).rstrip(BROKEN)
-    return str(tokenizer.decode(before + ids))[len(given) :] or " ".join(f"#{number}" for number in ids)
+    return str(tokenizer.decode(before + ids))[len(given) :] or " ".join(
+        f"#{number}" for number in ids
+    )

@@ -23,7 +23,8 @@ MAX_CACHES = 8
 MAX_IMAGE_BYTES = 2**30  # decoded, of all conversations
 MAX_DROPPED = 1024  # pages that are told, when they return, that their conversation was dropped
 
-State = Literal["waiting", "running", "done", "stopped", "failed", "example"]  # waiting for another page's run
+# Waiting for another page's run
+State = Literal["waiting", "running", "done", "stopped", "failed", "example"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,37 @@ class Settings:
     max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
-        require(0 <= self.temperature <= 2, "a temperature from 0 (greedy) to 2", self.temperature, "change it")
-        require(0 < self.top_p <= 1, "a top-p above 0, and up to 1 (all tokens)", self.top_p, "change it")
-        require(self.max_new_tokens >= 1, "answers of at least 1 token", self.max_new_tokens, "change it")
+        require(
+            0 <= self.temperature <= 2,
+            "a temperature from 0 (greedy) to 2",
+            self.temperature,
+            "change it",
+        )
+        require(
+            0 < self.top_p <= 1,
+            "a top-p above 0, and up to 1 (all tokens)",
+            self.top_p,
+            "change it",
+        )
+        require(
+            self.max_new_tokens >= 1,
+            "answers of at least 1 token",
+            self.max_new_tokens,
+            "change it",
+        )
 
     def for_generate(self) -> dict[str, Any]:
         """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
-        sampling = {"do_sample": True, "temperature": float(self.temperature), "top_k": 0, "top_p": self.top_p}
-        return {"max_new_tokens": self.max_new_tokens, **(sampling if self.temperature else {"do_sample": False})}
+        sampling = {
+            "do_sample": True,
+            "temperature": float(self.temperature),
+            "top_k": 0,
+            "top_p": self.top_p,
+        }
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            **(sampling if self.temperature else {"do_sample": False}),
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,12 +144,14 @@ class Turn:
 class Conversation:
     """One person's conversation."""
 
-    turns: list[Turn] = field(default_factory=list[Turn])  # finished ones; the newest may be running
+    # Finished ones; the newest may be running
+    turns: list[Turn] = field(default_factory=list[Turn])
     system: str = ""  # what the target reads before all turns
     # After the last drafted answer, with the draft's context attached, and the tokens of its columns, `[1, C]`.
     cache: tuple[DynamicCache, Tensor] | None = None
     busy: bool = False  # a run is in progress
-    stop: threading.Event = field(default_factory=threading.Event)  # ends the run in progress; every run has its own
+    # Ends the run in progress; every run has its own
+    stop: threading.Event = field(default_factory=threading.Event)
     left: bool = False  # the person began a new one, or went, while a run was in progress
 
     @property
@@ -135,12 +161,17 @@ class Conversation:
 
     def messages(self, in_parts: bool) -> list[dict[str, Any]]:
         """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
-        said: list[tuple[str, str, list[ChatImage]]] = [("system", self.system, [])] if self.system else []
+        said: list[tuple[str, str, list[ChatImage]]] = (
+            [("system", self.system, [])] if self.system else []
+        )
         for turn in self.read_turns:
             said += [("user", turn.text, turn.images), ("assistant", turn.answer.text, [])]
         messages: list[dict[str, Any]] = []
         for role, text, images in said[:-1]:  # the newest answer is not there yet
-            parts = [*({"type": "image", "image": one.image} for one in images), {"type": "text", "text": text}]
+            parts = [
+                *({"type": "image", "image": one.image} for one in images),
+                {"type": "text", "text": text},
+            ]
             messages.append({"role": role, "content": parts if in_parts else text})
         return messages
 
@@ -180,7 +211,9 @@ class Sessions:
                 )
             conversation = self._by_page.setdefault(page, Conversation())
             if conversation.busy:
-                raise ValueError("expected one run at a time, got another while one is going on; stop that one first")
+                raise ValueError(
+                    "expected one run at a time, got another while one is going on; stop that one first"
+                )
             conversation.busy = True
             self._by_page.move_to_end(page)
             self._drop_surplus()
@@ -219,7 +252,9 @@ class Sessions:
             if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and held.num_bytes):
                 del self._by_page[page]
                 self._dropped.extend([page] if held.turns else [])  # nobody misses an empty one
-        for held in [held for held in self._by_page.values() if held.cache and not held.busy][:-MAX_CACHES]:
+        for held in [held for held in self._by_page.values() if held.cache and not held.busy][
+            :-MAX_CACHES
+        ]:
             held.cache = None
 
     def __len__(self) -> int:

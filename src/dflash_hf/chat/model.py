@@ -44,7 +44,9 @@ logger: Any = logging.get_logger(__name__)
 class RunStreamer(BaseStreamer):
     """Notes what `generate` commits, for the thread that reads the answer; ends the run once `stop` is set."""
 
-    def __init__(self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.answer = answer
         self.stop = stop
         self.tokenizer = tokenizer
@@ -79,12 +81,20 @@ class RunStreamer(BaseStreamer):
             # A verify's last token is taken for the target's own until the run's end tells.
             is_verify = answer.drafted and bool(answer.runs)
             split = len(ids) - is_verify
-            run = Run(text="", bonus="", num_tokens=len(ids), num_accepted=is_verify * split, seconds=seconds)
+            run = Run(
+                text="",
+                bonus="",
+                num_tokens=len(ids),
+                num_accepted=is_verify * split,
+                seconds=seconds,
+            )
             run.tried = None if tree is None else tree.read(answer.ids, len(ids), self.tokenizer)
             answer.runs.append(run)
             run.text = self._read(ids[:split])
             run.bonus = self._read(ids[split:])
-        for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False):
+        for run, accepted in zip(
+            answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False
+        ):
             if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
                 run.text = run.text + run.bonus
                 run.bonus = ""
@@ -92,7 +102,8 @@ class RunStreamer(BaseStreamer):
 
     def _read(self, ids: list[int]) -> str:
         """Adds ids to the answer; returns their text, up to the last whole character, without special tokens."""
-        self.answer.ids += ids  # all of them are read each time: a token's text may depend on those before it
+        # All of them are read each time: a token's text may depend on those before it
+        self.answer.ids += ids
         whole = str(self.tokenizer.decode(self.answer.ids, skip_special_tokens=True)).rstrip(BROKEN)
         return whole[len(self.answer.text) :]
 
@@ -141,7 +152,9 @@ def in_turn(
 class ChatModel:
     """A target, its draft and its encoder, of which a processor sees images; `ValueError` without a chat template."""
 
-    def __init__(self, target: PreTrainedModel, draft: DFlashDraftModel, encoder: Processor) -> None:
+    def __init__(
+        self, target: PreTrainedModel, draft: DFlashDraftModel, encoder: Processor
+    ) -> None:
         self.target: Any = target
         self.draft = draft
         self.encoder = encoder
@@ -149,7 +162,12 @@ class ChatModel:
         self.takes_images = encoder is not self.tokenizer
         templates = [getattr(encoder, "chat_template", None), self.tokenizer.chat_template]
         action = "choose one that was trained for chats, or use dflash-hf generate"
-        require(any(templates), "a target with a chat template", f"{target.name_or_path} without one", action)
+        require(
+            any(templates),
+            "a target with a chat template",
+            f"{target.name_or_path} without one",
+            action,
+        )
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.block_size = draft.generation_config.block_size or draft.config.block_size
@@ -167,10 +185,14 @@ class ChatModel:
             limit = f"{MAX_CHARACTERS:,} characters, system prompt included"
             raise ValueError(f"expected a message of at most {limit}, got {number:,}; shorten it")
         if images and not self.takes_images:
-            raise ImageError("expected a text, got an image: this target reads text only; remove the image")
+            raise ImageError(
+                "expected a text, got an image: this target reads text only; remove the image"
+            )
         total = len(images) + sum(len(turn.images) for turn in conversation.turns)
         if total > MAX_IMAGES:
-            raise ValueError(f"expected at most {MAX_IMAGES} images in a conversation, got {total}; start a new chat")
+            raise ValueError(
+                f"expected at most {MAX_IMAGES} images in a conversation, got {total}; start a new chat"
+            )
 
     def encode(self, conversation: Conversation, max_new_tokens: int) -> dict[str, Tensor]:
         """Returns the conversation as inputs of one row, as the processor or tokenizer makes them.
@@ -178,7 +200,9 @@ class ChatModel:
         Raises `ValueError` if it is too long beside such an answer, `ImageError` where the processor refuses an image.
         """
         try:
-            inputs = encode_prompt(self.encoder, conversation.messages(self.takes_images), self.target.device)
+            inputs = encode_prompt(
+                self.encoder, conversation.messages(self.takes_images), self.target.device
+            )
         except ValueError as error:  # those before it passed, and a text alone is not refused
             raise ImageError(str(error)) if conversation.turns[-1].images else error from error
         num_tokens = inputs["input_ids"].shape[1]
@@ -186,11 +210,18 @@ class ChatModel:
         if num_tokens > room:
             limit = f"{max(room, 0):,} tokens, beside an answer of {max_new_tokens:,}"
             do = "shorten the message, lower the most tokens of an answer, or start a new chat"
-            raise ValueError(f"expected a conversation of at most {limit}, got {num_tokens:,}; {do}")
+            raise ValueError(
+                f"expected a conversation of at most {limit}, got {num_tokens:,}; {do}"
+            )
         return inputs
 
     def ask(
-        self, conversation: Conversation, text: str, images: list[ChatImage], settings: Settings, again: bool = False
+        self,
+        conversation: Conversation,
+        text: str,
+        images: list[ChatImage],
+        settings: Settings,
+        again: bool = False,
     ) -> Generator[Answer]:
         """Adds a turn and answers it, yielding the answer whenever there is more of it, and once at its end.
 
@@ -198,7 +229,9 @@ class ChatModel:
         `stop` does; the turn stays with what there is of its answer. Raises `ValueError` at the call if the message is
         refused; the conversation is then as before.
         """
-        before = replace(conversation, turns=conversation.turns[:-1] if again else conversation.turns)
+        before = replace(
+            conversation, turns=conversation.turns[:-1] if again else conversation.turns
+        )
         self.check_message(before, text, images)
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
         turns = [*before.turns, Turn(text=text, images=images, answer=answer)]
@@ -207,18 +240,24 @@ class ChatModel:
         conversation.stop = threading.Event()
         return self._run(conversation, answer, inputs, settings)
 
-    def race(self, conversation: Conversation, turns: list[Turn], max_new_tokens: int) -> Generator[Race]:
+    def race(
+        self, conversation: Conversation, turns: list[Turn], max_new_tokens: int
+    ) -> Generator[Race]:
         """Answers the newest of some turns again, by plain `generate` and then with the draft; yields both, growing.
 
         Greedy (Transformers' own sampler uses other random numbers), and without a cache of earlier turns; the
         conversation's `stop` ends it. Raises `ValueError` at the call if there is no question yet.
         """
         if not turns:
-            raise ValueError("expected a question to race on, got an empty conversation; ask something first")
+            raise ValueError(
+                "expected a question to race on, got an empty conversation; ask something first"
+            )
         settings = Settings(max_new_tokens=max_new_tokens)
         conversation.stop = threading.Event()
         inputs = self.encode(replace(conversation, turns=turns), max_new_tokens)
-        plain, drafted = (Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True))
+        plain, drafted = (
+            Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True)
+        )
 
         def run() -> Generator[Race]:
             for answer, other in ((plain, None), (drafted, plain)):
@@ -247,14 +286,16 @@ class ChatModel:
             cache = None
             if answer.drafted:
                 options["assistant_model"] = self.draft
-            if answer.drafted and is_turn:  # looked at only now: a run that was left may have been advancing it
+            # Looked at only now: a run that was left may have been advancing it
+            if answer.drafted and is_turn:
                 cache = self._cache_for(conversation, inputs)
                 options[CACHE_NAME] = cache
                 answer.num_cached_tokens = cache.get_seq_length()
             self.draft.last_stats = None
             streamer.started = time.perf_counter()
             try:
-                ids = self.target.generate(**inputs, **options, streamer=streamer).cpu()  # waits for an accelerator
+                # Waits for an accelerator
+                ids = self.target.generate(**inputs, **options, streamer=streamer).cpu()
             finally:
                 streamer.ended = time.perf_counter()
                 answer.stats = self.draft.last_stats
@@ -276,9 +317,14 @@ class ChatModel:
             cache, then = conversation.cache
             now = inputs["input_ids"].cpu()
             goes_on = then.shape[1] < now.shape[1] and torch.equal(then, now[:, : then.shape[1]])
-            if goes_on and ("image_grid_thw" in inputs or not any(turn.images for turn in conversation.read_turns)):
+            if goes_on and (
+                "image_grid_thw" in inputs
+                or not any(turn.images for turn in conversation.read_turns)
+            ):
                 return cache
-            logger.info("The conversation is prefilled anew: its beginning is not what the cache holds.")
+            logger.info(
+                "The conversation is prefilled anew: its beginning is not what the cache holds."
+            )
         return DynamicCache(config=self.target.config)
 
 

@@ -18,7 +18,13 @@ from transformers.utils import logging
 from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings, Turn
 from dflash_hf.chat.model import ChatModel, Race
 from dflash_hf.chat.render import find_examples, render
-from dflash_hf.evaluation.image_files import EXTENSIONS, MAX_FILE_BYTES, ChatImage, ImageError, read_image
+from dflash_hf.evaluation.image_files import (
+    EXTENSIONS,
+    MAX_FILE_BYTES,
+    ChatImage,
+    ImageError,
+    read_image,
+)
 
 HERE = Path(__file__).parent
 MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation
@@ -32,7 +38,8 @@ EMPTY: dict[str, Any] = {"text": "", "files": []}  # in the box
 
 Change = dict[Any, Any]  # new values of components; the others stay as they are
 logger: Any = logging.get_logger(__name__)
-_html: Any = partial(gr.HTML, apply_default_css=False, js_on_load=None)  # our own: not styled as prose, and no script
+# Our own: not styled as prose, and no script
+_html: Any = partial(gr.HTML, apply_default_css=False, js_on_load=None)
 
 
 def _run(run: Callable[..., Generator[Change]]) -> Callable[..., Generator[Change]]:
@@ -48,7 +55,9 @@ def _run(run: Callable[..., Generator[Change]]) -> Callable[..., Generator[Chang
             yield {self.sentence: render("notice", str(error))}
         except Exception as error:
             logger.error("The chat could not answer.", exc_info=error)
-            sentence = f"This could not be answered ({type(error).__name__}); the server's log says more."
+            sentence = (
+                f"This could not be answered ({type(error).__name__}); the server's log says more."
+            )
             yield {**self._controls(busy=False), self.sentence: render("notice", sentence)}
         if conversation.left:
             yield self._fresh()
@@ -64,7 +73,9 @@ async def fetch_nothing(url: str, cache_dir: str) -> str:
 class Page:
     """The page over one model, with the names of target and draft, the folder of uploads, and a note on the model."""
 
-    def __init__(self, model: ChatModel, names: tuple[str, str], uploads: Path, note: str = "") -> None:
+    def __init__(
+        self, model: ChatModel, names: tuple[str, str], uploads: Path, note: str = ""
+    ) -> None:
         self.model = model
         self.uploads = uploads.resolve()
         self.sessions = Sessions()
@@ -73,9 +84,13 @@ class Page:
         hello: Any = {"role": "user", "content": _html("")}
         self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
         self.opening, race = self._open()
-        question, answer = (self.opening[0].text, self.opening[0].answer) if self.opening else ("", None)
+        question, answer = (
+            (self.opening[0].text, self.opening[0].answer) if self.opening else ("", None)
+        )
         longest = max(16, min(1024, model.max_length // 2))
-        with gr.Blocks(title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)) as self.blocks:
+        with gr.Blocks(
+            title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)
+        ) as self.blocks:
             _html(render("header", *names, model.facts, note), elem_id="df-header")
             self.headline = _html(render("headline", answer, race), elem_id="df-headline")
             with gr.Row(elem_id="df-main"):
@@ -101,37 +116,70 @@ class Page:
                         sources=["upload"] if sees else [],
                         file_types=list(EXTENSIONS),
                         file_count="multiple",
-                        max_plain_text_length=10**6,  # a long text stays one: it never becomes a file
+                        # A long text stays one: it never becomes a file
+                        max_plain_text_length=10**6,
                         autofocus=True,
                     )
                     with gr.Row(elem_id="df-settings"):
                         draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
-                        gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")  # see page.css
+                        # See page.css
+                        gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")
                         new = gr.Button("New chat", elem_id="df-new", size="sm")
                     with gr.Accordion("Settings", open=False, elem_id="df-more"):
-                        heat = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat")
+                        heat = gr.Slider(
+                            0, 1.5, 0, step=0.1, label="Temperature", elem_id="df-heat"
+                        )
                         top_p = gr.Slider(0.05, 1, 1, step=0.05, label="Top-p", elem_id="df-top-p")
                         usual = min(320, longest)
                         length = gr.Slider(
-                            16, longest, usual, step=16, precision=0, label="Max tokens", elem_id="df-length"
+                            16,
+                            longest,
+                            usual,
+                            step=16,
+                            precision=0,
+                            label="Max tokens",
+                            elem_id="df-length",
                         )
-                        self.system = gr.Textbox("", label="System prompt", elem_id="df-system", max_length=20_000)
+                        self.system = gr.Textbox(
+                            "", label="System prompt", elem_id="df-system", max_length=20_000
+                        )
                 with gr.Column(elem_id="df-side"):
                     with gr.Row(elem_id="df-race-head"):
                         _html("<h2>Race</h2>", elem_id="df-race-title")
                         self.start = gr.Button("Start", elem_id="df-race-start", size="sm")
-                        self.halt = gr.Button("Stop", elem_id="df-race-stop", size="sm", visible=False)
+                        self.halt = gr.Button(
+                            "Stop", elem_id="df-race-stop", size="sm", visible=False
+                        )
                     self.lanes = _html(render("race", question, *race), elem_id="df-race")
                     _html(render("legend"), elem_id="df-legend-card")
-                    self.stats = _html(render("statistics", answer, model.block_size), elem_id="df-statistics")
-            self.settings = {"use_draft": draft, "temperature": heat, "top_p": top_p, "max_new_tokens": length}
+                    self.stats = _html(
+                        render("statistics", answer, model.block_size), elem_id="df-statistics"
+                    )
+            self.settings = {
+                "use_draft": draft,
+                "temperature": heat,
+                "top_p": top_p,
+                "max_new_tokens": length,
+            }
             self._connect(new)
 
     def _connect(self, new: Any) -> None:
         """What happens when; all of it private to the page."""
-        parts = [self.talk, self.begin, self.box, self.sentence, self.headline, self.stats, self.lanes]
+        parts = [
+            self.talk,
+            self.begin,
+            self.box,
+            self.sentence,
+            self.headline,
+            self.stats,
+            self.lanes,
+        ]
         parts += [self.start, self.halt]
-        changing: dict[str, Any] = {"outputs": parts, "api_visibility": "private", "show_progress": "hidden"}
+        changing: dict[str, Any] = {
+            "outputs": parts,
+            "api_visibility": "private",
+            "show_progress": "hidden",
+        }
         settings: set[Any] = {*self.settings.values(), self.system}
         # Not "once": the browser would drop a question that is asked while it still closes the run before.
         self.box.submit(self._ask, {self.box, *settings}, trigger_mode="multiple", **changing)
@@ -162,7 +210,9 @@ class Page:
     def _ask(self, conversation: Conversation, data: Change) -> Generator[Change]:
         text = data[self.box]["text"]
         files = [Path(file) for file in data[self.box]["files"]]
-        uploads = [file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()]
+        uploads = [
+            file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()
+        ]
         try:
             self.model.check_message(conversation, text, files)  # before any of them is decoded
             for file in files:
@@ -176,7 +226,9 @@ class Page:
             yield {self.box: gr.update(value={"text": text, "files": kept})}
             raise
 
-    def _ask_example(self, data: Change, event: gr.EventData, request: gr.Request) -> Generator[Change]:
+    def _ask_example(
+        self, data: Change, event: gr.EventData, request: gr.Request
+    ) -> Generator[Change]:
         message = {"text": event.text, "files": self.examples[event.text]}
         yield from self._ask({**data, self.box: message}, request)
 
@@ -184,11 +236,18 @@ class Page:
     def _ask_again(self, conversation: Conversation, data: Change) -> Generator[Change]:
         turns = conversation.turns or self.opening
         if not turns:
-            raise ValueError("expected a question to answer again, got an empty conversation; ask something first")
+            raise ValueError(
+                "expected a question to answer again, got an empty conversation; ask something first"
+            )
         yield from self._answer(conversation, turns[-1].text, turns[-1].images, data, again=True)
 
     def _answer(
-        self, conversation: Conversation, text: str, images: list[ChatImage], data: Change, again: bool = False
+        self,
+        conversation: Conversation,
+        text: str,
+        images: list[ChatImage],
+        data: Change,
+        again: bool = False,
     ) -> Generator[Change]:
         """What changes while a question is answered; raises `ValueError`, before that, if it is refused."""
         settings = Settings(**{name: data[part] for name, part in self.settings.items()})
@@ -207,7 +266,9 @@ class Page:
     @_run
     def _race(self, conversation: Conversation, data: Change) -> Generator[Change]:
         turns = conversation.turns or self.opening
-        with closing(self.model.race(conversation, turns, data[self.settings["max_new_tokens"]])) as running:
+        with closing(
+            self.model.race(conversation, turns, data[self.settings["max_new_tokens"]])
+        ) as running:
             yield self._controls(busy=True)
             for race in running:
                 views = {self.headline: render("headline", turns[-1].answer, race)}
@@ -226,15 +287,24 @@ class Page:
     def _fresh(self) -> Change:
         """The page before the first question."""
         views = {part: part.value for part in (self.begin, self.headline, self.lanes, self.stats)}
-        return {**self._controls(busy=False, value=EMPTY), **views, self.talk: self._messages(self.opening)}
+        return {
+            **self._controls(busy=False, value=EMPTY),
+            **views,
+            self.talk: self._messages(self.opening),
+        }
 
     def _messages(self, turns: list[Turn]) -> list[Any]:
         """Turns as the chatbot takes them: question, answer in runs and, once it has ended, its text as Markdown."""
         messages: list[Any] = []
         for turn in turns:
             answer = turn.answer
-            for role, html in (("user", render("question", turn)), ("assistant", render("answer", answer))):
-                content = self.part.model_copy(update={"value": html, "props": {**self.part.props, "value": html}})
+            for role, html in (
+                ("user", render("question", turn)),
+                ("assistant", render("answer", answer)),
+            ):
+                content = self.part.model_copy(
+                    update={"value": html, "props": {**self.part.props, "value": html}}
+                )
                 messages.append({"role": role, "content": content})
             if answer.state not in ("waiting", "running") and answer.text.strip():
                 messages.append({"role": "assistant", "content": answer.text})
@@ -268,7 +338,10 @@ class Page:
             app_kwargs={"middleware": guards, "openapi_url": None},
             # The fonts of the system; the rest is in the style sheet.
             theme=themes.Base(
-                primary_hue="blue", neutral_hue="slate", font=["system-ui", "sans-serif"], font_mono="monospace"
+                primary_hue="blue",
+                neutral_hue="slate",
+                font=["system-ui", "sans-serif"],
+                font_mono="monospace",
             ),
             css_paths=HERE / "page.css",
         )

@@ -25,7 +25,12 @@ def _escaped(value: Any) -> Markup:
 
 
 # As Unicode's pictures of them; line breaks and tabs as what keyboards show.
-_VISIBLE: dict[int, int | str] = {**{code: 0x2400 + code for code in range(32)}, 9: "⇥", 10: "↵", 127: 0x2421}
+_VISIBLE: dict[int, int | str] = {
+    **{code: 0x2400 + code for code in range(32)},
+    9: "⇥",
+    10: "↵",
+    127: 0x2421,
+}
 
 
 @lru_cache(maxsize=4096)
@@ -35,7 +40,9 @@ def tried_of(tried: Tried) -> Markup:
     Lines are of three fields with tabs between: after how many tokens, 1 where it came from the text, and its own
     text. In one attribute, and made once: an answer is drawn anew many times, and its steps are looked at one by one.
     """
-    lines = (f"{one.after}\t{one.from_text:d}\t{one.text.translate(_VISIBLE)}" for one in tried.branches)
+    lines = (
+        f"{one.after}\t{one.from_text:d}\t{one.text.translate(_VISIBLE)}" for one in tried.branches
+    )
     return _escaped("\n".join([str(tried.num_more), *lines]))
 
 
@@ -47,7 +54,9 @@ _environment = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_parts: Any = _environment.get_template("page.html", globals={"read_image": read_image, "tried_of": tried_of}).module
+_parts: Any = _environment.get_template(
+    "page.html", globals={"read_image": read_image, "tried_of": tried_of}
+).module
 
 
 def render(part: str, *values: object) -> str:
@@ -68,9 +77,12 @@ def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
         [message, *others] = as_messages(prompt)
         parts: Any = [] if isinstance(message["content"], str) else message["content"]
         files = [Path(str(part.get("path"))) for part in parts if part["type"] == "image"]
-        if not others and all(file.resolve().is_relative_to(folder) and file.is_file() for file in files):
+        if not others and all(
+            file.resolve().is_relative_to(folder) and file.is_file() for file in files
+        ):
             found.setdefault(str(row.get("kind")), (text_of(prompt), files))
     seeing = [example for example in found.values() if example[1] and takes_images]
     reading = [example for example in found.values() if not example[1]]
-    step = math.ceil(len(seeing) / (MAX_EXAMPLES - bool(reading))) or 1  # neighbouring kinds are alike
+    # Neighbouring kinds are alike
+    step = math.ceil(len(seeing) / (MAX_EXAMPLES - bool(reading))) or 1
     return dict([*seeing[::step], *reading][:MAX_EXAMPLES])

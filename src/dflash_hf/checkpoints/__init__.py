@@ -17,7 +17,9 @@ from dflash_hf.errors import shown
 OWN = CheckpointFormat(
     name="dflash",
     matches=lambda config: config.get("model_type") == DFlashConfig.model_type,
-    read_rest=lambda reader: {name: reader.take(name, default=None) for name in FIELDS if name in reader.values},
+    read_rest=lambda reader: {
+        name: reader.take(name, default=None) for name in FIELDS if name in reader.values
+    },
     write_rest=DFlashConfig.to_diff_dict,
     ignored=COMMON_IGNORED - set(FIELDS),
 )
@@ -53,4 +55,11 @@ def explain_foreign_draft(model: object) -> str | None:
     )
 
 
-__all__ = ["FIELDS", "FORMATS", "CheckpointFormat", "detect_format", "explain_foreign_draft", "make_config"]
+__all__ = [
+    "FIELDS",
+    "FORMATS",
+    "CheckpointFormat",
+    "detect_format",
+    "explain_foreign_draft",
+    "make_config",
+]

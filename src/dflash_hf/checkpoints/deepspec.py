@@ -25,7 +25,12 @@ from dflash_hf.errors import require
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     decoder = reader.take("model_type", default="qwen3")
-    require(decoder == "qwen3", "model_type 'qwen3' beside markov_rank", decoder, "this variant is not supported")
+    require(
+        decoder == "qwen3",
+        "model_type 'qwen3' beside markov_rank",
+        decoder,
+        "this variant is not supported",
+    )
     layer_types: list[Any] = reader.take("layer_types", default=[], kind=list)
     what = "layer_types all full_attention beside markov_rank"
     require("sliding_attention" not in layer_types, what, layer_types, "not supported")
@@ -56,13 +61,16 @@ _STATED = ("vocab_size", "num_hidden_layers", "block_size", "mask_token_id", "ta
 
 DEEPSPEC = CheckpointFormat(
     name="deepspec",
-    matches=lambda config: {"markov_rank", "target_layer_ids"} <= config.keys() and "dflash_config" not in config,
+    matches=lambda config: (
+        {"markov_rank", "target_layer_ids"} <= config.keys() and "dflash_config" not in config
+    ),
     keys=plain_keys(QWEN3_KEYS | dict.fromkeys(_STATED, REQUIRED) | {"num_target_layers": None}),
     read_rest=_read_rest,
     write_rest=_write_rest,
     neutral={"markov_rank": (0,), "enable_confidence_head": (False,)},
     ignored=COMMON_IGNORED - {"model_type"}
-    | {"confidence_head_with_markov", "markov_head_type", "num_anchors"}  # of heads that are off, and of training
+    # Of heads that are off, and of training
+    | {"confidence_head_with_markov", "markov_head_type", "num_anchors"}
     | {"max_window_layers", "sliding_window", "use_sliding_window"},  # of layers that do not slide
     has_vocabulary=True,
 )

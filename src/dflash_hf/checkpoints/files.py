@@ -25,7 +25,12 @@ from dflash_hf.errors import listed, one_line, require, shown
 MAX_JSON_BYTES = 4 * 2**20
 PathOrRepo = str | PathLike[str]
 # As safetensors spells them.
-FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class StoredTensor(NamedTuple):
@@ -50,10 +55,14 @@ def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     if Path(path).is_file():
         return read_json(Path(path))
     if (Path(path) / CONFIG_NAME).is_dir():
-        raise ValueError(f"expected a file {Path(path) / CONFIG_NAME}, got a folder; put the config there")
+        raise ValueError(
+            f"expected a file {Path(path) / CONFIG_NAME}, got a folder; put the config there"
+        )
     file = cached_file(path, CONFIG_NAME, **hub)
     if file is None:  # Transformers takes it for a file that may be missing
-        raise ValueError(f"expected {CONFIG_NAME} in {path}, got no such file; give the folder of a draft")
+        raise ValueError(
+            f"expected {CONFIG_NAME} in {path}, got no such file; give the folder of a draft"
+        )
     return read_json(Path(file))
 
 
@@ -74,7 +83,11 @@ def stored_tensors(
     if index is None:
         folder = Path(path) / (hub.get("subfolder") or "")
         is_local = folder.is_dir()
-        files = shown(sorted(file.name for file in folder.iterdir())) if is_local else "none that can be reached"
+        files = (
+            shown(sorted(file.name for file in folder.iterdir()))
+            if is_local
+            else "none that can be reached"
+        )
         sentence = (
             f"expected safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index), got {files}"
             "; convert the checkpoint: reading a pickle file can run code, so none is loaded"
@@ -87,14 +100,18 @@ def stored_tensors(
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(shards.values())):
         # Nothing outside of the folder is a part of a checkpoint, and nothing but safetensors is opened.
-        is_plain = shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
+        is_plain = (
+            shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
+        )
         file = find_file(path, shard, hub) if is_plain else None
         if file is None:
             raise ValueError(
                 f"expected the shard {one_line(shard)} beside {index}, got no such file; download it again"
             )
         tensors = _headers(file)
-        if differing := sorted({name for name, where in shards.items() if where == shard} ^ tensors.keys()):
+        if differing := sorted(
+            {name for name, where in shards.items() if where == shard} ^ tensors.keys()
+        ):
             raise ValueError(
                 f"expected {file} to hold what weight_map of {index} says, got a difference in "
                 f"{listed(differing)}; download it again"
@@ -102,20 +119,32 @@ def stored_tensors(
         found |= tensors
     # Transformers needs one, if only an empty one.
     metadata = content.get("metadata")
-    require(isinstance(metadata, dict), f"a dictionary metadata in {index}", metadata, "add an empty one")
+    require(
+        isinstance(metadata, dict),
+        f"a dictionary metadata in {index}",
+        metadata,
+        "add an empty one",
+    )
     return found
 
 
 def widest_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
     """Returns the floating-point type that holds all of the weights without loss, or `None` where there are none."""
-    kinds = [FLOAT_DTYPES[kind] for kind in {tensor.dtype for tensor in stored.values()} & FLOAT_DTYPES.keys()]
+    kinds = [
+        FLOAT_DTYPES[kind]
+        for kind in {tensor.dtype for tensor in stored.values()} & FLOAT_DTYPES.keys()
+    ]
     return functools.reduce(torch.promote_types, kinds) if kinds else None
 
 
 def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | None:
     """Returns the file of that name, or `None` where there is none (offline: where none is cached)."""
     file = cached_file(
-        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, **hub
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub,
     )
     return None if file is None else Path(file)
 
@@ -125,7 +154,10 @@ def _headers(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118  (not a dictionary)
-            return {name: StoredTensor(file, name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices}
+            return {
+                name: StoredTensor(file, name, one.get_dtype(), tuple(one.get_shape()))
+                for name, one in slices
+            }
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"expected whole safetensors files, got {file} ({one_line(error)}); download it again"
@@ -144,5 +176,7 @@ def read_json(file: Path) -> dict[str, Any]:
             f"expected JSON in {file}, got something else ({one_line(error)}); download it again"
         ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"expected a JSON dictionary in {file}, got a {type(content).__name__}; download it again")
+        raise ValueError(
+            f"expected a JSON dictionary in {file}, got a {type(content).__name__}; download it again"
+        )
     return content

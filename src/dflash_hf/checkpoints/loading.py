@@ -35,7 +35,15 @@ from dflash_hf.fresh import Tokenizer, fresh_config, set_first_values
 from dflash_hf.generation_config import DFlashGenerationConfig
 
 # The arguments of `from_pretrained` that say which files are meant.
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
 
 
 class Checkpoint(NamedTuple):
@@ -98,28 +106,45 @@ class DFlashPreTrainedModel(PreTrainedModel):
         path = pretrained_model_name_or_path
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         if kwargs.pop("use_safetensors", None) is False:
-            raise ValueError("expected use_safetensors=True or nothing, got False; only safetensors are loaded")
+            raise ValueError(
+                "expected use_safetensors=True or nothing, got False; only safetensors are loaded"
+            )
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
-        is_bare = find_file(path, ADAPTER_CONFIG_NAME, hub) is None  # Transformers would load it too, unchecked
+        # Transformers would load it too, unchecked
+        is_bare = find_file(path, ADAPTER_CONFIG_NAME, hub) is None
         advice = "merge the adapter into the draft's weights, or take its files away"
         require(is_bare, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
         checkpoint = cls._checked(path, hub, kwargs, model_args)
         generation_config = kwargs.pop("generation_config", None)
-        renamed = {f"^{re.escape(one.name)}$": name for name, one in checkpoint.found.items() if one.name != name}
-        kwargs |= {"config": checkpoint.config, "key_mapping": renamed or None, "use_safetensors": True}
+        renamed = {
+            f"^{re.escape(one.name)}$": name
+            for name, one in checkpoint.found.items()
+            if one.name != name
+        }
+        kwargs |= {
+            "config": checkpoint.config,
+            "key_mapping": renamed or None,
+            "use_safetensors": True,
+        }
         result: Any = super().from_pretrained(path, *model_args, **kwargs)
         draft = result[0] if kwargs.get("output_loading_info") else result
         _check_finite(draft, path)
         if generation_config is None and checkpoint.form.name == DFlashConfig.model_type:
             generation_config = _read_generation_config(path, hub)
         draft.generation_config = generation_config or DFlashGenerationConfig()
-        draft.generation_config.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+        draft.generation_config.validate_options(
+            draft.config.block_size, draft.config.sample_from_anchor
+        )
         return result
 
     @classmethod
     def _checked(
-        cls, path: PathOrRepo, hub: Mapping[str, Any], kwargs: dict[str, Any], model_args: Sequence[Any] = ()
+        cls,
+        path: PathOrRepo,
+        hub: Mapping[str, Any],
+        kwargs: dict[str, Any],
+        model_args: Sequence[Any] = (),
     ) -> Checkpoint:
         """Reads the files of a checkpoint and sees that they fit one another.
 
@@ -145,7 +170,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
                 require(isinstance(given, DFlashConfig), what, type(given).__name__, "leave it out")
                 config = cast(DFlashConfig, copy.deepcopy(given))
             else:
-                config = make_config(values | {name: kwargs.pop(name) for name in FIELDS if name in kwargs})
+                config = make_config(
+                    values | {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
+                )
         except ValueError as error:
             raise ValueError(f"{error} (in config.json of {source})") from error
         _check_weights(found, cls._shapes(config, model_args), form, path)
@@ -153,7 +180,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
         return Checkpoint(raw, form, config, stored, found)
 
     @classmethod
-    def _shapes(cls, config: DFlashConfig, model_args: Sequence[Any] = ()) -> dict[str, tuple[int, ...]]:
+    def _shapes(
+        cls, config: DFlashConfig, model_args: Sequence[Any] = ()
+    ) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the weights of a draft with this config."""
         with torch.device("meta"):
             state = cls(copy.deepcopy(config), *model_args).state_dict()
@@ -219,10 +248,12 @@ class DFlashPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             self.generation_config.save_pretrained(save_directory)
-        if push_to_hub:  # only now is everything there; it saves once more, into a folder of its own
+        # Only now is everything there; it saves once more, into a folder of its own
+        if push_to_hub:
             names = ("commit_message", "create_pr", "token", "revision", "private")
             self.push_to_hub(
-                kwargs.get("repo_id", Path(save_directory).name), **{n: kwargs[n] for n in names if n in kwargs}
+                kwargs.get("repo_id", Path(save_directory).name),
+                **{n: kwargs[n] for n in names if n in kwargs},
             )
 
 
@@ -252,7 +283,9 @@ def _check_weights(
         )
 
 
-def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, path: PathOrRepo) -> None:
+def _check_vocabulary(
+    stored: Mapping[str, StoredTensor], config: DFlashConfig, path: PathOrRepo
+) -> None:
     """Raises unless `d2t` names different tokens of the target's vocabulary, and `t2d`, if there, the same ones."""
     if "d2t" not in stored:
         return
@@ -276,7 +309,9 @@ def _check_vocabulary(stored: Mapping[str, StoredTensor], config: DFlashConfig, 
         )
     marks = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
     if int(marks.sum()) != ids.shape[0]:
-        raise ValueError(f"expected d2t in {file} to name every token once, got repetitions; download it again")
+        raise ValueError(
+            f"expected d2t in {file} to name every token once, got repetitions; download it again"
+        )
     theirs = stored.get("t2d")
     if theirs is not None and not torch.equal(theirs.read().to(torch.bool), marks):
         raise ValueError(
@@ -289,7 +324,11 @@ def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
     wrong: list[str] = []
     for name, tensor in draft.named_parameters():
         # Offloaded weights are not here, and quantised ones have sums of their own.
-        if tensor.is_meta or type(tensor) is not torch.nn.Parameter or not tensor.is_floating_point():
+        if (
+            tensor.is_meta
+            or type(tensor) is not torch.nn.Parameter
+            or not tensor.is_floating_point()
+        ):
             continue
         # A sum is finite only if its terms are, and needs no copy of them; in these types none overflows.
         dtype = torch.float32 if tensor.element_size() < 4 else tensor.dtype
@@ -298,7 +337,9 @@ def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
     if not wrong:
         return
     is_narrow = any(draft.get_parameter(name).dtype == torch.float16 for name in wrong)
-    advice = "load it with dtype=torch.float32 if float16 is too narrow for it, or " if is_narrow else ""
+    advice = (
+        "load it with dtype=torch.float32 if float16 is too narrow for it, or " if is_narrow else ""
+    )
     raise ValueError(
         f"expected finite weights in {path}, got NaN or infinite values in {listed(wrong)}; {advice}export or "
         "download it again"
@@ -315,7 +356,8 @@ def _read_generation_config(path: PathOrRepo, hub: dict[str, Any]) -> DFlashGene
         loaded.to_json_string()
     except ValueError as error:
         raise ValueError(f"{error} (in {GENERATION_CONFIG_NAME} of {path})") from error
-    except (TypeError, LookupError, AttributeError, RecursionError) as error:  # what could not be saved or printed
+    # What could not be saved or printed
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"expected settings of generation in {file}, got some that GenerationConfig cannot write "
             f"({one_line(error)}); leave them out"

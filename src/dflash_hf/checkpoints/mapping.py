@@ -33,18 +33,25 @@ class Key:
     ours: str
     default: Any  # what an absent (or null) key means in this format, or REQUIRED
     places: tuple[str, ...]  # where it may stand; "a.b" is b in the section a
-    optional: bool = False  # whether to leave it out when it has the default (a key that few checkpoints carry)
+    # Whether to leave it out when it has the default (a key that few checkpoints carry)
+    optional: bool = False
     written: int = 0  # in which of the places it is written
 
 
-def plain_keys(defaults: Mapping[str, Any], section: str = "", optional: bool = False) -> tuple[Key, ...]:
+def plain_keys(
+    defaults: Mapping[str, Any], section: str = "", optional: bool = False
+) -> tuple[Key, ...]:
     """Returns keys that stand in one place, under our own names, in a `section` with its dot."""
-    return tuple(Key(name, default, (section + name,), optional) for name, default in defaults.items())
+    return tuple(
+        Key(name, default, (section + name,), optional) for name, default in defaults.items()
+    )
 
 
 # A Qwen3 decoder's keys, with the defaults of `Qwen3Config`.
 QWEN3_KEYS: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), REQUIRED),
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), REQUIRED
+    ),
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 32768,
@@ -76,7 +83,9 @@ class ConfigReader:
     formats that say with a weight what others say with a key.
     """
 
-    def __init__(self, config: Mapping[str, Any], section: str | None, weights: frozenset[str]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], section: str | None, weights: frozenset[str]
+    ) -> None:
         self.weights = weights
         self.values = dict(config)
         inner = None if section is None else self.values.pop(section, None)
@@ -92,12 +101,16 @@ class ConfigReader:
         Raises `ValueError` if two places disagree, none is there and there is no default, or the type is not `kind`.
         """
         self.unread.difference_update(places)
-        stated = {place: self.values[place] for place in places if self.values.get(place) is not None}
+        stated = {
+            place: self.values[place] for place in places if self.values.get(place) is not None
+        }
         name = " or ".join(places)
         file = "the checkpoint's config.json"
         if not stated:
             if default is REQUIRED:
-                raise ValueError(f"expected {name} in {file}, got neither a value nor a default; add it")
+                raise ValueError(
+                    f"expected {name} in {file}, got neither a value nor a default; add it"
+                )
             return copy.copy(default)  # a list of the table must not end up in a config
         value = next(iter(stated.values()))
         agrees = all(other == value for other in stated.values())
@@ -109,7 +122,8 @@ class ConfigReader:
     def take_dtype(self) -> str | None:
         """Takes the name of the type of the weights: not the draft's function, but what `dtype="auto"` means."""
         dtype: Any = self.take("dtype", "torch_dtype", default=None)
-        dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype  # which Transformers does not know
+        # Which Transformers does not know
+        dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
         floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
         require(dtype is None or dtype in floats, f"dtype in {floats}", dtype, "fix it")
         return dtype
@@ -117,7 +131,12 @@ class ConfigReader:
     def take_num_layers(self, *places: str, default: Any = REQUIRED) -> int:
         """Takes the number of draft layers, which other fields are as long as, and so has to be one that can be."""
         number: int = self.take(*places, default=default, kind=int)
-        require(1 <= number <= MAX_LAYERS, f"{' or '.join(places)} from 1 to {MAX_LAYERS}", number, "fix it")
+        require(
+            1 <= number <= MAX_LAYERS,
+            f"{' or '.join(places)} from 1 to {MAX_LAYERS}",
+            number,
+            "fix it",
+        )
         return number
 
     def take_layers(self, *windows: str, section: str = "") -> dict[str, Any]:
@@ -131,14 +150,22 @@ class ConfigReader:
         use_window = self.take(f"{section}use_sliding_window", default=None)
         first_sliding = self.take(f"{section}max_window_layers", default=28, kind=int)
         if layer_types is None:
-            full = num_layers if window is None or not use_window else min(max(first_sliding, 0), num_layers)
+            full = (
+                num_layers
+                if window is None or not use_window
+                else min(max(first_sliding, 0), num_layers)
+            )
             layer_types = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
         elif use_window is False and "sliding_attention" in layer_types:
             raise ValueError(
                 f"expected {section}use_sliding_window true or absent beside layer_types {shown(layer_types)}, got "
                 "false; make the checkpoint's config.json agree with itself"
             )
-        return {"num_hidden_layers": num_layers, "layer_types": layer_types, "sliding_window": window}
+        return {
+            "num_hidden_layers": num_layers,
+            "layer_types": layer_types,
+            "sliding_window": window,
+        }
 
     def take_rope(self, default_theta: float, section: str = "") -> dict[str, Any]:
         """Returns `rope_parameters`, from that key (Transformers 5) or from `rope_theta` and `rope_scaling` (before).
@@ -146,8 +173,14 @@ class ConfigReader:
         `default_theta` is what the format means where it states none; the section has its dot.
         """
         fix = "fix the checkpoint's config.json"
-        given = {**self.take(f"{section}rope_parameters", f"{section}rope_scaling", default={}, kind=dict)}
-        kinds = [kind for name in ("type", "rope_type") if (kind := given.pop(name, None)) is not None]
+        given = {
+            **self.take(
+                f"{section}rope_parameters", f"{section}rope_scaling", default={}, kind=dict
+            )
+        }
+        kinds = [
+            kind for name in ("type", "rope_type") if (kind := given.pop(name, None)) is not None
+        ]
         require(all(kind == kinds[0] for kind in kinds), "one rope_type", kinds, fix)
         theta = self.take(f"{section}rope_theta", default=None)
         thetas = [value for value in (given.pop("rope_theta", None), theta) if value is not None]
@@ -175,8 +208,10 @@ class CheckpointFormat:
     name: str  # in save_draft(format=...)
     matches: Callable[[Mapping[str, Any]], bool]  # recognises a parsed config.json by its content
     keys: tuple[Key, ...] = ()  # fields with a key of their own
-    needs: tuple[str, ...] = ()  # fields that the format's readers need, so that None cannot be written
-    renamed: Mapping[str, str] = field(default_factory=dict[str, str])  # weights that they name otherwise -> our name
+    # Fields that the format's readers need, so that None cannot be written
+    needs: tuple[str, ...] = ()
+    # Weights that they name otherwise -> our name
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     section: str | None = None  # see ConfigReader
     # Reads the fields that need more than one key.
     read_rest: Callable[[ConfigReader], dict[str, Any]]
@@ -187,14 +222,22 @@ class CheckpointFormat:
     # Keys of unsupported variants -> the values under which they do nothing.
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     ignored: frozenset[str] = frozenset()  # keys that make no difference to a draft
-    dropped: frozenset[str] = frozenset()  # weights not loaded: copies of the target's, or what follows from others
+    # Weights not loaded: copies of the target's, or what follows from others
+    dropped: frozenset[str] = frozenset()
     # Returns, by the format's names, weights that follow from the draft's, to be saved too.
-    derive: Callable[[DFlashConfig, Mapping[str, Tensor]], dict[str, Tensor]] = lambda config, weights: {}
-    has_vocabulary: bool | None = None  # whether drafts bring an embedding and a head: all, none, or (None) some
+    derive: Callable[[DFlashConfig, Mapping[str, Tensor]], dict[str, Tensor]] = (
+        lambda config, weights: {}
+    )
+    # Whether drafts bring an embedding and a head: all, none, or (None) some
+    has_vocabulary: bool | None = None
     # Writes the target's name and architectures into a written config.
-    name_target: Callable[[dict[str, Any], str, list[str]], None] = lambda written, name, architectures: None
+    name_target: Callable[[dict[str, Any], str, list[str]], None] = (
+        lambda written, name, architectures: None
+    )
 
-    def read_config(self, config: Mapping[str, Any], weights: frozenset[str] = frozenset()) -> dict[str, Any]:
+    def read_config(
+        self, config: Mapping[str, Any], weights: frozenset[str] = frozenset()
+    ) -> dict[str, Any]:
         """Returns the fields of `DFlashConfig` that a parsed `config.json` states or implies beside these weights.
 
         Raises `ValueError` if a key is unknown, missing, contradicts another or belongs to an unsupported variant.
@@ -204,7 +247,12 @@ class CheckpointFormat:
         for key, allowed in self.neutral.items():
             what = f"{key} absent or in {allowed} in the checkpoint's config.json"
             value = reader.take(key, default=None)
-            require(value is None or value in allowed, what, value, "this variant of DFlash is not supported")
+            require(
+                value is None or value in allowed,
+                what,
+                value,
+                "this variant of DFlash is not supported",
+            )
         values = {key.ours: reader.take(*key.places, default=key.default) for key in self.keys}
         values |= {"dtype": reader.take_dtype(), **self.read_rest(reader)}
         if reader.unread:  # ignoring one could change what the draft computes
@@ -214,12 +262,18 @@ class CheckpointFormat:
             )
         return values
 
-    def write_config(self, config: DFlashConfig, dtype: str, weights: frozenset[str] = frozenset()) -> dict[str, Any]:
+    def write_config(
+        self, config: DFlashConfig, dtype: str, weights: frozenset[str] = frozenset()
+    ) -> dict[str, Any]:
         """Returns this format's `config.json` for a draft whose `weights` (our names) are stored as `dtype`.
 
         Raises `ValueError`, naming the fields, if the format cannot express it.
         """
-        wrong = [f"{name} = None (its readers need it)" for name in self.needs if getattr(config, name) is None]
+        wrong = [
+            f"{name} = None (its readers need it)"
+            for name in self.needs
+            if getattr(config, name) is None
+        ]
         out: dict[str, Any] = {"dtype": dtype}
         if not wrong:
             for key in self.keys:
@@ -229,7 +283,9 @@ class CheckpointFormat:
                 section, _, name = key.places[key.written].rpartition(".")
                 (out.setdefault(section, {}) if section else out)[name] = value
             for name, value in self.write_rest(config).items():
-                out[name] = {**out[name], **value} if name == self.section and name in out else value
+                out[name] = (
+                    {**out[name], **value} if name == self.section and name in out else value
+                )
             again = make_config(self.read_config(out, weights))
             wrong = [
                 f"{name} = {shown(getattr(config, name))} (read back as {shown(getattr(again, name))})"
@@ -258,7 +314,12 @@ def make_config(values: Mapping[str, Any]) -> DFlashConfig:
     for name, value in values.items():
         # One entry per layer, and perhaps the embeddings; checking the types of a million takes seconds.
         if isinstance(value, list):
-            require(len(value) <= MAX_LAYERS + 1, f"{name} with up to {MAX_LAYERS + 1} entries", len(value), "fix it")
+            require(
+                len(value) <= MAX_LAYERS + 1,
+                f"{name} with up to {MAX_LAYERS + 1} entries",
+                len(value),
+                "fix it",
+            )
     try:
         return DFlashConfig(**values)
     except (StrictDataclassError, TypeError) as error:
@@ -269,8 +330,22 @@ def make_config(values: Mapping[str, Any]) -> DFlashConfig:
 
 ROPE_KEYS = frozenset(
     {
-        *("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "truncate"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
+        *(
+            "rope_type",
+            "rope_theta",
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "truncate",
+        ),
+        *(
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "low_freq_factor",
+            "high_freq_factor",
+        ),
     }
 )
 # A target's image axes, copied into some drafts' configs. A draft's positions are plain indices: they do nothing.
@@ -278,9 +353,30 @@ IMAGE_ROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 # What configs of Transformers carry about other things than a draft's function.
 COMMON_IGNORED = frozenset(
     {
-        *("_commit_hash", "_name_or_path", "name_or_path", "architectures", "auto_map", "model_type", "dtype"),
-        *("torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "id2label"),
-        *("label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "tie_word_embeddings"),
+        *(
+            "_commit_hash",
+            "_name_or_path",
+            "name_or_path",
+            "architectures",
+            "auto_map",
+            "model_type",
+            "dtype",
+        ),
+        *(
+            "torch_dtype",
+            "transformers_version",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "id2label",
+        ),
+        *(
+            "label2id",
+            "problem_type",
+            "chunk_size_feed_forward",
+            "is_encoder_decoder",
+            "tie_word_embeddings",
+        ),
         *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
     }
 )

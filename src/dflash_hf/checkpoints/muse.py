@@ -18,8 +18,21 @@ from dflash_hf.configuration_dflash import DFlashConfig
 DEFAULTS = MuseGlimmerAssistantConfig()
 MODEL_TYPE = DEFAULTS.model_type
 KEYS = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
-    *("rms_norm_eps", "max_position_embeddings", "attention_dropout", "block_size", "mask_token_id"),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+    ),
+    *(
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "attention_dropout",
+        "block_size",
+        "mask_token_id",
+    ),
     "target_layer_ids",
 )
 
@@ -29,7 +42,8 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     return {
         "num_hidden_layers": num_layers,
         "layer_types": reader.take("layer_types", default=["sliding_attention"] * num_layers),
-        "sliding_window": reader.take("sliding_window", default=DEFAULTS.sliding_window, kind=int) + 1,
+        "sliding_window": reader.take("sliding_window", default=DEFAULTS.sliding_window, kind=int)
+        + 1,
         "is_causal": False,
         "rope_parameters": reader.take_rope(DEFAULTS.default_theta),
         "raw_input_embeddings": True,
@@ -50,9 +64,14 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 MUSE = CheckpointFormat(
     name="muse",
     matches=lambda config: config.get("model_type") == MODEL_TYPE,
-    renamed={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
+    renamed={
+        "encoder.fc.weight": "fc.weight",
+        "encoder.output_norm_enc.weight": "hidden_norm.weight",
+    },
     keys=plain_keys({name: getattr(DEFAULTS, name) for name in KEYS})
-    + plain_keys({"vocab_size": None, "num_target_layers": None, "initializer_range": 0.02}, optional=True),
+    + plain_keys(
+        {"vocab_size": None, "num_target_layers": None, "initializer_range": 0.02}, optional=True
+    ),
     read_rest=_read_rest,
     write_rest=_write_rest,
     ignored=COMMON_IGNORED,

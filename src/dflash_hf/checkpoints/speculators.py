@@ -34,7 +34,14 @@ SECTION = "transformer_layer_config"
 DECODERS = ("qwen3", "llama")
 KEYS = (
     *plain_keys({"vocab_size": REQUIRED, **QWEN3_KEYS}, f"{SECTION}."),
-    *plain_keys({"block_size": 8, "mask_token_id": REQUIRED, "sample_from_anchor": False, "target_hidden_size": None}),
+    *plain_keys(
+        {
+            "block_size": 8,
+            "mask_token_id": REQUIRED,
+            "sample_from_anchor": False,
+            "target_hidden_size": None,
+        }
+    ),
     # Our own additions, which speculators keeps and does not read.
     *plain_keys({"num_target_layers": None, "raw_input_embeddings": True}, optional=True),
 )
@@ -43,8 +50,15 @@ KEYS = (
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     layers = reader.take_layers(f"{SECTION}.sliding_window", section=f"{SECTION}.")
     decoder = reader.take(f"{SECTION}.model_type", default="qwen3")
-    require(decoder in DECODERS, f"{SECTION}.model_type in {DECODERS}", decoder, "this variant is not supported")
-    algorithm = reader.take("speculators_config", default={}, kind=dict).get("algorithm", MODEL_TYPE)
+    require(
+        decoder in DECODERS,
+        f"{SECTION}.model_type in {DECODERS}",
+        decoder,
+        "this variant is not supported",
+    )
+    algorithm = reader.take("speculators_config", default={}, kind=dict).get(
+        "algorithm", MODEL_TYPE
+    )
     what = f"speculators_config.algorithm {MODEL_TYPE!r}"
     require(algorithm == MODEL_TYPE, what, algorithm, "fix the config.json")
     non_causal = reader.take("sliding_window_non_causal", default=False, kind=bool)
@@ -61,7 +75,9 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         **layers,
         "head_dim": reader.take(f"{SECTION}.head_dim", default=head_dim),
         "window_from_anchor": True,  # where a layer slides
-        "is_causal": [kind == "sliding_attention" and not non_causal for kind in layers["layer_types"]],
+        "is_causal": [
+            kind == "sliding_attention" and not non_causal for kind in layers["layer_types"]
+        ],
         "target_layer_ids": [index - 1 for index in taps],
         "rope_parameters": reader.take_rope(QWEN3_THETA, f"{SECTION}."),
         "draft_vocab_size": size if is_reduced else None,
@@ -80,7 +96,9 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "speculators_config": {
             "algorithm": MODEL_TYPE,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{**greedy, "speculative_tokens": config.num_proposals(config.block_size)}],
+            "proposal_methods": [
+                {**greedy, "speculative_tokens": config.num_proposals(config.block_size)}
+            ],
             "verifier": {"name_or_path": None, "architectures": []},
         },
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
@@ -88,7 +106,11 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         # Of sliding layers, says the format; vLLM 0.33 takes it for all layers.
         "sliding_window_non_causal": not any(config.is_causal),
         "tie_word_embeddings": False,
-        SECTION: {"model_type": "qwen3", "rope_parameters": config.rope_parameters, **qwen3_layers(config)},
+        SECTION: {
+            "model_type": "qwen3",
+            "rope_parameters": config.rope_parameters,
+            **qwen3_layers(config),
+        },
     }
 
 
@@ -108,13 +130,17 @@ def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _name_target(written: dict[str, Any], name: str, architectures: list[str]) -> None:
-    written["speculators_config"]["verifier"] = {"name_or_path": name, "architectures": architectures}
+    written["speculators_config"]["verifier"] = {
+        "name_or_path": name,
+        "architectures": architectures,
+    }
 
 
 SPECULATORS = CheckpointFormat(
     name="speculators",
     matches=lambda config: (
-        config.get("speculators_model_type") == MODEL_TYPE and isinstance(config.get(SECTION), Mapping)
+        config.get("speculators_model_type") == MODEL_TYPE
+        and isinstance(config.get(SECTION), Mapping)
     ),
     keys=KEYS,
     needs=("vocab_size",),
@@ -124,7 +150,8 @@ SPECULATORS = CheckpointFormat(
     refuse=_refuse,
     ignored=COMMON_IGNORED
     | {f"{SECTION}.{key}" for key in COMMON_IGNORED - {"model_type"}}
-    | {f"{SECTION}.{key}" for key in ("mlp_bias", "pretraining_tp")}  # its MLP is Qwen3's, without a bias
+    # Its MLP is Qwen3's, without a bias
+    | {f"{SECTION}.{key}" for key in ("mlp_bias", "pretraining_tp")}
     | {"speculators_model_type", "speculators_version"},
     dropped=frozenset({"t2d", "verifier_lm_head.weight", "verifier_norm.weight"}),
     derive=_derive,

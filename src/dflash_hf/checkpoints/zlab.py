@@ -49,7 +49,9 @@ KEYS = (
 
 # Domino, DSpark, sinks and others; each with the values under which the draft is a plain DFlash one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_both("add_swa_attention_sink_bias", "attention_sink_bias", "causal_head"), (False,)),
+    **dict.fromkeys(
+        _both("add_swa_attention_sink_bias", "attention_sink_bias", "causal_head"), (False,)
+    ),
     **dict.fromkeys(_both("sample_from_anchor", "shift_label", "use_confidence_head"), (False,)),
     **dict.fromkeys(_both("attention_value_scale", "logit_scale"), (1.0,)),
     **dict.fromkeys(_both("markov_rank"), (0,)),
@@ -87,7 +89,8 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
-    is_uniform = len(set(config.is_causal)) == 1  # else the layers follow z-lab's rule: sliding means causal
+    # Else the layers follow z-lab's rule: sliding means causal
+    is_uniform = len(set(config.is_causal)) == 1
     return {
         # The readers choose their class by it.
         "architectures": ["DFlash2DraftModel" if config.is_dflash2 else "DFlashDraftModel"],

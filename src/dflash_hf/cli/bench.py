@@ -24,51 +24,87 @@ app = typer.Typer(name="bench", help="Measure ways of decoding on sets of questi
 @app.callback(invoke_without_command=True)
 def bench(
     ctx: typer.Context,
-    out: Annotated[Path | None, typer.Option(help="Folder to write; new, or with --resume.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write; new, or with --resume.")
+    ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of the target; by default the bundled pair.")
+        str | None,
+        typer.Option(help="Folder or Hub id of the target; by default the bundled pair."),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Sets: gsm8k,humaneval,... or files; by default the bundled pair's questions.")
+        str | None,
+        typer.Option(
+            help="Sets: gsm8k,humaneval,... or files; by default the bundled pair's questions."
+        ),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder of the sets' files, where there is no network.")
     ] = None,
     template: Annotated[
-        str | None, typer.Option(help="For a set that has no form of its own: a text with {fields} of its rows.")
+        str | None,
+        typer.Option(
+            help="For a set that has no form of its own: a text with {fields} of its rows."
+        ),
     ] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Questions of each set; default all.", min=1)] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Questions of each set; default all.", min=1)
+    ] = None,
     methods: Annotated[
-        str, typer.Option(help="plain, plain-static, dflash, stock, stock-static, zlab, assistant, lookup, server.")
+        str,
+        typer.Option(
+            help="plain, plain-static, dflash, stock, stock-static, zlab, assistant, lookup, server."
+        ),
     ] = "plain,dflash",
-    assistant_model: Annotated[str | None, typer.Option(help="An ordinary draft model, for assistant.")] = None,
-    server: Annotated[str | None, typer.Option(help="URL of an OpenAI-style server, for server.")] = None,
-    server_model: Annotated[str | None, typer.Option(help="Its model; default the first that it names.")] = None,
-    batch: Annotated[str, typer.Option(help="Questions answered together; like all that follow also several.")] = "1",
+    assistant_model: Annotated[
+        str | None, typer.Option(help="An ordinary draft model, for assistant.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="URL of an OpenAI-style server, for server.")
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option(help="Its model; default the first that it names.")
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(help="Questions answered together; like all that follow also several.")
+    ] = "1",
     max_new_tokens: Annotated[str, typer.Option(help="Where an answer is cut, in tokens.")] = "512",
     temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
     top_p: Annotated[str, typer.Option(help="Nucleus sampling.")] = "1",
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     block_size: Annotated[str, typer.Option(help="Tokens per block; default the draft's.")] = "",
-    verify_width: Annotated[str, typer.Option(help="Tokens of a block that are verified, or auto.")] = "",
-    num_tree_nodes: Annotated[str, typer.Option(help="Verify a tree of so many tokens, or auto; 0 is a chain.")] = "",
-    max_matching_ngram_size: Annotated[str, typer.Option(help="Last tokens that a tree looks for in the text.")] = "",
+    verify_width: Annotated[
+        str, typer.Option(help="Tokens of a block that are verified, or auto.")
+    ] = "",
+    num_tree_nodes: Annotated[
+        str, typer.Option(help="Verify a tree of so many tokens, or auto; 0 is a chain.")
+    ] = "",
+    max_matching_ngram_size: Annotated[
+        str, typer.Option(help="Last tokens that a tree looks for in the text.")
+    ] = "",
     proposal: Annotated[str, typer.Option(help="How tokens are proposed when sampling.")] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
     chat_template_kwargs: Annotated[
-        str, typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.')
+        str,
+        typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.'),
     ] = "{}",
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the questions that are drawn, and of sampled answers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the questions that are drawn, and of sampled answers.")
+    ] = 0,
     repeats: Annotated[int, typer.Option(help="How often everything is asked.", min=1)] = 1,
     run_code: Annotated[
-        bool, typer.Option("--run-code", help="Run code in answers, in a process of its own, to score it.")
+        bool,
+        typer.Option(
+            "--run-code", help="Run code in answers, in a process of its own, to score it."
+        ),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)
+    ] = None,
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
     """Ask sets of questions in several ways of decoding, in turns, and write answers, a summary and a report.
@@ -82,7 +118,9 @@ def bench(
         try:
             report = run(settings)
         except KeyboardInterrupt as error:
-            typer.secho(f"Ended. What {out} has counts: the same command with --resume goes on.", err=True)
+            typer.secho(
+                f"Ended. What {out} has counts: the same command with --resume goes on.", err=True
+            )
             raise typer.Exit(130) from error
         if report is not None:
             record: Any = json.loads((settings.out / "run.json").read_text(encoding="utf-8"))
@@ -94,10 +132,18 @@ def bench(
 
 @app.command()
 def prepare(
-    names: Annotated[str, typer.Argument(help="Sets, with commas: gsm8k,math500,...", metavar="SETS")],
-    out: Annotated[Path, typer.Option(help="Folder to write: the --data-dir of a machine without a network.")],
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the sets' files; default the Hub.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Questions of each set; default all.", min=1)] = None,
+    names: Annotated[
+        str, typer.Argument(help="Sets, with commas: gsm8k,math500,...", metavar="SETS")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder to write: the --data-dir of a machine without a network.")
+    ],
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the sets' files; default the Hub.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Questions of each set; default all.", min=1)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the questions that are drawn.")] = 0,
     template: Annotated[str | None, typer.Option(help="As bench has it.")] = None,
 ) -> None:
@@ -105,7 +151,9 @@ def prepare(
     from dflash_hf.bench.prepare import prepare
 
     every = _values(names, str, "SETS")
-    for path in prepare(every, out, data_dir=data_dir, num_prompts=num_prompts, seed=seed, template=template):
+    for path in prepare(
+        every, out, data_dir=data_dir, num_prompts=num_prompts, seed=seed, template=template
+    ):
         typer.echo(path)
 
 
@@ -137,9 +185,21 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
     if given["out"] is None:
         raise ValueError("expected a folder to write as --out, got none; name a new one")
     if given["data"] is None and not is_bundled:
-        raise ValueError("expected sets of questions as --data, got none; name some, such as gsm8k,humaneval")
+        raise ValueError(
+            "expected sets of questions as --data, got none; name some, such as gsm8k,humaneval"
+        )
     options = template_options(given["chat_template_kwargs"], given["no_thinking"])
-    as_they_are = ("out", "server", "server_model", "data_dir", "template", "num_prompts", "system", "seed", "repeats")
+    as_they_are = (
+        "out",
+        "server",
+        "server_model",
+        "data_dir",
+        "template",
+        "num_prompts",
+        "system",
+        "seed",
+        "repeats",
+    )
     from dflash_hf.bench.cells import RunSettings
 
     return RunSettings(
@@ -157,7 +217,10 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
         block_size=_values(given["block_size"], int, "--block-size") or (None,),
         verify_width=_values(given["verify_width"], width_of, "--verify-width") or (None,),
         num_tree_nodes=_values(given["num_tree_nodes"], width_of, "--num-tree-nodes") or (None,),
-        max_matching_ngram_size=_values(given["max_matching_ngram_size"], int, "--max-matching-ngram-size") or (None,),
+        max_matching_ngram_size=_values(
+            given["max_matching_ngram_size"], int, "--max-matching-ngram-size"
+        )
+        or (None,),
         proposal=_values(given["proposal"], str, "--proposal") or (None,),
         template_options=options,
         # As the other commands have it: a model as small as the bundled one is slower on several threads.
@@ -178,5 +241,7 @@ def _values(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value
         except ValueError as error:
             words: dict[Any, str] = {int: "whole numbers", float: "numbers"}
             what = words.get(kind, "whole numbers or auto")
-            raise ValueError(f"expected {what} with commas as {option}, got {part!r}; correct it") from error
+            raise ValueError(
+                f"expected {what} with commas as {option}, got {part!r}; correct it"
+            ) from error
     return tuple(found)

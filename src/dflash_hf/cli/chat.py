@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, IS_CLONE, MAX_TOKENS, about, default_pair, given_or_bundled, load_pair
+from dflash_hf.cli.pair import (
+    BUNDLED,
+    IS_CLONE,
+    MAX_TOKENS,
+    about,
+    default_pair,
+    given_or_bundled,
+    load_pair,
+)
 from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
 
 HELP = """\
@@ -34,20 +42,34 @@ def chat(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     pair: Annotated[
-        str | None, typer.Option(help="A bundled pair: text; in an editable install vision, hybrid and smollm2 too.")
+        str | None,
+        typer.Option(
+            help="A bundled pair: text; in an editable install vision, hybrid and smollm2 too."
+        ),
     ] = None,
-    web: Annotated[bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
+    web: Annotated[
+        bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is this machine only.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
     share: Annotated[
-        bool, typer.Option("--share", help="With --web: a public link too, through Gradio's servers; no password.")
+        bool,
+        typer.Option(
+            "--share", help="With --web: a public link too, through Gradio's servers; no password."
+        ),
     ] = False,
     system: Annotated[str, typer.Option(help="System prompt, in the terminal.")] = "",
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1, max=MAX_TOKENS)
     ] = 320,
-    temperature: Annotated[float, typer.Option(help="In the terminal; 0 is greedy.", min=0.0, max=2.0)] = 0.0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)] = None,
+    temperature: Annotated[
+        float, typer.Option(help="In the terminal; 0 is greedy.", min=0.0, max=2.0)
+    ] = 0.0,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)
+    ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
@@ -74,12 +96,16 @@ def chat(
     if note:
         console.print(note, style="dim", highlight=False)
     if not web:
-        converse(model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system)
+        converse(
+            model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system
+        )
         return
     try:
         from dflash_hf.chat.app import Uploads, guards, open_page
     except ModuleNotFoundError as error:
-        raise ValueError(f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'") from error
+        raise ValueError(
+            f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'"
+        ) from error
     # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     status = Console(stderr=True).status("timing the first example, with the draft and without")
@@ -123,10 +149,14 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
             elif command == "/image":
                 found = _image(rest.strip())
                 if not model.takes_images:
-                    raise ValueError("expected a text, got an image: this target reads text only; ask without it")
+                    raise ValueError(
+                        "expected a text, got an image: this target reads text only; ask without it"
+                    )
                 images.append(found)
             elif command.startswith("/") and command[1:].isalpha():
-                raise ValueError(f"expected a command that there is, got {command}; /help lists them")
+                raise ValueError(
+                    f"expected a command that there is, got {command}; /help lists them"
+                )
             elif line:
                 try:
                     answers = model.ask(conversation, line, images, settings)
@@ -143,7 +173,9 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"expected a number after /temperature, got {text!r}; 0 is greedy") from None
+        raise ValueError(
+            f"expected a number after /temperature, got {text!r}; 0 is greedy"
+        ) from None
 
 
 def _image(name: str) -> ChatImage:
@@ -162,7 +194,9 @@ def _answer(answers: Generator[Answer], console: Console) -> None:
     with suppress(KeyboardInterrupt):  # the generator ended with the interrupt, and the run with it
         for answer in answers:
             for run in answer.runs[shown:]:
-                console.out(run.text, end="", highlight=False, style="blue" if run.num_accepted else None)
+                console.out(
+                    run.text, end="", highlight=False, style="blue" if run.num_accepted else None
+                )
                 console.out(run.bonus, end="", highlight=False, style="underline")
             shown = len(answer.runs)
     console.print()

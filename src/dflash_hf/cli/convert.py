@@ -24,18 +24,27 @@ def convert(
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[FormatName, typer.Option("--to", help="Format to write.")],
     target: Annotated[
-        str | None, typer.Option(help="The draft's target, for formats that need its vocabulary, depth, rows or name.")
+        str | None,
+        typer.Option(
+            help="The draft's target, for formats that need its vocabulary, depth, rows or name."
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a folder that is not empty.")
+    ] = False,
 ) -> None:
     """Save a draft in another format, so that vLLM, SGLang or Transformers can serve it. Weights stay as they are."""
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"expected a folder to write, got the file {destination}; choose another")
     if destination.is_dir() and any(destination.iterdir()) and not force:
         found = f"{destination} with files in it"
-        raise ValueError(f"expected a new or empty folder, got {found}; pass --force to write there")
+        raise ValueError(
+            f"expected a new or empty folder, got {found}; pass --force to write there"
+        )
     if destination.resolve() == Path(source).resolve():
-        raise ValueError(f"expected another folder than the draft's own, got {destination}; choose another")
+        raise ValueError(
+            f"expected another folder than the draft's own, got {destination}; choose another"
+        )
     check_place("SRC", source)
     if target is not None:
         check_place("--target", target)

@@ -21,13 +21,22 @@ if TYPE_CHECKING:
 
 def demo(
     pair: Annotated[
-        Path, typer.Option(help="Folder with target/, draft/ and held_out.jsonl; a pair for images in vision/.")
+        Path,
+        typer.Option(
+            help="Folder with target/, draft/ and held_out.jsonl; a pair for images in vision/."
+        ),
     ] = BUNDLED,
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)] = 320,
-    threads: Annotated[int, typer.Option(help="CPU threads; models this small want one.", min=1, max=1024)] = 1,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
+    ] = 320,
+    threads: Annotated[
+        int, typer.Option(help="CPU threads; models this small want one.", min=1, max=1024)
+    ] = 1,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Show the bundled pair at work, in an editable install that for images too: the same answers in fewer forwards.
 
@@ -39,10 +48,16 @@ def demo(
 
     torch.set_num_threads(threads)
     console = Console(stderr=as_json)
-    folders = [folder for folder in (pair, pair / "vision") if folder == pair or (folder / "target").is_dir()]
+    folders = [
+        folder
+        for folder in (pair, pair / "vision")
+        if folder == pair or (folder / "target").is_dir()
+    ]
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
     rows: list[Comparison] = []
-    for folder, prompts in [(folder, read_prompts(folder / "held_out.jsonl", per_kind)) for folder in folders]:
+    for folder, prompts in [
+        (folder, read_prompts(folder / "held_out.jsonl", per_kind)) for folder in folders
+    ]:
         rows += _answer(folder, dtype, prompts, settings, console, as_json)
     if as_json:
         typer.echo(json.dumps({"rows": [row.to_dict() for row in rows], "all": pool(rows)}))
@@ -53,7 +68,12 @@ def demo(
 
 
 def _answer(
-    folder: Path, dtype: str, prompts: list[dict[str, Any]], settings: dict[str, Any], console: Console, as_json: bool
+    folder: Path,
+    dtype: str,
+    prompts: list[dict[str, Any]],
+    settings: dict[str, Any],
+    console: Console,
+    as_json: bool,
 ) -> list[Comparison]:
     """Loads a pair, streams an answer to its first prompt (with an image, if one has), and compares all of them."""
     from transformers import TextStreamer
@@ -62,7 +82,9 @@ def _answer(
 
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"), dtype)
-    shown = next((prompt for prompt in prompts if image_names(prompt["messages"])), prompts[0])["messages"]
+    shown = next((prompt for prompt in prompts if image_names(prompt["messages"])), prompts[0])[
+        "messages"
+    ]
     warm_up(target, draft, processor, shown)
     if not as_json:
         console.print(prompt_line(shown), highlight=False)
@@ -70,7 +92,9 @@ def _answer(
         answer(target, draft, processor, shown, streamer=streamer, **settings)
         console.print()
     rows: list[Comparison] = []
-    for prompt in track(prompts, f"answering twice: {folder}", console=console, transient=True, disable=as_json):
+    for prompt in track(
+        prompts, f"answering twice: {folder}", console=console, transient=True, disable=as_json
+    ):
         answered = answer(target, draft, processor, prompt["messages"], **settings)
         rows.append(compare_with_plain(target, draft, answered, kind=prompt["kind"], **settings))
     return rows
@@ -84,7 +108,9 @@ def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     if not path.exists():
         advice = "give as --pair a folder with target/, draft/ and held_out.jsonl"
         raise ValueError(f"expected held-out prompts in {path}, got no file; {advice}")
-    rows = [{**row, "kind": str(row.get("kind")), "messages": prompt} for row, prompt in read_rows(path)]
+    rows = [
+        {**row, "kind": str(row.get("kind")), "messages": prompt} for row, prompt in read_rows(path)
+    ]
     if not rows:
         raise ValueError(f"expected held-out prompts in {path}, got none; write one per line")
     kinds = dict.fromkeys(row["kind"] for row in rows)

@@ -25,16 +25,27 @@ COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
 
 def doctor(
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(BUNDLED / "target"),
-    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(BUNDLED / "draft"),
+    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(
+        BUNDLED / "target"
+    ),
+    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(
+        BUNDLED / "draft"
+    ),
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages.")
+        Path | None,
+        typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages."),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="How many of them to use, the built-in ones too.", min=1)] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)] = 96,
+    num_prompts: Annotated[
+        int, typer.Option(help="How many of them to use, the built-in ones too.", min=1)
+    ] = 8,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)
+    ] = 96,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Find what ruins a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
     given = None if prompts is None else read_prompts(prompts)
@@ -67,7 +78,9 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     table.add_column("what it means", overflow="fold")
     for check in diagnosis.checks:
         # Sentences quote lists, whose brackets are no markup.
-        meaning = escape(check.sentence) + (f"\n[bold]{escape(check.advice)}" if check.advice else "")
+        meaning = escape(check.sentence) + (
+            f"\n[bold]{escape(check.advice)}" if check.advice else ""
+        )
         table.add_row(check.name, f"[{COLOURS[check.status]}]{check.status}", meaning)
     console.print(table)
     found = _counted(len(diagnosis.findings), "finding")

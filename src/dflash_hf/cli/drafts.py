@@ -47,7 +47,9 @@ def published_drafts(target: str = "") -> list[PublishedDraft]:
 
 def drafts(
     target: Annotated[str, typer.Option(help="Only those whose target has this in its name.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON list and nothing else.")
+    ] = False,
 ) -> None:
     """List published drafts with their targets; offline."""
     found = published_drafts(target)
@@ -57,12 +59,20 @@ def drafts(
     console = Console()
     if not found:
         others = "dflash-hf drafts lists all; dflash-hf train makes one"
-        console.print(f"no published draft for {target!r} is known here: {others}", markup=False, highlight=False)
+        console.print(
+            f"no published draft for {target!r} is known here: {others}",
+            markup=False,
+            highlight=False,
+        )
         return
     # 60 columns: the name of a draft, which is long, has a line of its own.
-    console.print(f"{'target':<33} {'format':<11} {'block':>5} {'thinking':>8}", style="bold", highlight=False)
+    console.print(
+        f"{'target':<33} {'format':<11} {'block':>5} {'thinking':>8}", style="bold", highlight=False
+    )
     for one in found:
-        cells = f"{one.target:<33} {one.format:<11} {one.block_size or '-':>5} {one.thinking or '-':>8}"
+        cells = (
+            f"{one.target:<33} {one.format:<11} {one.block_size or '-':>5} {one.thinking or '-':>8}"
+        )
         console.print(cells, highlight=False)
         checked = "" if one.checked == "no" else f" ({one.checked} checked)"
         console.print(f"  {one.draft}{checked}", style="cyan", highlight=False)

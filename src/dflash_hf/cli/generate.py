@@ -12,9 +12,22 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from dflash_hf.cli.pair import MAX_SEED, MAX_TOKENS, given_or_bundled, load_pair, template_options, width_of
+from dflash_hf.cli.pair import (
+    MAX_SEED,
+    MAX_TOKENS,
+    given_or_bundled,
+    load_pair,
+    template_options,
+    width_of,
+)
 from dflash_hf.cli.table import prompt_line, show_comparisons
-from dflash_hf.evaluation.prompt_files import MAX_BYTES, Prompt, as_messages, image_names, with_images
+from dflash_hf.evaluation.prompt_files import (
+    MAX_BYTES,
+    Prompt,
+    as_messages,
+    image_names,
+    with_images,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TextStreamer
@@ -25,44 +38,71 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; - or nothing reads it from stdin.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="What to answer; - or nothing reads it from stdin.", show_default=False
+        ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(help="An image's file, before the prompt; once for each image.")
+        list[Path] | None,
+        typer.Option(help="An image's file, before the prompt; once for each image."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
+    ] = False,
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
     ] = False,
     chat_template_kwargs: Annotated[
-        str, typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.')
+        str,
+        typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.'),
     ] = "{}",
     target: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of the target; by default of the bundled pair.")
+        str | None,
+        typer.Option(help="Folder or Hub id of the target; by default of the bundled pair."),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of its draft; by default of the bundled pair.")
+        str | None,
+        typer.Option(help="Folder or Hub id of its draft; by default of the bundled pair."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
+    ] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Top-k sampling; 0 is off.", min=0, max=MAX_TOKENS)] = 0,
+    top_k: Annotated[
+        int, typer.Option(help="Top-k sampling; 0 is off.", min=0, max=MAX_TOKENS)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling noise.", min=0, max=MAX_SEED)] = 0,
-    block_size: Annotated[int | None, typer.Option(help="Shorter blocks than the draft was trained with.")] = None,
-    verify_width: Annotated[str | None, typer.Option(help="Tokens of a block that are verified, or auto.")] = None,
-    num_tree_nodes: Annotated[str | None, typer.Option(help="Verify a tree of so many tokens, or auto.")] = None,
-    proposal: Annotated[
-        str | None, typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling.")
+    block_size: Annotated[
+        int | None, typer.Option(help="Shorter blocks than the draft was trained with.")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="eager or cuda_graph: how a step is launched.")] = None,
+    verify_width: Annotated[
+        str | None, typer.Option(help="Tokens of a block that are verified, or auto.")
+    ] = None,
+    num_tree_nodes: Annotated[
+        str | None, typer.Option(help="Verify a tree of so many tokens, or auto.")
+    ] = None,
+    proposal: Annotated[
+        str | None,
+        typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling."),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="eager or cuda_graph: how a step is launched.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
     is_compared: Annotated[
-        bool, typer.Option("--compare", help="Answer without the draft too; status 1 if a token differs.")
+        bool,
+        typer.Option(
+            "--compare", help="Answer without the draft too; status 1 if a token differs."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Answer a prompt with a draft, as it comes: the answer on stdout, everything else on stderr.
 
@@ -72,7 +112,9 @@ def generate(
     asked = conversation(read_prompt(prompt, file), image or [], system)
     encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)
     if raw and (encoding or not isinstance(asked, str)):
-        raise ValueError("expected --raw alone, got an image, --system or options of the chat template; leave one out")
+        raise ValueError(
+            "expected --raw alone, got an image, --system or options of the chat template; leave one out"
+        )
     encoding["template"] = not raw
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
@@ -89,7 +131,9 @@ def generate(
     for name, value in options.items():
         setattr(pair[1].generation_config, name, value)
     torch.manual_seed(seed)
-    row = show_answer(console, pair, asked, encoding, settings, is_compared=is_compared, as_json=as_json)
+    row = show_answer(
+        console, pair, asked, encoding, settings, is_compared=is_compared, as_json=as_json
+    )
     if isinstance(row, Comparison) and not row.agreement.holds:
         raise typer.Exit(1)
 
@@ -104,14 +148,22 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and prompt != "-":
         return checked_text(prompt, "the prompt")
     if file is not None and not file.is_file():
-        raise ValueError(f"expected a file with the prompt as --file, got {str(file)!r}, which is none; fix it")
+        raise ValueError(
+            f"expected a file with the prompt as --file, got {str(file)!r}, which is none; fix it"
+        )
     if file is None and prompt is None and sys.stdin.isatty():
-        raise ValueError("expected a prompt, got none; give it as an argument, by --file, or on stdin")
+        raise ValueError(
+            "expected a prompt, got none; give it as an argument, by --file, or on stdin"
+        )
     where = "stdin" if file is None else str(file)
-    with nullcontext(typer.get_binary_stream("stdin")) if file is None else file.open("rb") as stream:
+    with (
+        nullcontext(typer.get_binary_stream("stdin")) if file is None else file.open("rb") as stream
+    ):
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ValueError(f"expected a prompt of at most {MAX_BYTES / 2**20:.0f} MB in {where}, got more; shorten it")
+        raise ValueError(
+            f"expected a prompt of at most {MAX_BYTES / 2**20:.0f} MB in {where}, got more; shorten it"
+        )
     text = content.decode("utf-8", errors="surrogateescape").removesuffix("\n").removesuffix("\r")
     return checked_text(text, f"the prompt in {where}")
 
@@ -169,13 +221,19 @@ def show_answer(
     if is_compared:
         check_comparable(assistant, settings)
         warm_up(model, assistant, processor, "Hello.")
-    if encoding.get("enable_thinking") is False and "enable_thinking" not in str(processor.chat_template):
-        console.print("the chat template has no enable_thinking: it is left as it is", style="yellow")
+    if encoding.get("enable_thinking") is False and "enable_thinking" not in str(
+        processor.chat_template
+    ):
+        console.print(
+            "the chat template has no enable_thinking: it is left as it is", style="yellow"
+        )
     if image_names(asked) and not as_json:
         console.print(prompt_line(asked), highlight=False)
     with console.status("reading the prompt") as status:
         streamer = None if as_json else text_streamer(processor, status)
-        row = answer(model, assistant, processor, asked, streamer=streamer, encoding=encoding, **settings)
+        row = answer(
+            model, assistant, processor, asked, streamer=streamer, encoding=encoding, **settings
+        )
     if not as_json:
         console.print(
             f"{row.num_tokens} tokens in {row.seconds:.2f} s ({row.num_tokens / row.seconds:.1f}/s), "

@@ -14,7 +14,9 @@ from dflash_hf.evaluation.loading import check_place
 
 def inspect(
     draft: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
 ) -> None:
     """Say what a draft is and which target it wants; no weights are loaded."""
     check_place("DRAFT", draft)
@@ -41,8 +43,16 @@ def described(found: dict[str, Any]) -> dict[str, str]:
     vocabulary = "not stated" if found["vocab_size"] is None else f"{found['vocab_size']:,} tokens"
     if found["draft_vocab_size"] is not None:
         vocabulary += f", of which it proposes {found['draft_vocab_size']:,}"
-    own = [what for what, flag in (("embedding", "own_embed_tokens"), ("head", "own_lm_head")) if found[flag]]
-    window = "" if found["sliding_window"] is None else f", some of them with a window of {found['sliding_window']}"
+    own = [
+        what
+        for what, flag in (("embedding", "own_embed_tokens"), ("head", "own_lm_head"))
+        if found[flag]
+    ]
+    window = (
+        ""
+        if found["sliding_window"] is None
+        else f", some of them with a window of {found['sliding_window']}"
+    )
     return {
         "format": found["format"] + (" (DFlash 2)" if found["is_dflash2"] else ""),
         "target": ", ".join(wanted),

@@ -47,7 +47,8 @@ class SentenceGroup(TyperGroup):
         except KeyboardInterrupt as error:
             typer.secho("Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from error
-        except BrokenPipeError as error:  # `| head` has what it wanted, and what is left is for nobody
+        # `| head` has what it wanted, and what is left is for nobody
+        except BrokenPipeError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise typer.Exit(NO_READER) from error
         except Exception as error:
@@ -56,7 +57,9 @@ class SentenceGroup(TyperGroup):
             if ctx.params.get("show_traceback"):
                 typer.echo(traceback.format_exc(), err=True)
             is_refusal = isinstance(error, ValueError | OSError | ImportError)
-            typer.secho(f"Error: {one_line(error) if is_refusal else unexpected(error)}", err=True, fg="red")
+            typer.secho(
+                f"Error: {one_line(error) if is_refusal else unexpected(error)}", err=True, fg="red"
+            )
             raise typer.Exit(REFUSED if is_refusal else UNEXPECTED) from error
 
 
@@ -83,10 +86,14 @@ app = typer.Typer(name="dflash-hf", cls=SentenceGroup, no_args_is_help=True)
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=show_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
     show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="Before the command: show where an error comes from.")
+        bool,
+        typer.Option("--traceback", help="Before the command: show where an error comes from."),
     ] = False,
 ) -> None:
     """DFlash speculative decoding inside Transformers' generate."""

@@ -14,12 +14,18 @@ from typing import Any, Literal
 from dflash_hf.errors import require
 from dflash_hf.evaluation.loading import load_pair
 
-CLONE = Path(__file__).resolve().parents[3]  # if the package is read where it was written: `pip install -e`, the tests
+# If the package is read where it was written: `pip install -e`, the tests
+CLONE = Path(__file__).resolve().parents[3]
 IS_CLONE = (CLONE / "demos" / "toy").is_dir()
 # The pair for texts: a wheel has it within the package, in a clone it stands among the scripts that made it.
-BUNDLED = CLONE / "demos" / "toy" if IS_CLONE else Path(str(files("dflash_hf") / "bundled_pair")).resolve()
+BUNDLED = (
+    CLONE / "demos" / "toy"
+    if IS_CLONE
+    else Path(str(files("dflash_hf") / "bundled_pair")).resolve()
+)
 _TOY = "A toy, trained in this repository. It knows only what it was trained for:"
-ABOUT = {  # what a bundled pair can be asked; that for texts is in the wheel, the others are in a clone only
+# What a bundled pair can be asked; that for texts is in the wheel, the others are in a clone only
+ABOUT = {
     "text": f"{_TOY} sums, short Python functions, records as JSON or YAML, and small talk.",
     "vision": f"{_TOY} drawings of shapes, signs and bar charts. Ask what is where, how many, or what is written.",
     "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
@@ -42,7 +48,12 @@ def named_pair(name: str) -> tuple[str, str]:
     Raises `ValueError` for another name, for a pair that comes with a clone only where there is none, and for one that
     is not there: of smollm2 a clone has the draft, and `make real` fetches its target.
     """
-    require(name in ABOUT, f"--pair among {', '.join(ABOUT)}", name, "name one of them, or give --target and --draft")
+    require(
+        name in ABOUT,
+        f"--pair among {', '.join(ABOUT)}",
+        name,
+        "name one of them, or give --target and --draft",
+    )
     is_in_wheel = name == "text"
     if not is_in_wheel and not IS_CLONE:
         raise ValueError(
@@ -51,7 +62,9 @@ def named_pair(name: str) -> tuple[str, str]:
         )
     target, draft = _folders(name)
     if name == "smollm2":
-        require(target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it")
+        require(
+            target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it"
+        )
     action = "install dflash-hf again, or give --target and --draft"
     require(target.is_dir(), f"the pair {name} in {target.parent}", None, action)
     return str(target), str(draft)
@@ -70,13 +83,22 @@ def given_or_bundled(target: str | None, draft: str | None, name: str) -> tuple[
 
 def default_pair() -> str:
     """Returns the name of the pair to chat with: the real one where it has been fetched, else a toy that is there."""
-    return next((name for name in ("smollm2", "vision") if all(map(Path.is_dir, _folders(name)))), "text")
+    return next(
+        (name for name in ("smollm2", "vision") if all(map(Path.is_dir, _folders(name)))), "text"
+    )
 
 
 def about(target: str, draft: str) -> str:
     """Returns a sentence on what a bundled pair can be asked, and none about other pairs."""
     given = [Path(target).resolve(), Path(draft).resolve()]
-    return next((text for name, text in ABOUT.items() if [path.resolve() for path in _folders(name)] == given), "")
+    return next(
+        (
+            text
+            for name, text in ABOUT.items()
+            if [path.resolve() for path in _folders(name)] == given
+        ),
+        "",
+    )
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:

@@ -47,13 +47,20 @@ output = target.generate(**inputs, custom_generate={place!r}, trust_remote_code=
 
 def push(
     draft: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
-    repo: Annotated[str | None, typer.Argument(help="Hub id to write, such as my-org/my-draft.")] = None,
+    repo: Annotated[
+        str | None, typer.Argument(help="Hub id to write, such as my-org/my-draft.")
+    ] = None,
     to: Annotated[Path | None, typer.Option("--to", help="A new folder to write instead.")] = None,
     target: Annotated[
-        str | None, typer.Option(help="Hub id of its target, for the card; by default what the draft names.")
+        str | None,
+        typer.Option(help="Hub id of its target, for the card; by default what the draft names."),
     ] = None,
-    license: Annotated[str | None, typer.Option(help="License of the draft, for a new card.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    license: Annotated[
+        str | None, typer.Option(help="License of the draft, for a new card.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository private.")
+    ] = False,
 ) -> None:
     """Publish a draft: its files as they are, a model card, and a custom_generate folder.
 
@@ -67,10 +74,15 @@ def push(
     from dflash_hf.training.export import is_hub_id
 
     if repo is not None and not is_hub_id(repo):
-        raise ValueError(f"expected a Hub id such as my-org/my-draft, got {repo!r}; write to a folder with --to")
+        raise ValueError(
+            f"expected a Hub id such as my-org/my-draft, got {repo!r}; write to a folder with --to"
+        )
     place = str(repo if to is None else to.resolve())
     # Made whole before anything is written where others read it.
-    with TemporaryDirectory(prefix="dflash-push-") as made, Console(stderr=True).status(f"writing {escape(place)}"):
+    with (
+        TemporaryDirectory(prefix="dflash-push-") as made,
+        Console(stderr=True).status(f"writing {escape(place)}"),
+    ):
         write_repository(draft, Path(made), place, target, license)
         if to is not None:
             shutil.copytree(made, to, dirs_exist_ok=True)
@@ -79,7 +91,9 @@ def push(
     typer.echo(place if to is not None else f"https://huggingface.co/{place}")
 
 
-def write_repository(draft: str, folder: Path, place: str, target: str | None, license: str | None) -> None:
+def write_repository(
+    draft: str, folder: Path, place: str, target: str | None, license: str | None
+) -> None:
     """Writes what a repository holds: the draft's own files, a card, and `custom_generate/generate.py`.
 
     `place` is where the folder will be, which the snippets load. Raises `ValueError` if the draft is damaged, or
@@ -94,12 +108,21 @@ def write_repository(draft: str, folder: Path, place: str, target: str | None, l
     found = inspect_draft(draft)
     target = target or found["target"]
     if target is None:
-        raise ValueError(f"expected --target, got none, and {draft} does not name its target; pass it")
-    optional = [find_file(draft, name, {}) for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME)]
-    files = {tensor.file for tensor in stored_tensors(draft).values()} | {file for file in optional if file}
+        raise ValueError(
+            f"expected --target, got none, and {draft} does not name its target; pass it"
+        )
+    optional = [
+        find_file(draft, name, {})
+        for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    ]
+    files = {tensor.file for tensor in stored_tensors(draft).values()} | {
+        file for file in optional if file
+    }
     for file in sorted(files):
         shutil.copyfile(file, folder / file.name)
-    (folder / CARD).write_text(card_for(draft, found["format"], place, target, license), encoding="utf-8")
+    (folder / CARD).write_text(
+        card_for(draft, found["format"], place, target, license), encoding="utf-8"
+    )
     code = folder / "custom_generate" / "generate.py"
     code.parent.mkdir()
     code.write_text(CUSTOM_GENERATE.format(place=place), encoding="utf-8")
@@ -117,7 +140,12 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
     else:
         from dflash_hf.drafts import load_draft
 
-        text = card(load_draft(draft, dtype="auto"), CardFacts(target=target, license=license), format, place)
+        text = card(
+            load_draft(draft, dtype="auto"),
+            CardFacts(target=target, license=license),
+            format,
+            place,
+        )
     heading = ON_CARD.strip().splitlines()[0]
     return text if heading in text else text.rstrip("\n") + "\n" + ON_CARD.format(place=place)
 

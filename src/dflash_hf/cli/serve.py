@@ -21,17 +21,25 @@ def serve(
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     pair: Annotated[
         str | None,
-        typer.Option(help="A bundled pair: text (default); in an editable install vision, hybrid and smollm2 too."),
+        typer.Option(
+            help="A bundled pair: text (default); in an editable install vision, hybrid and smollm2 too."
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is this machine only.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
     ] = False,
     chat_template_kwargs: Annotated[
         str, typer.Option(help="Options of the chat template, as JSON, where a request has none.")
     ] = "{}",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)
+    ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
@@ -42,7 +50,9 @@ def serve(
     if pair is not None and (target, draft) != (None, None):
         raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
     if (target is None) != (draft is None):
-        raise ValueError("expected --target and --draft, got one of them; give the other, or --pair")
+        raise ValueError(
+            "expected --target and --draft, got one of them; give the other, or --pair"
+        )
     encoding = template_options(chat_template_kwargs, no_thinking)
     name = target or pair or "text"
     target, draft = given_or_bundled(target, draft, name)
@@ -56,8 +66,11 @@ def serve(
             torch.set_num_threads(threads or 1)
         with Console(stderr=True).status("loading the pair"):
             loaded = load_pair(target, draft, dtype, device)
-            served = parts.Pair(*loaded, name=name, encoding=encoding, note=lambda line: typer.echo(line, err=True))
-            served.generation.submit(warm_up, *loaded, "Hello.").result()  # in the thread that will answer
+            served = parts.Pair(
+                *loaded, name=name, encoding=encoding, note=lambda line: typer.echo(line, err=True)
+            )
+            # In the thread that will answer
+            served.generation.submit(warm_up, *loaded, "Hello.").result()
         if no_thinking and "enable_thinking" not in served.template:
             typer.echo("the chat template has no enable_thinking: it is left as it is", err=True)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
@@ -81,7 +94,9 @@ def server_parts() -> Any:
             what = "a Transformers whose server takes handlers one by one (5.16 to 5.24 do)"
             found = f"{transformers.__version__} ({one_line(error)})"
             raise ValueError(f"expected {what}, got {found}; install one of them") from error
-        sentence = f"expected what a server needs, got no {error.name}; pip install 'dflash-hf[serve]'"
+        sentence = (
+            f"expected what a server needs, got no {error.name}; pip install 'dflash-hf[serve]'"
+        )
         raise ValueError(sentence) from error
 
 
@@ -92,4 +107,6 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         found = f"{host}:{port} ({str(error.strerror).partition(' (')[0]})"
-        raise ValueError(f"expected a place to listen, got {found}; pass another --host or --port") from error
+        raise ValueError(
+            f"expected a place to listen, got {found}; pass another --host or --port"
+        ) from error

@@ -20,13 +20,26 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     from dflash_hf.evaluation.harness import pool
 
     # Narrow enough for 60 columns.
-    table = Table(title="answers with and without the draft", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        title="answers with and without the draft", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column("prompts", overflow="fold")
-    headings = ("same", "tokens", "target\nforwards", "accept.\nlength", "plain\nsec.", "draft\nsec.", "ratio")
+    headings = (
+        "same",
+        "tokens",
+        "target\nforwards",
+        "accept.\nlength",
+        "plain\nsec.",
+        "draft\nsec.",
+        "ratio",
+    )
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     kinds = list(dict.fromkeys(row.kind for row in rows))
-    groups = [(f"{kind} ({sum(r.kind == kind for r in rows)})", [r for r in rows if r.kind == kind]) for kind in kinds]
+    groups = [
+        (f"{kind} ({sum(r.kind == kind for r in rows)})", [r for r in rows if r.kind == kind])
+        for kind in kinds
+    ]
     if len(kinds) > 1:
         groups.append((f"all ({len(rows)})", list(rows)))
     for name, group in groups:
@@ -47,9 +60,13 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     for number, row in different:
         which = "the answer" if len(rows) == 1 else f"answer {number} ({row.kind})"
         style = "yellow" if row.agreement.holds else "bold red"
-        console.print(f"{which} {row.agreement.sentence}", style=style, markup=False, highlight=False)
+        console.print(
+            f"{which} {row.agreement.sentence}", style=style, markup=False, highlight=False
+        )
     if any(row.agreement.holds for _, row in different):
-        console.print("--dtype float32 compares where hardly anything ties", style="dim", highlight=False)
+        console.print(
+            "--dtype float32 compares where hardly anything ties", style="dim", highlight=False
+        )
 
 
 def _same(rows: Sequence[Comparison]) -> str:

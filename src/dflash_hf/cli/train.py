@@ -54,14 +54,24 @@ def train(
     ctx: typer.Context,
     output_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of the run; one that was begun goes on.", callback=_read_begun, is_eager=True),
+        typer.Option(
+            help="Folder of the run; one that was begun goes on.",
+            callback=_read_begun,
+            is_eager=True,
+        ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML of any of these options; flags win.", callback=_read_config, is_eager=True),
+        typer.Option(
+            help="YAML of any of these options; flags win.", callback=_read_config, is_eager=True
+        ),
     ] = None,
-    stages: Annotated[str, typer.Option(help="Which of the stages, with commas.")] = ",".join(STAGES),
-    plan: Annotated[bool, typer.Option("--plan", help="Print steps and peak memory, load nothing, and stop.")] = False,
+    stages: Annotated[str, typer.Option(help="Which of the stages, with commas.")] = ",".join(
+        STAGES
+    ),
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print steps and peak memory, load nothing, and stop.")
+    ] = False,
     **options: Any,
 ) -> None:
     """Train a draft for any target: prepare the data, let the target answer, train, measure, export.
@@ -94,17 +104,23 @@ def _options() -> list[inspect.Parameter]:
             kind, option = get_args(hint)
             kind = str if get_origin(kind) in (tuple, Mapping, Literal) else kind
             # A target that is missing is told in a sentence of ours.
-            kind, default = (str | None, None) if name == "target" else (kind, as_text(getattr(unset, name)))
+            kind, default = (
+                (str | None, None) if name == "target" else (kind, as_text(getattr(unset, name)))
+            )
             annotation = Annotated[kind, option]
             found.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                )
             )
     return found
 
 
 _signature = inspect.signature(train, eval_str=True)
 _command: Any = train
-_command.__signature__ = _signature.replace(parameters=[*list(_signature.parameters.values())[:-1], *_options()])
+_command.__signature__ = _signature.replace(
+    parameters=[*list(_signature.parameters.values())[:-1], *_options()]
+)
 
 
 def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
@@ -117,9 +133,14 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     Raises:
         ValueError: If one cannot be read, or one that is needed is not there.
     """
-    for name, action in (("target", "give its folder or Hub id"), ("output_dir", "name a new folder")):
+    for name, action in (
+        ("target", "give its folder or Hub id"),
+        ("output_dir", "name a new folder"),
+    ):
         require(given[name] is not None, f"--{name.replace('_', '-')}", None, action)
-    lists: dict[str, Any] = {name: _values(given[name]) for name in ("dataset", "bench_data", "formats")}
+    lists: dict[str, Any] = {
+        name: _values(given[name]) for name in ("dataset", "bench_data", "formats")
+    }
     objects: dict[str, Any] = {
         name: read_options(given[name], f"--{name.replace('_', '-')}")
         for name in ("draft_options", "chat_template_kwargs")

@@ -36,14 +36,28 @@ def print_plan(settings: TrainSettings, console: Console) -> None:
     draft: DFlashConfig = draft_config(settings, target)
     sizes = Sizes.of(make_arguments(settings), settings.max_length, draft.block_size)
     num_examples, mean_length = count_examples(settings)
-    found = Plan(target, draft, sizes, num_examples=num_examples, mean_length=mean_length, target_dtype=settings.dtype)
+    found = Plan(
+        target,
+        draft,
+        sizes,
+        num_examples=num_examples,
+        mean_length=mean_length,
+        target_dtype=settings.dtype,
+    )
     table = Table(title=f"Training a draft for {settings.target}", show_header=False)
     rate = matmul_rate(torch.bfloat16 if sizes.mixed_precision else torch.float32)
     hours = found.hours(rate)
     examples = "not known before prepare" if num_examples is None else f"{num_examples:,}"
-    table.add_row("examples", f"{examples}, {mean_length:,.0f} tokens on average, about" if mean_length else examples)
-    table.add_row("steps", "not known before prepare" if found.steps is None else f"{found.steps:,}")
-    table.add_row("operations per step", f"{(found.target_flops + found.draft_flops) / 1e12:,.2f} TFLOP")
+    table.add_row(
+        "examples",
+        f"{examples}, {mean_length:,.0f} tokens on average, about" if mean_length else examples,
+    )
+    table.add_row(
+        "steps", "not known before prepare" if found.steps is None else f"{found.steps:,}"
+    )
+    table.add_row(
+        "operations per step", f"{(found.target_flops + found.draft_flops) / 1e12:,.2f} TFLOP"
+    )
     if hours is not None:
         told = f"{hours:,.1f}, at the {rate / 1e12:,.2f} TFLOP/s that products of large matrices reach here"
         table.add_row("hours of training, at least", told)
@@ -81,7 +95,11 @@ def count_examples(settings: TrainSettings) -> tuple[int | None, float | None]:
         file = settings.output_dir / name / "train.jsonl"
         if file.is_file() and file.stat().st_size:
             return _count([file], settings)
-    files = [Path(name) for name in settings.dataset if Path(name).suffix == ".jsonl" and Path(name).is_file()]
+    files = [
+        Path(name)
+        for name in settings.dataset
+        if Path(name).suffix == ".jsonl" and Path(name).is_file()
+    ]
     if len(files) != len(settings.dataset):
         known = settings.num_prompts
         return (None if known is None else known + settings.self_prompts), None

@@ -28,7 +28,9 @@ def _panel(name: str) -> Callable[[str], Any]:
     return lambda text: typer.Option(help=text, rich_help_panel=name)
 
 
-_data, _answers, _draft, _after, _machine = map(_panel, ("Data", "Answers", "Draft", "Bench and export", "Machine"))
+_data, _answers, _draft, _after, _machine = map(
+    _panel, ("Data", "Answers", "Draft", "Bench and export", "Machine")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +45,32 @@ class TrainSettings:
     output_dir: Path
     target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")]
     dataset: Annotated[
-        tuple[str, ...], _data("Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.")
+        tuple[str, ...],
+        _data("Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas."),
     ] = ()
-    num_prompts: Annotated[int | None, _data("Most conversations that are used; default all.")] = None
-    self_prompts: Annotated[int, _data("Prompts that the target writes itself, beside the data.")] = 0
+    num_prompts: Annotated[int | None, _data("Most conversations that are used; default all.")] = (
+        None
+    )
+    self_prompts: Annotated[
+        int, _data("Prompts that the target writes itself, beside the data.")
+    ] = 0
     num_eval: Annotated[int, _data("Conversations that are held out.")] = 64
     max_length: Annotated[int, _data("Longest example, prompt and answer, in tokens.")] = 3072
-    turns: Annotated[Literal["last", "all"], _data("Train on the last answer of a conversation, or all.")] = "last"
+    turns: Annotated[
+        Literal["last", "all"], _data("Train on the last answer of a conversation, or all.")
+    ] = "last"
     chat_template_kwargs: Annotated[
         Mapping[str, Any],
-        _data("What else the chat template reads, everywhere, as JSON: {'enable_thinking': false}."),
+        _data(
+            "What else the chat template reads, everywhere, as JSON: {'enable_thinking': false}."
+        ),
     ] = field(default_factory=dict[str, Any])
-    template: Annotated[str | None, _data("What the user says, of rows of other columns: '{question}'.")] = None
-    skip_bad_rows: Annotated[bool, _data("Leave malformed rows out instead of refusing the first.")] = False
+    template: Annotated[
+        str | None, _data("What the user says, of rows of other columns: '{question}'.")
+    ] = None
+    skip_bad_rows: Annotated[
+        bool, _data("Leave malformed rows out instead of refusing the first.")
+    ] = False
     streaming: Annotated[bool, _data("Fetch sets of the Hub row by row, and keep none.")] = False
     answers: Annotated[
         Literal["target", "data"],
@@ -65,16 +80,27 @@ class TrainSettings:
     temperature: Annotated[float, _answers("0 is greedy.")] = 0.0
     top_p: Annotated[float, _answers("Nucleus sampling.")] = 1.0
     answer_batch: Annotated[int, _answers("Prompts answered at once.")] = 32
-    server: Annotated[str | None, _answers("URL of an OpenAI-style server that answers instead.")] = None
-    server_model: Annotated[str | None, _answers("Its model; default the first that it names.")] = None
+    server: Annotated[
+        str | None, _answers("URL of an OpenAI-style server that answers instead.")
+    ] = None
+    server_model: Annotated[str | None, _answers("Its model; default the first that it names.")] = (
+        None
+    )
     draft: Annotated[str | None, _draft("Draft to train further; default a fresh one.")] = None
     num_hidden_layers: Annotated[int, _draft("Of a fresh draft.")] = 5
-    block_size: Annotated[int, _draft("Slots per block of a fresh draft, the anchor included.")] = 16
+    block_size: Annotated[int, _draft("Slots per block of a fresh draft, the anchor included.")] = (
+        16
+    )
     draft_options: Annotated[
-        Mapping[str, Any], _draft("Others of DFlashDraftModel.from_target, as JSON: {'num_taps': 4}.")
+        Mapping[str, Any],
+        _draft("Others of DFlashDraftModel.from_target, as JSON: {'num_taps': 4}."),
     ] = field(default_factory=dict[str, Any])
-    bench_data: Annotated[tuple[str, ...], _after("Sets for bench, with commas; default what is held out.")] = ()
-    bench_data_dir: Annotated[str | None, _after("Folder of the sets' files; default the Hub.")] = None
+    bench_data: Annotated[
+        tuple[str, ...], _after("Sets for bench, with commas; default what is held out.")
+    ] = ()
+    bench_data_dir: Annotated[str | None, _after("Folder of the sets' files; default the Hub.")] = (
+        None
+    )
     bench_prompts: Annotated[int, _after("Questions of each set.")] = 32
     formats: Annotated[tuple[FormatName, ...], _after("What export writes, with commas.")] = FORMATS
     license: Annotated[str | None, _after("Of the draft, for its card.")] = None
@@ -105,22 +131,49 @@ class TrainSettings:
         require(alone, what, self.template, "prepare rows as messages, or leave one out")
         is_file = self.output_dir.exists() and not self.output_dir.is_dir()
         require(not is_file, "a folder as --output-dir", str(self.output_dir), "name another")
-        least = {"num_prompts": 1, "self_prompts": 0, "num_eval": 0, "max_length": 2, "block_size": 2}
-        least |= dict.fromkeys(("max_new_tokens", "answer_batch", "num_hidden_layers", "bench_prompts", "threads"), 1)
+        least = {
+            "num_prompts": 1,
+            "self_prompts": 0,
+            "num_eval": 0,
+            "max_length": 2,
+            "block_size": 2,
+        }
+        least |= dict.fromkeys(
+            ("max_new_tokens", "answer_batch", "num_hidden_layers", "bench_prompts", "threads"), 1
+        )
         for name, smallest in least.items():
             value = getattr(self, name)
             fits = value is None or value >= smallest
-            require(fits, f"at least {smallest} as --{name.replace('_', '-')}", value, "give a larger one")
-        require(0 <= self.temperature < float("inf"), "0 or more as --temperature", self.temperature, "0 is greedy")
-        require(0 < self.top_p <= 1, "above 0 and at most 1 as --top-p", self.top_p, "1 is the whole vocabulary")
+            require(
+                fits,
+                f"at least {smallest} as --{name.replace('_', '-')}",
+                value,
+                "give a larger one",
+            )
+        require(
+            0 <= self.temperature < float("inf"),
+            "0 or more as --temperature",
+            self.temperature,
+            "0 is greedy",
+        )
+        require(
+            0 < self.top_p <= 1,
+            "above 0 and at most 1 as --top-p",
+            self.top_p,
+            "1 is the whole vocabulary",
+        )
         for name, allowed in (("turns", ("last", "all")), ("answers", ("target", "data"))):
             value = getattr(self, name)
-            require(value in allowed, f"--{name} {' or '.join(allowed)}", value, "choose one of them")
+            require(
+                value in allowed, f"--{name} {' or '.join(allowed)}", value, "choose one of them"
+            )
         for name in self.formats:
             known = f"--formats among {', '.join(FORMATS)}"
             require(name in FORMATS, known, name, "leave it out, or use dflash-hf convert")
         is_folder = self.bench_data_dir is None or Path(self.bench_data_dir).is_dir()
-        require(is_folder, "a folder of sets as --bench-data-dir", self.bench_data_dir, "fix the path")
+        require(
+            is_folder, "a folder of sets as --bench-data-dir", self.bench_data_dir, "fix the path"
+        )
         is_url = self.server is None or self.server.startswith(("http://", "https://"))
         require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
 
@@ -146,7 +199,9 @@ class TrainSettings:
         if stage in ("run", "bench", "export"):
             keeps_best = bool(self.arguments.get("load_best_model_at_end"))
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
-            found |= {name: value for name, value in self.arguments.items() if not name.startswith(how)}
+            found |= {
+                name: value for name, value in self.arguments.items() if not name.startswith(how)
+            }
         return found
 
 
@@ -162,8 +217,25 @@ _MADE_FROM: dict[Stage, tuple[str, ...]] = {
 }
 # How names of training arguments begin that change nothing of the draft: they may be others when a run goes on.
 HOW_IT_IS_RUN = (
-    *("report_to", "run_name", "project", "trackio_", "logging_", "log_level", "disable_tqdm", "include_num_"),
-    *("save_", "push_to_hub", "hub_", "resume_from_", "ddp_timeout", "torch_compile", "torch_empty_"),
+    *(
+        "report_to",
+        "run_name",
+        "project",
+        "trackio_",
+        "logging_",
+        "log_level",
+        "disable_tqdm",
+        "include_num_",
+    ),
+    *(
+        "save_",
+        "push_to_hub",
+        "hub_",
+        "resume_from_",
+        "ddp_timeout",
+        "torch_compile",
+        "torch_empty_",
+    ),
     *("dataloader_num_", "dataloader_pin_", "dataloader_pre", "dataloader_pers"),
     *("gradient_checkpointing", "activation_checkpointing", "chunk_blocks"),
 )
@@ -190,10 +262,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"expected YAML in {path}, got something else ({one_line(error)}); correct it") from error
+        raise ValueError(
+            f"expected YAML in {path}, got something else ({one_line(error)}); correct it"
+        ) from error
     found = {} if found is None else found
     is_mapping = isinstance(found, dict) and all(isinstance(name, str) for name in found)
-    require(is_mapping, f"names and their values in {path}", found, "write lines such as target: Qwen/Qwen3-8B")
+    require(
+        is_mapping,
+        f"names and their values in {path}",
+        found,
+        "write lines such as target: Qwen/Qwen3-8B",
+    )
     return {name.replace("-", "_"): value for name, value in found.items() if value is not None}
 
 
@@ -210,7 +289,10 @@ def as_words(given: Mapping[str, Any]) -> list[str]:
     for name, value in given.items():
         values = value if isinstance(value, list) else [value]
         if values:
-            words += [f"--{name}", *(json.dumps(one) if isinstance(one, dict | bool) else str(one) for one in values)]
+            words += [
+                f"--{name}",
+                *(json.dumps(one) if isinstance(one, dict | bool) else str(one) for one in values),
+            ]
     return words
 
 
@@ -232,7 +314,9 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         """Raises sentences, where `argparse` would print its usage and leave."""
 
         def error(self, message: str) -> NoReturn:
-            raise ValueError(f"expected arguments of the training, got {one_line(message)}; correct it")
+            raise ValueError(
+                f"expected arguments of the training, got {one_line(message)}; correct it"
+            )
 
     fields_of: Any = DFlashTrainingArguments
     parser = Parser(fields_of, allow_abbrev=False, add_help=False)
@@ -241,21 +325,34 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         action.required = False
         if action.type is Any:
             action.type = str
-        if action.dest == "optim":  # ours are more than the library's, and the arguments' own check knows them
+        # Ours are more than the library's, and the arguments' own check knows them
+        if action.dest == "optim":
             action.type = str
             action.choices = None
     found, rest = parser.parse_known_args(list(words))
     for word in rest:
         if word.startswith("--"):
-            _refuse_name(word.partition("=")[0][2:].replace("-", "_"), {action.dest for action in parser._actions})
-    require(not rest, "options and their values", " ".join(rest), "write -- before the name of an option")
+            _refuse_name(
+                word.partition("=")[0][2:].replace("-", "_"),
+                {action.dest for action in parser._actions},
+            )
+    require(
+        not rest,
+        "options and their values",
+        " ".join(rest),
+        "write -- before the name of an option",
+    )
     return vars(found)
 
 
 def _refuse_name(name: str, known: set[str]) -> NoReturn:
     every = sorted(OURS | known | {"config", "stages", "plan"})
     nearest = difflib.get_close_matches(name, every, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else "see dflash-hf train --help and docs/training.md"
+    hint = (
+        f"did you mean {nearest[0]!r}?"
+        if nearest
+        else "see dflash-hf train --help and docs/training.md"
+    )
     raise ValueError(
         f"expected an option of dflash-hf train or a field of its training arguments, got {name!r}; {hint}"
     )
@@ -290,5 +387,7 @@ def read_options(text: str, option: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"expected a JSON object as {option}, got {shown(text)}; write it in one pair of '...'")
+        raise ValueError(
+            f"expected a JSON object as {option}, got {shown(text)}; write it in one pair of '...'"
+        )
     return found

@@ -46,7 +46,9 @@ EVERY = "conversations.jsonl"
 SELF_PROMPTS = "self_prompts.jsonl"
 
 
-def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Callable[[str], None]) -> None:
+def run_stages(
+    settings: TrainSettings, stages: Sequence[Stage], tell: Callable[[str], None]
+) -> None:
     """Runs stages in their order; those that are done are not run again.
 
     Under `accelerate launch` every process trains and measures its share; the first one does the rest.
@@ -77,11 +79,14 @@ def run_stages(settings: TrainSettings, stages: Sequence[Stage], tell: Callable[
                 facts = RUNNERS[stage](settings, state)
         except (OSError, RuntimeError) as error:
             raise _explained(error, settings, stage) from error
-        if size > 1 and stage not in ("bench", "export"):  # a bench waits itself, and leaves the group
+        # A bench waits itself, and leaves the group
+        if size > 1 and stage not in ("bench", "export"):
             Processes("auto").wait()
         if rank == 0:
             state.write(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
-        told = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
+        told = ", ".join(
+            f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items()
+        )
         tell(f"{stage}: {told or 'done'}, {state.folder(stage)}")
     if rank == 0 and settings.arguments.get("push_to_hub") and state.is_done("run"):
         tell(f"https://huggingface.co/{_upload(settings, state.folder('run'))}")
@@ -114,7 +119,14 @@ def _prepare(settings: TrainSettings, state: RunState) -> dict[str, Any]:
             output=folder / EVERY,
             turns="none" if settings.answers == "target" else settings.turns,
             num_rows=settings.num_prompts,
-            **_same(settings, "max_length", "template", "streaming", "skip_bad_rows", "chat_template_kwargs"),
+            **_same(
+                settings,
+                "max_length",
+                "template",
+                "streaming",
+                "skip_bad_rows",
+                "chat_template_kwargs",
+            ),
         ),
         load_processor(settings.target),
     )
@@ -179,7 +191,9 @@ def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     target, processor = load_target(settings.target, settings.dtype, settings.device)
     source = state.folder("regenerate" if settings.answers == "target" else "prepare")
     train, held_out = (
-        read_examples(path, processor, settings.max_length) if path.is_file() and path.stat().st_size else None
+        read_examples(path, processor, settings.max_length)
+        if path.is_file() and path.stat().st_size
+        else None
         for path in (source / TRAIN, source / HELD_OUT)
     )
     others: dict[str, Any] = {}
@@ -193,13 +207,22 @@ def _train(settings: TrainSettings, state: RunState) -> dict[str, Any]:
         draft = load_draft(settings.draft, dtype=torch.float32)
     else:
         torch.manual_seed(arguments.seed)
-        options: dict[str, Any] = {"num_hidden_layers": settings.num_hidden_layers, "block_size": settings.block_size}
+        options: dict[str, Any] = {
+            "num_hidden_layers": settings.num_hidden_layers,
+            "block_size": settings.block_size,
+        }
         options |= {"tokenizer": tokenizer_of(processor), **settings.draft_options}
         draft = DFlashDraftModel.from_target(target, **options)
-    trainer = DFlashTrainer(model=draft, target=target, args=arguments, train_dataset=train, eval_dataset=held_out)
+    trainer = DFlashTrainer(
+        model=draft, target=target, args=arguments, train_dataset=train, eval_dataset=held_out
+    )
     begun = any((state.path / "run").glob("checkpoint-*/trainer_state.json"))
     trainer.train(resume_from_checkpoint=begun)
-    best = [row["eval_acceptance_length"] for row in trainer.state.log_history if "eval_acceptance_length" in row]
+    best = [
+        row["eval_acceptance_length"]
+        for row in trainer.state.log_history
+        if "eval_acceptance_length" in row
+    ]
     fresh = state.path / ".draft"
     trainer.save_model(str(fresh))
     facts: dict[str, Any] = {"steps": trainer.state.global_step, "examples": len(train or ())}
@@ -220,7 +243,8 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     data = settings.bench_data
     left_out = dict[str, int]()
     rank, size = _place()
-    resume = folder.is_dir() and any(folder.iterdir())  # asked before the first process can write there
+    # Asked before the first process can write there
+    resume = folder.is_dir() and any(folder.iterdir())
     if not data:
         path = state.folder("prepare") / HELD_OUT
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -255,10 +279,19 @@ def _bench(settings: TrainSettings, state: RunState) -> dict[str, Any]:
     if rank != 0:  # the first one writes what was measured
         return {}
     (drafted,) = (m for m in _summary(folder)["methods"] if m["method"] == "dflash")
-    require(drafted["failed"] is None, "answers with the draft", drafted["failed"], "see the bench's folder")
+    require(
+        drafted["failed"] is None,
+        "answers with the draft",
+        drafted["failed"],
+        "see the bench's folder",
+    )
     whole = drafted["all"]
     speedup = whole["speedup"]["ratio"] if whole["speedup"] else None
-    return {"acceptance_length": round(whole["acceptance"]["acceptance_length"], 3), "speedup": speedup, **left_out}
+    return {
+        "acceptance_length": round(whole["acceptance"]["acceptance_length"], 3),
+        "speedup": speedup,
+        **left_out,
+    }
 
 
 def _export(settings: TrainSettings, state: RunState) -> dict[str, Any]:
@@ -292,8 +325,13 @@ def make_arguments(settings: TrainSettings, **others: Any) -> Any:
         ValueError: If one is out of range.
     """
     # Without it Transformers takes bfloat16 for a request for a GPU.
-    given: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available(), **settings.arguments, **others}
-    given["push_to_hub"] = False  # the trainer would upload `run`; the draft is, behind the last stage
+    given: dict[str, Any] = {
+        "use_cpu": not torch.accelerator.is_available(),
+        **settings.arguments,
+        **others,
+    }
+    # The trainer would upload `run`; the draft is, behind the last stage
+    given["push_to_hub"] = False
     return DFlashTrainingArguments(output_dir=str(settings.output_dir / "run"), **given)
 
 
@@ -305,11 +343,16 @@ def _question(row: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     found = resolved(row, folder)
     messages = found["messages"]
     images = found.pop("images", ())
-    last = max((at for at, turn in enumerate(messages) if turn["role"] == "user"), default=len(messages) - 1)
+    last = max(
+        (at for at, turn in enumerate(messages) if turn["role"] == "user"),
+        default=len(messages) - 1,
+    )
     messages = messages[: last + 1]
     if images or any(isinstance(turn["content"], list) for turn in messages):
         messages = prepare_multimodal_messages(messages, images)
-        for block in (block for turn in messages for block in turn["content"] if block["type"] == "image"):
+        for block in (
+            block for turn in messages for block in turn["content"] if block["type"] == "image"
+        ):
             block["path"] = block.pop("image")
             if block["path"].startswith(("http://", "https://", "data:")):
                 return None
@@ -328,24 +371,37 @@ def _card_facts(settings: TrainSettings, state: RunState) -> Any:
     conditions = ""
     if (state.folder("bench") / "summary.json").is_file():
         summary = _summary(state.folder("bench"))
-        plain, drafted = (next(m for m in summary["methods"] if m["method"] == name) for name in ("plain", "dflash"))
+        plain, drafted = (
+            next(m for m in summary["methods"] if m["method"] == name)
+            for name in ("plain", "dflash")
+        )
         measured = drafted["sets"]
         machine = summary["provenance"]["machine"]
-        where = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {summary['provenance']['threads']} threads"
-        models = next(iter(summary["provenance"]["models"].values()))
-        conditions = (
-            f"Greedy, batch 1, at most {plain['options']['max_new_tokens']} new tokens, {models['dtype']}, {where}."
+        where = (
+            ", ".join(machine["gpus"])
+            or f"{machine['cpu']}, {summary['provenance']['threads']} threads"
         )
+        models = next(iter(summary["provenance"]["models"].values()))
+        most = plain["options"]["max_new_tokens"]
+        conditions = f"Greedy, batch 1, at most {most} new tokens, {models['dtype']}, {where}."
     facts = {**state.facts("prepare"), **state.facts("regenerate"), **state.facts("run")}
     facts.pop("seconds", None)
     answers = "in the data" if settings.answers == "data" else "the target's own, "
     if settings.answers == "target":
-        answers += "greedy" if settings.temperature == 0 else f"at temperature {settings.temperature:g}"
+        answers += (
+            "greedy" if settings.temperature == 0 else f"at temperature {settings.temperature:g}"
+        )
     training = {"answers": answers, **({"begun from": settings.draft} if settings.draft else {})}
-    training |= {name.replace("_", " "): value for name, value in facts.items() if name != "answers"}
+    training |= {
+        name.replace("_", " "): value for name, value in facts.items() if name != "answers"
+    }
     if settings.chat_template_kwargs:
         training["chat template reads"] = json.dumps(settings.chat_template_kwargs)
-    training |= {name: value for name, value in settings.made_from("run").items() if name in settings.arguments}
+    training |= {
+        name: value
+        for name, value in settings.made_from("run").items()
+        if name in settings.arguments
+    }
     return CardFacts(
         target=settings.target,
         license=settings.license,
@@ -371,7 +427,9 @@ def _explained(error: Exception, settings: TrainSettings, stage: Stage) -> Excep
         what = f"room on the disk of {settings.output_dir} for {stage}"
         return ValueError(f"expected {what}, got {free:,.0f} MB free; free some: {goes_on}")
     if type(error).__name__ == "OutOfMemoryError":
-        return ValueError(f"expected {stage} to fit the device, got {one_line(error)}; lower what --plan names")
+        return ValueError(
+            f"expected {stage} to fit the device, got {one_line(error)}; lower what --plan names"
+        )
     return error
 
 

@@ -51,10 +51,16 @@ class RunState:
                 changed since, or what a stage needs is neither there nor asked for.
         """
         # Parts of files are those of a process that was killed, or of another one's that is writing now.
-        names = (file.name for file in self.path.iterdir() if file.suffix != ".part") if self.path.is_dir() else ()
+        names = (
+            (file.name for file in self.path.iterdir() if file.suffix != ".part")
+            if self.path.is_dir()
+            else ()
+        )
         found = sorted(names)
         is_ours = not found or STAGES_FILE in found or set(found) <= {SETTINGS_FILE}
-        require(is_ours, "a new folder or that of a run as --output-dir", str(self.path), "name another")
+        require(
+            is_ours, "a new folder or that of a run as --output-dir", str(self.path), "name another"
+        )
         self.target = fingerprint(self.settings.target)
         last = STAGES.index(stages[-1])
         for stage in STAGES[: last + 1]:
@@ -63,11 +69,16 @@ class RunState:
                 continue
             now: dict[str, Any] = json.loads(json.dumps(self.settings.made_from(stage)))
             # What an option is by default is what it was before there was one.
-            unsaid = json.loads(json.dumps(TrainSettings(target="", output_dir=self.path).made_from(stage)))
+            unsaid = json.loads(
+                json.dumps(TrainSettings(target="", output_dir=self.path).made_from(stage))
+            )
             before: dict[str, Any] = {**unsaid, **record["made_from"]}
             differing = sorted(name for name in now | before if before.get(name) != now.get(name))
             if differing:
-                told = [f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in differing]
+                told = [
+                    f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}"
+                    for name in differing
+                ]
                 raise ValueError(
                     f"expected the run of {self.path} as its stage {stage} was begun, got another, whose "
                     f"{listed(told, '; ')}; give what it was begun with, name another --output-dir, or remove "
@@ -83,7 +94,12 @@ class RunState:
         for stage in stages:
             needed = STAGES[: min(STAGES.index(stage), STAGES.index("bench"))]
             missing = [name for name in needed if name not in stages and not self.is_done(name)]
-            require(not missing, f"what {', '.join(missing)} makes for {stage}", None, "ask for these --stages too")
+            require(
+                not missing,
+                f"what {', '.join(missing)} makes for {stage}",
+                None,
+                "ask for these --stages too",
+            )
 
     def is_done(self, stage: Stage) -> bool:
         """Returns True if a stage has been run to its end and what it made is there."""
@@ -93,7 +109,12 @@ class RunState:
     def write(self, stage: Stage, facts: dict[str, Any] | None = None) -> None:
         """Records what a stage is made from before it writes anything; with facts, that it is done."""
         made_from = self.settings.made_from(stage)
-        record = {"finished": facts is not None, "made_from": made_from, "target": self.target, "facts": facts or {}}
+        record = {
+            "finished": facts is not None,
+            "made_from": made_from,
+            "target": self.target,
+            "facts": facts or {},
+        }
         self._known[stage] = record
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / STAGES_FILE, json.dumps(self._known, indent=2) + "\n")
@@ -108,14 +129,24 @@ class RunState:
         """Writes `settings.yaml`: another run's `--config`, and what this one goes on with."""
         import yaml
 
-        plain = {name: value for name, value in self.settings.plain().items() if value not in (None, [], {})}
+        plain = {
+            name: value
+            for name, value in self.settings.plain().items()
+            if value not in (None, [], {})
+        }
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path / SETTINGS_FILE, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+        write_whole(
+            self.path / SETTINGS_FILE, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        )
 
     def _record(self, stage: Stage) -> dict[str, Any] | None:
         """What is known of a stage that has left something."""
         record: dict[str, Any] | None = self._known.get(stage)
-        return record if record is not None and any((self.path / n).exists() for n in FOLDERS[stage]) else None
+        return (
+            record
+            if record is not None and any((self.path / n).exists() for n in FOLDERS[stage])
+            else None
+        )
 
     @cached_property
     def _known(self) -> dict[str, Any]:

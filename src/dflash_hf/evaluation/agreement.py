@@ -36,14 +36,16 @@ class Agreement:
     """What two answers have in common."""
 
     sentence: str  # all of the following in words; tokens count from 1 there
-    token: int | None = None  # index, from 0, of the first token that differs; `None` if the answers are identical
+    # Index, from 0, of the first token that differs; `None` if the answers are identical
+    token: int | None = None
     # How far the worse of the two tokens lies below the best of all there, in logits (as logits processors leave them;
     # where the answers are sampled with their noise). `None` where one answer ends and the other goes on, or one of
     # the tokens was ruled out.
     margin: float | None = None
     tolerance: float | None = None  # the widest margin that is a tie
     measured_in: str | None = None  # dtype in which the margin was computed
-    is_tie: bool | None = None  # whether rounding explains the difference; `None` where that cannot be said
+    # Whether rounding explains the difference; `None` where that cannot be said
+    is_tie: bool | None = None
 
     @property
     def identical(self) -> bool:
@@ -98,17 +100,23 @@ def agreement(
     differs = f"differs from token {index + 1} on"
     rows = inputs["input_ids"].shape[0]
     if rows != 1:
-        raise ValueError(f"expected the inputs of one prompt, got those of {rows}; compare answers one by one")
+        raise ValueError(
+            f"expected the inputs of one prompt, got those of {rows}; compare answers one by one"
+        )
     sampled = bool(settings.get("do_sample", target.generation_config.do_sample))
     if sampled and seed is None:
-        raise ValueError("expected the seed of sampled answers, got none; give what torch.manual_seed was given")
+        raise ValueError(
+            "expected the seed of sampled answers, got none; give what torch.manual_seed was given"
+        )
     if index in (len(plain), len(drafted)):
         sentence = f"{differs}, where one answer ends and the other goes on"
         return Agreement(sentence=sentence, token=index, is_tie=False)
     reference = reference_for(target) if reference is None else reference
     scores, size = _scores(reference, inputs, plain[:index], seed if sampled else None, settings)
     margin = float(scores.max() - scores[[plain[index], drafted[index]]].min())
-    tolerance = (HALF_TIE if target.dtype in HALF else FULL_TIE) * torch.finfo(target.dtype).eps * size
+    tolerance = (
+        (HALF_TIE if target.dtype in HALF else FULL_TIE) * torch.finfo(target.dtype).eps * size
+    )
     is_tie: bool | None = margin <= tolerance
     if not is_tie and sampled and bool(scores.isneginf().any()):
         is_tie = None  # rounding may also have moved the edge of what top-k or top-p leaves
@@ -140,7 +148,9 @@ def reference_for(target: PreTrainedModel) -> PreTrainedModel:
         return target
     reason = _no_copy(target)
     if reason is not None:
-        logger.warning(f"Margins are measured in {_name(target.dtype)}: {reason}, so there is no float32 copy.")
+        logger.warning(
+            f"Margins are measured in {_name(target.dtype)}: {reason}, so there is no float32 copy."
+        )
         return target
     # Given to `deepcopy` as copied already, so that it makes no second model in half precision on the way.
     copies: dict[int, Any] = {id(buffer): _widened(buffer) for buffer in target.buffers()}
@@ -189,10 +199,16 @@ def _scores(
     tail = torch.tensor([list(begun)], dtype=ids.dtype, device=ids.device)
     row: dict[str, Any] = {}
     for name, value in inputs.items():
-        behind = tail if name == "input_ids" else torch.full_like(tail, name == "attention_mask", dtype=value.dtype)
+        behind = (
+            tail
+            if name == "input_ids"
+            else torch.full_like(tail, name == "attention_mask", dtype=value.dtype)
+        )
         row[name] = torch.cat([value, behind], dim=1) if value.shape == ids.shape else value
     options = {**settings, "max_new_tokens": 1, "return_dict_in_generate": True}
-    with torch.random.fork_rng([] if ids.device.type == "cpu" else [ids.device], device_type=ids.device.type):
+    with torch.random.fork_rng(
+        [] if ids.device.type == "cpu" else [ids.device], device_type=ids.device.type
+    ):
         out: Any = model.generate(**row, **options, output_scores=True, output_logits=True)
         logits = out.logits[0][0].double()
         scores = out.scores[0][0].double()
@@ -203,7 +219,9 @@ def _scores(
         key = new_key(ids.device)
     position = row["attention_mask"].sum(dim=1, keepdim=True)
     noise = gumbel_noise(key, position, torch.arange(len(scores), device=ids.device))[0, 0]
-    return scores + noise, size / (settings.get("temperature") or model.generation_config.temperature or 1.0)
+    return scores + noise, size / (
+        settings.get("temperature") or model.generation_config.temperature or 1.0
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

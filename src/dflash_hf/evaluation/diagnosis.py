@@ -82,7 +82,11 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
-        return {"healthy": not self.findings, "findings": [check.name for check in self.findings], **asdict(self)}
+        return {
+            "healthy": not self.findings,
+            "findings": [check.name for check in self.findings],
+            **asdict(self),
+        }
 
 
 class Trial(NamedTuple):
@@ -130,7 +134,9 @@ def diagnose(
         )
     prompts = (PROMPTS if prompts is None else prompts)[:num_prompts]
     if not prompts:
-        raise ValueError("expected at least one prompt, got none; give texts of the kind this target is used for")
+        raise ValueError(
+            "expected at least one prompt, got none; give texts of the kind this target is used for"
+        )
     static = [_check_vocabulary(target, draft, tokenizer), _check_weights(draft)]
     try:
         check_pair(target, draft.config)
@@ -139,13 +145,17 @@ def diagnose(
         static.append(Check("other_target", "finding", str(error), advice))
         return Diagnosis(acceptance_length=0.0, num_prompts=0, num_tokens=0, checks=static)
     on_progress("answering the prompts")
-    examples = write_answers(model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens)
+    examples = write_answers(
+        model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens
+    )
     probe = Probe(target, draft, examples)
     setup, measured = _try_settings(probe, tokenizer, on_progress)
     checks = static + measured
     on_progress("trying other forms of the prompts")
     checks += _check_prompts(probe, processor, prompts, setup, max_new_tokens)
-    checks.append(_check_fit(probe, setup, [check.name for check in checks if check.status == "finding"]))
+    checks.append(
+        _check_fit(probe, setup, [check.name for check in checks if check.status == "finding"])
+    )
     return Diagnosis(
         acceptance_length=probe.walked({}),
         tree_acceptance_length=None if target.recurrences else probe.walked({}, is_tree=True),
@@ -155,14 +165,21 @@ def diagnose(
     )
 
 
-def write_answers(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int) -> list[Example]:
+def write_answers(
+    model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int
+) -> list[Example]:
     """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together."""
     prompts = [Example.from_pair(row, []) for row in inputs]
     config: Any = model.generation_config
     ends = end_tokens(model)
     pad_token_id = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
     answers = regenerate_answers(
-        model, prompts, max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad_token_id, batch_size=8
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=pad_token_id,
+        batch_size=8,
     )
     return [prompt.with_answer(answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
@@ -185,7 +202,9 @@ def _try_settings(
             if result.beats(base) and (best is None or result.mean > 1.02 * best[1].mean):
                 best = trial, result
         if best is None:
-            return setup, [found.get(name) or _unchanged(name, base, results.get(name)) for name in EXPLAINED]
+            return setup, [
+                found.get(name) or _unchanged(name, base, results.get(name)) for name in EXPLAINED
+            ]
         trial, result = best
         sentence = f"{trial.label} accepts {result.mean:.2f} tokens per verify, as configured {base.mean:.2f}"
         measured = {"as configured": round(base.mean, 3), **results[trial.check]}
@@ -212,7 +231,9 @@ def _unchanged(name: str, base: Measurement, tried: dict[str, float] | None) -> 
     if tried is None:
         return Check(name, "ok" if name in ("rope", "dtype") else "skipped", EXPLAINED[name])
     best = max(tried, key=lambda label: tried[label])
-    sentence = f"nothing tried is clearly better: {best} {tried[best]:.2f}, as configured {base.mean:.2f}"
+    sentence = (
+        f"nothing tried is clearly better: {best} {tried[best]:.2f}, as configured {base.mean:.2f}"
+    )
     return Check(name, "ok", sentence, measured={"as configured": round(base.mean, 3), **tried})
 
 
@@ -226,13 +247,20 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
     if probe.deepstack_differs:
         after = not config.tap_after_deepstack
         label = f"taps {'after' if after else 'before'} DeepStack's additions"
-        yield Trial("deepstack", label, f"set tap_after_deepstack to {after}", {"tap_after_deepstack": after})
+        yield Trial(
+            "deepstack",
+            label,
+            f"set tap_after_deepstack to {after}",
+            {"tap_after_deepstack": after},
+        )
     for token_id in mask_candidates(probe.target, probe.draft, tokenizer):
         advice = f"set mask_token_id to {token_id}, the token that the draft's blocks were filled with in training"
         yield Trial("mask_token", f"mask {token_id}", advice, {"mask_token_id": token_id})
     now = config.is_causal
     count = config.num_hidden_layers
-    others = {str(flags): flags for flags in ([not flag for flag in now], [False] * count, [True] * count)}
+    others = {
+        str(flags): flags for flags in ([not flag for flag in now], [False] * count, [True] * count)
+    }
     for flags in others.values():
         if flags != now:
             label = f"is_causal {flags[0] if len(set(flags)) == 1 else flags}"
@@ -243,8 +271,17 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
     window = own or next(theirs, 2048)
     longest = max(len(example.input_ids) for example in probe.examples)
     if longest > window and own is not None:
-        change = {"sliding_window": None, "layer_types": ["full_attention"] * count, "is_causal": now}
-        yield Trial("sliding_window", "no window", "set every entry of layer_types to 'full_attention'", change)
+        change = {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * count,
+            "is_causal": now,
+        }
+        yield Trial(
+            "sliding_window",
+            "no window",
+            "set every entry of layer_types to 'full_attention'",
+            change,
+        )
     elif longest > window:
         advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
         change = {"sliding_window": window, "layer_types": ["sliding_attention"] * count}
@@ -265,22 +302,40 @@ def _rope_trials(probe: Probe) -> Iterator[Trial]:
     kind = theirs["rope_type"]
     if theta != own["rope_theta"]:
         advice = f"set rope_parameters['rope_theta'] to {theta:g}, the target's"
-        yield Trial("rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}})
+        yield Trial(
+            "rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}}
+        )
     if kind != own["rope_type"]:
         advice = f"set rope_parameters to {theirs}, the target's"
         yield Trial("rope", f"the target's {kind} RoPE", advice, {"rope_parameters": theirs})
 
 
-def mask_candidates(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def mask_candidates(
+    target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
     """Ids that could have filled the blocks in training: the mask token, unused rows, other special tokens."""
     unused = [len(tokenizer), len(tokenizer) + 1, target.vocab_size - 1]
     special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}, reverse=True)
-    ordered = [tokenizer.mask_token_id, *unused, tokenizer.pad_token_id, tokenizer.unk_token_id, *special]
-    usable = [i for i in dict.fromkeys(ordered) if isinstance(i, int) and 0 <= i < (draft.config.vocab_size or i + 1)]
-    return [i for i in usable if i < target.vocab_size and i != draft.config.mask_token_id][:MAX_MASK_CANDIDATES]
+    ordered = [
+        tokenizer.mask_token_id,
+        *unused,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+        *special,
+    ]
+    usable = [
+        i
+        for i in dict.fromkeys(ordered)
+        if isinstance(i, int) and 0 <= i < (draft.config.vocab_size or i + 1)
+    ]
+    return [i for i in usable if i < target.vocab_size and i != draft.config.mask_token_id][
+        :MAX_MASK_CANDIDATES
+    ]
 
 
-def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase) -> Check:
+def _check_vocabulary(
+    target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase
+) -> Check:
     """Finds out if tokenizer, target and draft can mean the same ids."""
     rows = target.vocab_size
     size = len(tokenizer)
@@ -288,9 +343,16 @@ def _check_vocabulary(target: Target, draft: DFlashDraftModel, tokenizer: PreTra
     beyond = sorted(i for i in tokenizer.all_special_ids if i >= rows)
     wrong = [f"the tokenizer has {size} ids, the target's embedding {rows} rows"] * (size > rows)
     wrong += [f"special ids {beyond} lie outside the target's embedding"] * bool(beyond)
-    wrong += [f"the mask token {mask} is an end-of-sequence token"] * (mask in end_tokens(target.model))
+    wrong += [f"the mask token {mask} is an end-of-sequence token"] * (
+        mask in end_tokens(target.model)
+    )
     advice = "use the tokenizer and the draft that belong to this target"
-    return _judged("vocabulary", wrong, advice, f"{size} ids of the tokenizer within {rows} rows of the embedding")
+    return _judged(
+        "vocabulary",
+        wrong,
+        advice,
+        f"{size} ids of the tokenizer within {rows} rows of the embedding",
+    )
 
 
 def _check_weights(draft: DFlashDraftModel) -> Check:
@@ -301,7 +363,11 @@ def _check_weights(draft: DFlashDraftModel) -> Check:
             wrong.append(f"{name} has NaN or infinite values")
         elif not bool(tensor.any()) and not name.endswith("bias"):
             wrong.append(f"{name} is all zeros")
-    unit = [n for n, m in draft.named_modules() if isinstance(m, DFlashRMSNorm) and bool((m.weight == 1).all())]
+    unit = [
+        n
+        for n, m in draft.named_modules()
+        if isinstance(m, DFlashRMSNorm) and bool((m.weight == 1).all())
+    ]
     if unit:
         wrong.append(f"{', '.join(unit)} are ones everywhere, as before any training")
     advice = "the checkpoint was not (wholly) trained, or lost weights on the way; export or download it again"
@@ -309,7 +375,9 @@ def _check_weights(draft: DFlashDraftModel) -> Check:
     return _judged("weights", wrong, advice, fine)
 
 
-def _judged(name: str, wrong: list[str], advice: str, fine: str, measured: dict[str, float] | None = None) -> Check:
+def _judged(
+    name: str, wrong: list[str], advice: str, fine: str, measured: dict[str, float] | None = None
+) -> Check:
     """The check of something that is either fine or a finding."""
     if not wrong:
         return Check(name, "ok", fine, measured=measured or {})
@@ -329,14 +397,21 @@ def _check_prompts(
 
     def measure(**options: Any) -> Measurement:
         inputs = [encode_prompt(processor, prompt, model.device, **options) for prompt in prompts]
-        return Probe(probe.target, probe.draft, write_answers(model, inputs, max_new_tokens)).measure(setup)
+        return Probe(
+            probe.target, probe.draft, write_answers(model, inputs, max_new_tokens)
+        ).measure(setup)
 
     def judge(name: str, results: dict[str, Measurement], advice: str) -> Check:
-        measured = {"as configured": round(base.mean, 3), **{k: round(v.mean, 3) for k, v in results.items()}}
+        measured = {
+            "as configured": round(base.mean, 3),
+            **{k: round(v.mean, 3) for k, v in results.items()},
+        }
         best = max(results, key=lambda label: results[label].mean)
         # Other texts, not the same ones: only a gain that no choice of texts explains counts.
         bad = results[best].mean > 1.25 * base.mean + 0.5
-        sentence = f"{best} {measured[best]:.2f} tokens per verify, as the prompts are {base.mean:.2f}"
+        sentence = (
+            f"{best} {measured[best]:.2f} tokens per verify, as the prompts are {base.mean:.2f}"
+        )
         return _judged(name, [sentence] * bad, advice.format(best=best), sentence, measured)
 
     advice = "the draft was trained on texts without the chat template; use it on those, or one trained with it"
@@ -355,7 +430,9 @@ def _check_fit(probe: Probe, setup: Setup, findings: list[str]) -> Check:
     """Finds out if the draft predicts this target at all, once its settings are as good as they get."""
     reached = probe.measure(setup).mean
     bad = reached < NEAR_RANDOM and "weights" not in findings
-    wrong = [f"{reached:.2f} tokens per verify with the best settings found: next to nothing is accepted"] * bad
+    wrong = [
+        f"{reached:.2f} tokens per verify with the best settings found: next to nothing is accepted"
+    ] * bad
     advice = "the draft was trained for another target (or other weights of it), or hardly at all; load the right one"
     fine = f"{reached:.2f} tokens per verify over all anchors, with the best settings found"
     return _judged("other_target", wrong, advice, fine, {"best setup": round(reached, 3)})

@@ -75,14 +75,24 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 
 
 def encode_prompt(
-    processor: Processor, prompt: Prompt, device: torch.device, *, template: bool = True, **options: Any
+    processor: Processor,
+    prompt: Prompt,
+    device: torch.device,
+    *,
+    template: bool = True,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Turns a text or a conversation into model inputs of one row; see [`encode_prompts`]."""
     return encode_prompts(processor, [prompt], device, template=template, **options)
 
 
 def encode_prompts(
-    processor: Processor, prompts: Sequence[Prompt], device: torch.device, *, template: bool = True, **options: Any
+    processor: Processor,
+    prompts: Sequence[Prompt],
+    device: torch.device,
+    *,
+    template: bool = True,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Turns texts or conversations into model inputs, left-padded where there are several.
 
@@ -106,8 +116,12 @@ def encode_prompts(
             f"{'' if template else ' without the template'}; leave the images out, or take a target for images"
         )
     padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(prompts) > 1 else {}
-    if not template or (processor.chat_template is None and all(isinstance(prompt, str) for prompt in prompts)):
-        encoded: Any = tokenizer([text_of(prompt) for prompt in prompts], return_tensors="pt", **padding)
+    if not template or (
+        processor.chat_template is None and all(isinstance(prompt, str) for prompt in prompts)
+    ):
+        encoded: Any = tokenizer(
+            [text_of(prompt) for prompt in prompts], return_tensors="pt", **padding
+        )
     else:
         if processor is tokenizer and padding:
             options |= {"padding": True, "tokenizer_kwargs": {"padding_side": "left"}}
@@ -122,7 +136,8 @@ def encode_prompts(
                 return_dict=True,
                 **options,
             )
-        except (OSError, SyntaxError) as error:  # Pillow's: not an image, or one that is cut off or broken
+        # Pillow's: not an image, or one that is cut off or broken
+        except (OSError, SyntaxError) as error:
             raise ValueError(
                 f"expected images that can be read, got {', '.join(names)}, of which one cannot ({one_line(error)}); "
                 "leave it out or save it anew"
@@ -186,7 +201,12 @@ def check_comparable(draft: DFlashDraftModel, settings: Mapping[str, Any]) -> No
 
 
 def compare_with_plain(
-    target: PreTrainedModel, draft: DFlashDraftModel, answered: Answer, *, kind: str = "prompt", **settings: Any
+    target: PreTrainedModel,
+    draft: DFlashDraftModel,
+    answered: Answer,
+    *,
+    kind: str = "prompt",
+    **settings: Any,
 ) -> Comparison:
     """Answers a prompt again, without the draft, under the same settings of `generate`, and compares.
 
@@ -237,10 +257,14 @@ def changed(config: Any, **values: Any) -> Generator[None]:
             setattr(config, name, value)
 
 
-def warm_up(target: PreTrainedModel, draft: DFlashDraftModel, processor: Processor, prompt: Prompt) -> None:
+def warm_up(
+    target: PreTrainedModel, draft: DFlashDraftModel, processor: Processor, prompt: Prompt
+) -> None:
     """Answers a prompt with a few tokens, both ways: the first calls pay for loading code."""
     settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-    compare_with_plain(target, draft, answer(target, draft, processor, prompt, **settings), **settings)
+    compare_with_plain(
+        target, draft, answer(target, draft, processor, prompt, **settings), **settings
+    )
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
@@ -249,7 +273,9 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
         raise ValueError("expected at least one comparison, got none; answer a prompt first")
     verifies = sum(row.stats.num_verifies for row in rows)
     committed = sum(sum(sum(r) for r in row.stats.num_committed) for row in rows)
-    plain, drafted = (sum(getattr(row, name) for row in rows) for name in ("plain_seconds", "seconds"))
+    plain, drafted = (
+        sum(getattr(row, name) for row in rows) for name in ("plain_seconds", "seconds")
+    )
     return {
         "prompts": len(rows),
         "identical": all(row.identical for row in rows),

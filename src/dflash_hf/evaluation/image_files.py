@@ -58,7 +58,9 @@ def check_pillow() -> None:
     try:
         importlib.import_module("PIL")
     except ModuleNotFoundError as error:
-        raise ValueError("expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'") from error
+        raise ValueError(
+            "expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'"
+        ) from error
 
 
 def read_image(path: Path, data: bytes | None = None) -> ChatImage:
@@ -77,18 +79,24 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
     if size > MAX_FILE_BYTES:
         limit = f"{MAX_FILE_BYTES // 2**20} MB"
         got = f"{size / 2**20:.1f} MB"
-        raise ImageError(f"expected an image of at most {limit}, got {name} with {got}; shrink it", path)
+        raise ImageError(
+            f"expected an image of at most {limit}, got {name} with {got}; shrink it", path
+        )
     try:
         with Image.open(path if data is None else io.BytesIO(data), formats=FORMATS) as file:
             if file.width * file.height > MAX_PIXELS:
-                name += f" with {file.width} × {file.height} ({file.width * file.height / 10**6:.0f})"
+                name += (
+                    f" with {file.width} × {file.height} ({file.width * file.height / 10**6:.0f})"
+                )
                 raise Image.DecompressionBombError
             frames = int(getattr(file, "n_frames", 1))
             file.seek(0)
             image = _upright_rgb(file)
     except Image.DecompressionBombError as error:  # Pillow's own comes before it says a size
         limit = f"{MAX_PIXELS // 10**6} megapixels"
-        raise ImageError(f"expected an image of at most {limit}, got {name}; shrink it", path) from error
+        raise ImageError(
+            f"expected an image of at most {limit}, got {name}; shrink it", path
+        ) from error
     except (OSError, SyntaxError, EOFError, ValueError) as error:
         kinds = ", ".join(FORMATS)
         advice = "choose another file"
@@ -136,7 +144,11 @@ def image_size(source: Any) -> tuple[int, int] | None:
     try:
         if isinstance(source, str) and not os.path.isfile(source):
             source = io.BytesIO(base64.b64decode(source.rpartition("base64,")[2], validate=True))
-        with contextlib.nullcontext(source) if isinstance(source, Image.Image) else Image.open(source) as file:
+        with (
+            contextlib.nullcontext(source)
+            if isinstance(source, Image.Image)
+            else Image.open(source) as file
+        ):
             width, height = file.size
             is_turned = file.getexif().get(ORIENTATION, 1) >= 5
     except (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError):
@@ -159,5 +171,7 @@ def _upright_rgb(file: Any) -> Any:
     image = image.convert("RGB")
     factor = (KEPT_PIXELS / (image.width * image.height)) ** 0.5
     if factor < 1:
-        image = image.resize((max(1, int(image.width * factor)), max(1, int(image.height * factor))))
+        image = image.resize(
+            (max(1, int(image.width * factor)), max(1, int(image.height * factor)))
+        )
     return image

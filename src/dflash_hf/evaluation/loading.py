@@ -27,7 +27,9 @@ def check_place(option: str, place: str) -> None:
     """Raises `ValueError` for a path that is not there; a Hub id has at most one slash and is looked up later."""
     looks_local = place.startswith((".", "~", "/")) or place.count("/") > 1
     if looks_local and not Path(place).exists():
-        raise ValueError(f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path")
+        raise ValueError(
+            f"expected a folder or a Hub id as {option}, got {place!r}, which is not there; fix the path"
+        )
 
 
 def _check_device(device: str) -> None:
@@ -46,7 +48,9 @@ def _check_device(device: str) -> None:
     here = accelerator()
     count = torch.accelerator.device_count() if here is not None and here.type == wanted.type else 0
     if wanted.type != "cpu" and (wanted.index or 0) >= count:
-        found = "none" if here is None else f"{torch.accelerator.device_count()} of type {here.type}"
+        found = (
+            "none" if here is None else f"{torch.accelerator.device_count()} of type {here.type}"
+        )
         raise ValueError(
             f"expected an accelerator of this machine as --device, got {device!r}, and it has {found}; pass cpu or "
             "auto"
@@ -60,7 +64,9 @@ def takes_images(config: PreTrainedConfig) -> bool:
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
-def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Processor]:
+def load_target(
+    target: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, Processor]:
     """Loads a target and what encodes its prompts from a folder or a Hub id.
 
     Where the target's config is of an image-text-to-text model that is loaded with its processor, else the causal
@@ -92,7 +98,9 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
     logging.disable_progress_bar()
     config = _loaded("a config", target, lambda: AutoConfig.from_pretrained(target))
     if config.model_type == DFlashConfig.model_type:
-        raise ValueError(f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft")
+        raise ValueError(
+            f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft"
+        )
     with_images = takes_images(config)
     if with_images:
         check_pillow()
@@ -101,13 +109,19 @@ def load_target(target: str, dtype: str = "auto", device: str = "auto") -> tuple
     encoder = AutoProcessor if with_images else AutoTokenizer
     kind = "a processor" if with_images else "a tokenizer"
     processor: Any = _loaded(kind, target, lambda: encoder.from_pretrained(target))
-    tokenizer: Any = processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+    tokenizer: Any = (
+        processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
+    )
     # What Transformers makes where there are no files of one knows no text.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise ValueError(
             f"expected a tokenizer in {target}, got none with a vocabulary; copy the tokenizer's files there"
         )
-    model = _loaded("weights", target, lambda: model_class.from_pretrained(target, dtype=dtype, device_map=device))
+    model = _loaded(
+        "weights",
+        target,
+        lambda: model_class.from_pretrained(target, dtype=dtype, device_map=device),
+    )
     return model, processor
 
 
@@ -120,7 +134,8 @@ def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
     except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if isinstance(error, getattr(torch, "AcceleratorError", ())):  # newer than the oldest torch; no file's fault
+        # Newer than the oldest torch; no file's fault
+        if isinstance(error, getattr(torch, "AcceleratorError", ())):
             raise
         raise ValueError(
             f"expected {what} of a model in {place}, got files that do not load ({type(error).__name__}: "
@@ -137,6 +152,8 @@ def load_pair(
     from dflash_hf.modeling_dflash import DFlashDraftModel
 
     assistant = _loaded(
-        "a draft", draft, lambda: DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device)
+        "a draft",
+        draft,
+        lambda: DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device),
     )
     return model, assistant, processor

@@ -66,7 +66,11 @@ class Measurement:
         here, and only differences count.
         """
         total = sum(self.weights)
-        return sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total if total else 1.0
+        return (
+            sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total
+            if total
+            else 1.0
+        )
 
     def beats(self, other: Measurement) -> bool:
         """Whether it is better on the same texts by 3 % of the mean and three standard errors of the difference."""
@@ -90,7 +94,9 @@ class Probe:
         examples (sequence of [`Example`]): The target's own greedy answers.
     """
 
-    def __init__(self, target: Target, draft: DFlashDraftModel, examples: Sequence[Example]) -> None:
+    def __init__(
+        self, target: Target, draft: DFlashDraftModel, examples: Sequence[Example]
+    ) -> None:
         self.target = target
         self.draft = draft
         self.examples = list(examples)
@@ -110,12 +116,19 @@ class Probe:
             found.append(dict(zip(layer_ids, taps.chunk(len(layer_ids), dim=-1), strict=True)))
         before = found[0]
         after = found[-1]
-        return {False: before, True: {i: before[i] if torch.equal(before[i], after[i]) else after[i] for i in after}}
+        return {
+            False: before,
+            True: {i: before[i] if torch.equal(before[i], after[i]) else after[i] for i in after},
+        }
 
     @property
     def deepstack_differs(self) -> bool:
         """True if it is not the same on these texts to tap before and after DeepStack's additions."""
-        return any(states[True][i] is not states[False][i] for _, states in self.texts for i in self.layer_ids)
+        return any(
+            states[True][i] is not states[False][i]
+            for _, states in self.texts
+            for i in self.layer_ids
+        )
 
     def shifted(self, shift: int) -> list[int]:
         """Returns the tapped layers' neighbours in the target; -1, the embedding, only where the draft taps it."""
@@ -131,7 +144,9 @@ class Probe:
             for accepted in self._accepted(setup)
             for start in range(0, len(accepted), size)
         ]
-        return Measurement(tuple(1.0 + sum(run) / len(run) for run in runs), tuple(len(run) for run in runs))
+        return Measurement(
+            tuple(1.0 + sum(run) / len(run) for run in runs), tuple(len(run) for run in runs)
+        )
 
     def walked(self, setup: Setup, is_tree: bool = False) -> float:
         """Returns the acceptance length that greedy `generate` would have on these texts, by a chain or a tree."""
@@ -149,7 +164,9 @@ class Probe:
         found: list[list[int]] = []
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):
             tapped = states[draft.config.tap_after_deepstack]
-            features = torch.cat([tapped[i] for i in draft.config.target_layer_ids], dim=-1).to(draft.device)
+            features = torch.cat([tapped[i] for i in draft.config.target_layer_ids], dim=-1).to(
+                draft.device
+            )
             accepted = accepted_at_anchors(draft, self.target, batch, features, is_tree=is_tree)
             found.append(accepted[0, example.prompt_length() : -1].tolist())
         self._counted[key] = found

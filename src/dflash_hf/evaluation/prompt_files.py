@@ -54,7 +54,9 @@ def with_images(text: str, files: Sequence[Path]) -> Prompt:
     """Returns a prompt with image files before its text, or the text alone; `ValueError` if a file is not there."""
     for file in files:
         if not file.is_file():
-            raise ValueError(f"expected an image file, got {str(file)!r}, which is not there; fix the path")
+            raise ValueError(
+                f"expected an image file, got {str(file)!r}, which is not there; fix the path"
+            )
     if not files:
         return text
     parts: list[dict[str, Any]] = [{"type": "image", "path": str(file)} for file in files]
@@ -71,10 +73,14 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"expected UTF-8 in {path}, got other bytes ({one_line(error)}); save it as UTF-8") from error
+        raise ValueError(
+            f"expected UTF-8 in {path}, got other bytes ({one_line(error)}); save it as UTF-8"
+        ) from error
     # Not `splitlines`: a string in JSON may have other ends of lines in it.
     if text.count("\n") > MAX_PROMPTS:
-        raise ValueError(f"expected at most {MAX_PROMPTS} lines in {path}, got more; use fewer prompts")
+        raise ValueError(
+            f"expected at most {MAX_PROMPTS} lines in {path}, got more; use fewer prompts"
+        )
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
@@ -94,7 +100,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     Paths of images in messages are relative to the file. Raises `ValueError` if a file or line has no prompt.
     """
     if not path.is_file():
-        raise ValueError(f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; fix the path")
+        raise ValueError(
+            f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; fix the path"
+        )
     placed = read_rows(path) if path.suffix == ".jsonl" else read_lines(path)
     prompts: list[Prompt] = [prompt for _, prompt in placed]
     if not prompts:
@@ -108,9 +116,13 @@ def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
     prompt = row.get("prompt")
     if messages:
         _check_messages(messages, where)
-        return [{**message, "content": _located(message["content"], folder)} for message in messages]
+        return [
+            {**message, "content": _located(message["content"], folder)} for message in messages
+        ]
     if not prompt:
-        raise ValueError(f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them")
+        raise ValueError(
+            f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them"
+        )
     return check_text(prompt, f"prompt in {where}")
 
 
@@ -118,7 +130,10 @@ def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[di
     """A message's content with relative paths of images taken from a folder, that of the file it was read from."""
     if isinstance(content, str):
         return content
-    return [{**part, "path": str(folder / part["path"])} if part.get("path") else part for part in content]
+    return [
+        {**part, "path": str(folder / part["path"])} if part.get("path") else part
+        for part in content
+    ]
 
 
 def _check_messages(messages: Any, where: str) -> None:
@@ -141,7 +156,9 @@ def _check_part(part: Any, where: str) -> None:
     is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
     require(is_known, f"parts of type text or image in {where}", part, FIX)
     if part["type"] == "text":
-        check_text(part.get("text"), f"text of each part of type text in {where}", may_be_empty=True)
+        check_text(
+            part.get("text"), f"text of each part of type text in {where}", may_be_empty=True
+        )
         return
     sources = {name: part[name] for name in SOURCES if part.get(name) is not None}
     what = f"each part of type image in {where} to have one of {SOURCES}"
@@ -152,7 +169,9 @@ def _check_part(part: Any, where: str) -> None:
 
 def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = FIX) -> str:
     """Returns a text that a tokenizer can read; raises `ValueError` if it is something else."""
-    require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, action)
+    require(
+        isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, action
+    )
     is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
     require(is_whole, f"a text of whole characters as {what}", text, action)
     return str(text)

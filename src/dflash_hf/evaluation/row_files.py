@@ -57,7 +57,9 @@ class RowFile:
         return f"line {self._numbers[index]} of {self.path}"
 
     def _parsed(self, line: bytes, at: int) -> dict[str, Any]:
-        return parsed_object(line, self.where(at), "fix the line, or go on with the run that wrote it")
+        return parsed_object(
+            line, self.where(at), "fix the line, or go on with the run that wrote it"
+        )
 
 
 def parsed(text: str | bytes, where: str, action: str) -> Any:
@@ -65,7 +67,9 @@ def parsed(text: str | bytes, where: str, action: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected JSON in {where}, got something else ({one_line(error)}); {action}") from error
+        raise ValueError(
+            f"expected JSON in {where}, got something else ({one_line(error)}); {action}"
+        ) from error
 
 
 def parsed_object(text: str | bytes, where: str, action: str) -> dict[str, Any]:
@@ -109,7 +113,9 @@ def repair(path: Path) -> None:
                 break
             end = start
         if end < size:
-            logger.warning("the last line of %s was not written to its end: it is written again", path)
+            logger.warning(
+                "the last line of %s was not written to its end: it is written again", path
+            )
             file.truncate(end)
 
 

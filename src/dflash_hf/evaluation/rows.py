@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.errors import listed, one_line, require, shown
-from dflash_hf.evaluation.prompt_files import Message, check_text, image_names, prompt_of, read_lines
+from dflash_hf.evaluation.prompt_files import (
+    Message,
+    check_text,
+    image_names,
+    prompt_of,
+    read_lines,
+)
 from dflash_hf.evaluation.row_files import parsed
 
 FIX = "fix the row, or take the upstream file"
@@ -35,7 +41,9 @@ class Row:
 
     def first(self, *names: str) -> Any:
         """Returns the first of some columns that the row has, `None` where it has none of them."""
-        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+        return next(
+            (self.values[name] for name in names if self.values.get(name) is not None), None
+        )
 
     def value(self, *names: str) -> Any:
         """Returns the same, or raises `ValueError` if it has none of them."""
@@ -55,7 +63,9 @@ class Row:
         """Returns the first of some columns that the row has, a list of texts, which may be empty."""
         value = self.value(*names)
         what = f"a list of texts as {' or '.join(names)} in {self.where}"
-        require(isinstance(value, Sequence) and not isinstance(value, str | bytes), what, value, FIX)
+        require(
+            isinstance(value, Sequence) and not isinstance(value, str | bytes), what, value, FIX
+        )
         return tuple(self._checked(text, " and ".join(names)) for text in value)
 
     def turns(self, *names: str) -> tuple[str, ...]:
@@ -63,7 +73,9 @@ class Row:
         value: Any = self.value(*names)
         if isinstance(value, str):
             value = [value]
-        require(isinstance(value, Sequence) and len(value) > 0, f"turns in {self.where}", value, FIX)
+        require(
+            isinstance(value, Sequence) and len(value) > 0, f"turns in {self.where}", value, FIX
+        )
         turns = tuple(self._checked(turn, "turn") for turn in value)
         if any(PLACEHOLDER in turn for turn in turns):
             raise ValueError(
@@ -83,7 +95,12 @@ class Row:
         if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
             return self._checked_messages(self.values.get("history")), []
         found = self._checked_messages(value)
-        require(found[-1]["role"] == "user", f"a last message of the user's in {self.where}", found[-1], FIX)
+        require(
+            found[-1]["role"] == "user",
+            f"a last message of the user's in {self.where}",
+            found[-1],
+            FIX,
+        )
         first = 0 if all(message["role"] == "user" for message in found) else len(found) - 1
         later = image_names(found[first + 1 :])
         require(not later, f"images in the first turn alone in {self.where}", later, FIX)
@@ -101,7 +118,12 @@ class Row:
         """Returns an id from one of some columns; the row's number where it has none of them."""
         value = self.number if (value := self.first(*names)) is None else value
         what = f"a number or a text as {' or '.join(names)} in {self.where}"
-        require(isinstance(value, int | str) and not isinstance(value, bool) and value != "", what, value, FIX)
+        require(
+            isinstance(value, int | str) and not isinstance(value, bool) and value != "",
+            what,
+            value,
+            FIX,
+        )
         return value
 
     def images(self) -> list[ImageSource]:
@@ -134,7 +156,9 @@ class Row:
         return check_text(text, what, action=FIX)
 
 
-def file_rows(paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: bool = False) -> Iterator[Row]:
+def file_rows(
+    paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: bool = False
+) -> Iterator[Row]:
     """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
 
     Of Parquet files some `columns` (all where empty); `streaming` makes no copy in the cache of `datasets`.
@@ -155,7 +179,9 @@ def _placed(path: Path, columns: Sequence[str], streaming: bool) -> Iterator[tup
             rows = parsed(path.read_bytes(), str(path), FIX)
             require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
         else:
-            rows = _loaded(str(path), columns, "parquet", streaming, split="train", data_files=[str(path)])
+            rows = _loaded(
+                str(path), columns, "parquet", streaming, split="train", data_files=[str(path)]
+            )
         for number, row in enumerate(rows, 1):
             yield f"row {number} of {path}", row
     elif path.suffix == ".txt":
@@ -187,7 +213,11 @@ def hub_rows(
 
     Raises `ValueError` if there is no `datasets`, or the set cannot be read.
     """
-    called = f"{path} ({', '.join(part for part in (config, split) if part)})" if config or split else path
+    called = (
+        f"{path} ({', '.join(part for part in (config, split) if part)})"
+        if config or split
+        else path
+    )
     if files:
         values = _loaded(called, columns, "json", streaming, split="train", data_files=list(files))
     else:
@@ -217,7 +247,12 @@ def _loaded(
     if options["split"] is None:
         split = "test" if "test" in loaded else next(iter(loaded))
         is_clear = split == "test" or len(loaded) == 1
-        require(is_clear, f"one split in {called}, or test", list(loaded), "name one: ORG/NAME:CONFIG:SPLIT")
+        require(
+            is_clear,
+            f"one split in {called}, or test",
+            list(loaded),
+            "name one: ORG/NAME:CONFIG:SPLIT",
+        )
         loaded = loaded[split]
     # Of a set that is streamed they may not be known before its rows are.
     if kept := [column for column in columns if column in (loaded.column_names or ())]:
@@ -239,7 +274,9 @@ def filled(template: str, row: Row) -> str:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"expected a template such as 'Q: {{question}}', got {shown(template)}; {action}") from error
+        raise ValueError(
+            f"expected a template such as 'Q: {{question}}', got {shown(template)}; {action}"
+        ) from error
     what = "a template with names of columns in braces"
     require(any(name is not None for _, name, _, _ in parts), what, template, action)
     texts: list[str] = []
@@ -254,6 +291,11 @@ def filled(template: str, row: Row) -> str:
                 f"{listed(row.values)}); {action}"
             )
         value = row.values[name]
-        require(isinstance(value, str | int | float), f"a text or a number as {name} in {row.where}", value, action)
+        require(
+            isinstance(value, str | int | float),
+            f"a text or a number as {name} in {row.where}",
+            value,
+            action,
+        )
         texts.append(str(value))
     return "".join(texts)

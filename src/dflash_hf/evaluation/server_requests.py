@@ -20,7 +20,9 @@ def first_model(client: httpx.Client) -> str:
     response = client.get("/v1/models")
     response.raise_for_status()
     models = response.json().get("data") or []
-    require(bool(models), f"a model at {client.base_url}/v1/models", models, "start the server with one")
+    require(
+        bool(models), f"a model at {client.base_url}/v1/models", models, "start the server with one"
+    )
     return str(models[0]["id"])
 
 

@@ -21,7 +21,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
-from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import (
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
@@ -69,7 +73,9 @@ class BlockRule:
     # Whether the rule itself hands tokens to the streamer.
     feeds_streamer = False
 
-    def __init__(self, processors: BlockProcessors, criteria: list[StoppingCriteria], has_scores: bool) -> None:
+    def __init__(
+        self, processors: BlockProcessors, criteria: list[StoppingCriteria], has_scores: bool
+    ) -> None:
         self.processors = processors
         self.criteria = criteria
         self.has_scores = has_scores
@@ -177,10 +183,14 @@ class PositionRule:
             lengths = state.cursor + position
             # Rows of one length are processed together: a processor gets a prefix that is as long for all rows.
             is_active = active.tolist()
-            found = {column + position for column, is_on in zip(columns, is_active, strict=True) if is_on}
+            found = {
+                column + position for column, is_on in zip(columns, is_active, strict=True) if is_on
+            }
             for length in sorted(found):
                 self._process(state, scores[:, position], active, lengths, length)
-            chosen = choose(scores[:, position, None], state.key, positions[:, position, None])[:, 0]
+            chosen = choose(scores[:, position, None], state.key, positions[:, position, None])[
+                :, 0
+            ]
             state.tokens[:, position] = chosen
             is_last = position == state.width - 1
             if is_last:
@@ -194,7 +204,12 @@ class PositionRule:
         return scores
 
     def _process(
-        self, state: DecodeState, scores_BV: Tensor, active_B: Tensor, lengths_B: Tensor, length: int
+        self,
+        state: DecodeState,
+        scores_BV: Tensor,
+        active_B: Tensor,
+        lengths_B: Tensor,
+        length: int,
     ) -> None:
         """Processes, in place, the scores of the active rows that have `length` columns before them.
 
@@ -225,7 +240,9 @@ def _show_proposal(state: DecodeState, position: int, active_B: Tensor, lengths_
     state.ids.scatter_(1, columns, shown[:, None])
 
 
-def stop_by_criteria(state: DecodeState, criteria: list[StoppingCriteria], num_accepted: Tensor | None) -> None:
+def stop_by_criteria(
+    state: DecodeState, criteria: list[StoppingCriteria], num_accepted: Tensor | None
+) -> None:
     """Asks stopping criteria after each token that would be committed, row by row, and ends rows where they say so.
 
     The criteria look at a row's own tokens: with any other, rows are synchronized. Reads on the host. Lowers

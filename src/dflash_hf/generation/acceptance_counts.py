@@ -20,8 +20,12 @@ class AcceptanceCounts:
 
     def add(self, tried: Sequence[int], accepted: Sequence[int]) -> None:
         """Counts a step: of each proposal, in how many rows it was tried and accepted."""
-        self.tried = [FORGETTING * before + num for before, num in zip(self.tried, tried, strict=True)]
-        self.accepted = [FORGETTING * before + num for before, num in zip(self.accepted, accepted, strict=True)]
+        self.tried = [
+            FORGETTING * before + num for before, num in zip(self.tried, tried, strict=True)
+        ]
+        self.accepted = [
+            FORGETTING * before + num for before, num in zip(self.accepted, accepted, strict=True)
+        ]
 
     def add_chains(self, chains: Sequence[tuple[int, int]]) -> None:
         """Counts, per row, how many proposals of a chain were accepted and how many tried."""
@@ -39,7 +43,9 @@ class AcceptanceCounts:
         The less a position was tried lately, the nearer to the share of all positions together, so that a wider
         verify is tried again in time.
         """
-        pooled = (sum(self.accepted) + PRIOR_WEIGHT * PRIOR_SHARE) / (sum(self.tried) + PRIOR_WEIGHT)
+        pooled = (sum(self.accepted) + PRIOR_WEIGHT * PRIOR_SHARE) / (
+            sum(self.tried) + PRIOR_WEIGHT
+        )
         return [
             (accepted + PRIOR_WEIGHT * pooled + optimism) / (tried + PRIOR_WEIGHT + optimism)
             for accepted, tried in zip(self.accepted, self.tried, strict=True)

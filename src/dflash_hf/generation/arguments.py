@@ -79,7 +79,11 @@ def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
     ids = given_ids(arguments)
     past = cached_columns(given_cache(arguments))
     is_seen = past and isinstance(ids, Tensor)
-    if not is_seen or not is_given(arguments, "mm_token_type_ids") or not is_given(arguments, "image_grid_thw"):
+    if (
+        not is_seen
+        or not is_given(arguments, "mm_token_type_ids")
+        or not is_given(arguments, "image_grid_thw")
+    ):
         return
     model: Any = target.model
     # Before anything is dropped: they follow from all images.

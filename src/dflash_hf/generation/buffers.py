@@ -60,13 +60,19 @@ class FixedBuffers:
     trees: TreeBuilder | None  # builds the trees that are verified; none where chains are
     cache: RaggedCache | None = None  # the target's; known after the first prefill
     graphs: Any = None  # the graphs captured over these buffers, see `cuda_graph.Graphs`
-    idle: torch.cuda.Event | None = None  # when the last call's work is done: the next may be on another stream
+    # When the last call's work is done: the next may be on another stream
+    idle: torch.cuda.Event | None = None
     stream: torch.cuda.Stream | None = None  # of the call that allocated them, once it has ended
 
     @classmethod
     @torch.inference_mode(False)
     def allocate(
-        cls, target: Target, draft: DFlashDraftModel, shape: BufferShape, capacity: int, num_columns: int
+        cls,
+        target: Target,
+        draft: DFlashDraftModel,
+        shape: BufferShape,
+        capacity: int,
+        num_columns: int,
     ) -> FixedBuffers:
         """Allocates buffers for rows of up to `capacity` tokens, a block included; the target's K/V come later.
 
@@ -84,7 +90,9 @@ class FixedBuffers:
             shape=shape,
             capacity=capacity,
             state=DecodeState.allocate(shape, num_columns),
-            draft_cache=RaggedCache(layers, batch=shape.batch, max_length=capacity, block=shape.block),
+            draft_cache=RaggedCache(
+                layers, batch=shape.batch, max_length=capacity, block=shape.block
+            ),
             context=NewestContext(shape, draft.fc.in_features, draft.dtype),
             offset=torch.zeros(shape.batch, dtype=torch.long, device=shape.device),
             trees=trees,
@@ -177,7 +185,9 @@ def buckets_between(shortest: int, longest: int, capacity: int) -> list[int]:
 
 
 # The pool: per draft and target, the sets that no run has at the moment, least recently used first.
-_pool = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, list[FixedBuffers]]]()
+_pool = weakref.WeakKeyDictionary[
+    nn.Module, weakref.WeakKeyDictionary[nn.Module, list[FixedBuffers]]
+]()
 _pool_lock = threading.Lock()
 
 
@@ -188,7 +198,12 @@ def _pool_of(draft: DFlashDraftModel, target: Target) -> list[FixedBuffers]:
 
 
 def take_buffers(
-    target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int, num_columns: int, keeps: bool
+    target: Target,
+    draft: DFlashDraftModel,
+    shape: BufferShape,
+    length: int,
+    num_columns: int,
+    keeps: bool,
 ) -> FixedBuffers:
     """Returns cleared buffers for rows of up to `length` tokens and `num_columns` of ids, and a block behind them.
 
@@ -206,7 +221,9 @@ def take_buffers(
     return else_freed(draft, allocate, length, length)
 
 
-def _take_from_pool(target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int) -> FixedBuffers:
+def _take_from_pool(
+    target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int
+) -> FixedBuffers:
     """Returns a set of the pool for rows of up to `length` tokens, a block included, or a new one."""
     with _pool_lock:
         pool = _pool_of(draft, target)
@@ -222,7 +239,9 @@ def _take_from_pool(target: Target, draft: DFlashDraftModel, shape: BufferShape,
     # A new set is twice as long where that can be kept: a growing conversation is captured anew a few times, not with
     # every turn.
     total = total_memory(shape.device) or 0
-    doubled = [2 * buffers.capacity for buffers in alike if 2 * buffers.num_bytes() <= total * KEPT_SHARE]
+    doubled = [
+        2 * buffers.capacity for buffers in alike if 2 * buffers.num_bytes() <= total * KEPT_SHARE
+    ]
     longest = max([round_up(length), *doubled])
     # The last references to the short sets: their memory may be what the new one needs.
     alike.clear()
@@ -253,7 +272,9 @@ def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers)
         pool = _pool_of(draft, target)
         pool.append(buffers)
         del pool[:-MAX_KEPT]
-        while pool and total is not None and sum(one.num_bytes() for one in pool) > total * KEPT_SHARE:
+        while (
+            pool and total is not None and sum(one.num_bytes() for one in pool) > total * KEPT_SHARE
+        ):
             del pool[0]
         # Looked at under the lock: once it is released another thread may take the set.
         is_kept = bool(pool)

@@ -190,7 +190,9 @@ class DFlashCandidateGenerator:
         slots = slice(first, first + num_slots)
         self.cache.begin(self._on_draft(block))
         embeds = self.draft.embed(state.draft_ids, self.target.embedding)
-        hidden = self.drafter.forward_block(self._as_draft(embeds), self.cache, self.newest.to_write())
+        hidden = self.drafter.forward_block(
+            self._as_draft(embeds), self.cache, self.newest.to_write()
+        )
         hidden = hidden[:, slots]
         logits = self._logits(hidden, embeds.dtype, state.block.device)
         if self.keeps_logits:
@@ -236,7 +238,9 @@ class DFlashCandidateGenerator:
         state.draft_probs = torch.softmax(scores, dim=-1)
         return choose(scores, state.seed, positions, DRAFT_STREAM)
 
-    def _chain_of_candidates(self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
+    def _chain_of_candidates(
+        self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
+    ) -> Tensor:
         """Returns sampled proposals `[B, W - 1]` among a selector's candidates.
 
         The noise goes over all transitions at once, whatever path they lead to, and a path uses that of a token once.
@@ -256,7 +260,9 @@ class DFlashCandidateGenerator:
             state.draft_probs = no_probs.scatter_(-1, candidates, probs)
         return path
 
-    def _scores(self, state: DecodeState, hidden: Tensor, logits: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _scores(
+        self, state: DecodeState, hidden: Tensor, logits: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
         """Returns a selector's candidates and scores, or none and the logits; processed where tokens are sampled."""
         selector = self.draft.candidate_selector
         candidates = None
@@ -268,7 +274,9 @@ class DFlashCandidateGenerator:
             scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
         return candidates, scores
 
-    def _propose_tree(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> None:
+    def _propose_tree(
+        self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor
+    ) -> None:
         """Proposes a tree by the slots at these positions `[B, n]`."""
         trees = self.trees
         assert trees is not None

@@ -67,7 +67,9 @@ def _clear_workspaces() -> None:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-def _end_refused(graph: torch.cuda.CUDAGraph, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+def _end_refused(
+    graph: torch.cuda.CUDAGraph, device: torch.device, stream: torch.cuda.Stream, pool: Any
+) -> None:
     """Does what torch does behind CUDA's end of a capture, which has raised.
 
     Else the generator would refuse every random CUDA operation, and the allocator look for a capture at each call.
@@ -92,7 +94,9 @@ def _end_refused(graph: torch.cuda.CUDAGraph, device: torch.device, stream: torc
 
 
 @contextmanager
-def _capturing_on(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Generator[None]:
+def _capturing_on(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None
+) -> Generator[None]:
     """Captures on a stream, begun and ended outside inference mode.
 
     The first capture makes the tensors of the device's generator, which stay as long as any graph lives. Made in

@@ -39,7 +39,13 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
 # Exact types: a subclass may store anything.
-_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer)
+_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 
 # ---- Transformers' own path for such drafts
@@ -48,7 +54,13 @@ _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, Static
 def check_stock(draft: DFlashDraftModel) -> None:
     """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted."""
     # Transformers' path does not know what these fields say.
-    names = ("own_embed_tokens", "own_lm_head", "sample_from_anchor", "window_from_anchor", "tap_after_deepstack")
+    names = (
+        "own_embed_tokens",
+        "own_lm_head",
+        "sample_from_anchor",
+        "window_from_anchor",
+        "tap_after_deepstack",
+    )
     wrong = ", ".join(name for name in names if getattr(draft.config, name))
     what = "a draft that Transformers' speculation_type='dflash' can run"
     require(not wrong, what, f"{wrong} in its config", "leave speculation_type out")
@@ -78,7 +90,9 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
     )
     # The draft's buffers are on one device.
     devices = sorted(map(str, execution_devices(draft_parts)))
-    require(len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}')
+    require(
+        len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}'
+    )
     # Options are plain attributes: they may have been set since the config was made.
     options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     follows_one_path = bool(target.recurrences)
@@ -113,7 +127,12 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
     if not is_asked_for or is_uncaptured(draft):
         return
     device = target.device
-    require(device.type == "cuda", "a target on CUDA under engine='cuda_graph'", str(device), "leave engine at 'auto'")
+    require(
+        device.type == "cuda",
+        "a target on CUDA under engine='cuda_graph'",
+        str(device),
+        "leave engine at 'auto'",
+    )
     action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
     counted = counted_experts(target)  # asks CUDA about its device
     require(not counted, "experts that need no host under engine='cuda_graph'", counted, action)
@@ -141,11 +160,21 @@ def check_settings(settings: Settings) -> None:
         (is_contrastive, "no penalty_alpha", alpha, "contrastive search re-ranks candidates"),
         (bool(dola), "no dola_layers", dola, "DoLa changes the target's logits"),
         (settings["use_cache"] is False, "use_cache=True", False, "drafting needs the caches"),
-        (guidance not in (None, 1), "no guidance_scale", guidance, "guidance runs a second forward per token"),
+        (
+            guidance not in (None, 1),
+            "no guidance_scale",
+            guidance,
+            "guidance runs a second forward per token",
+        ),
         (bool(lookup), "no prompt_lookup_num_tokens", lookup, "choose one way of drafting"),
         (cache == "paged", "no paged cache", cache, "use plain generate"),
         (is_synchronized, "no ZeRO-3, FSDP or synced_gpus", True, "rows advance at their own pace"),
-        (has_attentions, "no output_attentions", True, "the attention over a ragged cache returns no weights"),
+        (
+            has_attentions,
+            "no output_attentions",
+            True,
+            "the attention over a ragged cache returns no weights",
+        ),
     ]
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
@@ -194,7 +223,12 @@ def check_inputs(target: Target, settings: Settings) -> None:
     # A row of ids is one number per token, a row of embeddings one vector.
     num_dims = 3 if has_embeds else 2
     is_filled = isinstance(prompt, Tensor) and prompt.dim() == num_dims and prompt.numel() > 0
-    require(is_filled, f"{name} [rows, tokens, ...] with at least one token", _shape(prompt), "give a prompt")
+    require(
+        is_filled,
+        f"{name} [rows, tokens, ...] with at least one token",
+        _shape(prompt),
+        "give a prompt",
+    )
     assert isinstance(prompt, Tensor)
     rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
     columns = prompt.shape[1]
@@ -261,8 +295,15 @@ def _check_cache(cache: object, target: Target) -> None:
     offloading = getattr(cache, "offloading", "unknown")
     kind = "an offloaded cache" if offloading is True else type(cache).__name__
     # A subclass with an update of its own may store anything.
-    is_plain = isinstance(cache, Cache) and type(cache).update is Cache.update and offloading is False
-    require(is_plain, f"a DynamicCache or StaticCache on the target's device as {CACHE_NAME}", kind, "use one")
+    is_plain = (
+        isinstance(cache, Cache) and type(cache).update is Cache.update and offloading is False
+    )
+    require(
+        is_plain,
+        f"a DynamicCache or StaticCache on the target's device as {CACHE_NAME}",
+        kind,
+        "use one",
+    )
     assert isinstance(cache, Cache)
     references = DynamicCache(config=target.config).layers
     num = len(cache.layers)
@@ -308,15 +349,30 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     lengths = {int(layer.get_seq_length()) for layer in attention}
     interrupted = "it comes from a forward that was interrupted, start from a new one"
-    require(len(lengths) < 2, f"{CACHE_NAME} with as many columns in every layer", sorted(lengths), interrupted)
+    require(
+        len(lengths) < 2,
+        f"{CACHE_NAME} with as many columns in every layer",
+        sorted(lengths),
+        interrupted,
+    )
     # A forward that stops half-way has written the first layers only.
     states = [all(layer.has_previous_state.values()) for layer in recurrent]
-    require(set(states) <= {bool(past)}, f"{CACHE_NAME} with a state wherever there are keys", states, interrupted)
+    require(
+        set(states) <= {bool(past)},
+        f"{CACHE_NAME} with a state wherever there are keys",
+        states,
+        interrupted,
+    )
     stored = [layer.keys for layer in attention]
     stored += [state for layer in recurrent for state in layer.conv_states.values()]
     own = {tensor.shape[0] for tensor in stored if isinstance(tensor, Tensor) and tensor.dim() > 1}
     wanted = f"{CACHE_NAME} with {rows} rows (input_ids times num_return_sequences)"
-    require(own <= {rows}, wanted, sorted(own), "call cache.batch_repeat_interleave, or start from a new one")
+    require(
+        own <= {rows},
+        wanted,
+        sorted(own),
+        "call cache.batch_repeat_interleave, or start from a new one",
+    )
     # `generate` takes a conversation whole, or what is new of it if the mask says that something came before.
     is_whole = num_masked == num_ids and num_ids > past
     is_new = num_masked == past + num_ids
@@ -365,7 +421,12 @@ def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str,
     num_tokens = int((ids == token).sum())
     wanted = num_patches // model.config.vision_config.spatial_merge_size**2
     what = f"{wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw"
-    require(num_tokens == wanted, what, num_tokens, "pass what the processor made of text and images together")
+    require(
+        num_tokens == wanted,
+        what,
+        num_tokens,
+        "pass what the processor made of text and images together",
+    )
     patches = len(arguments["pixel_values"]) if is_given(arguments, "pixel_values") else None
     what = f"pixel_values of {num_patches} patches, as image_grid_thw says"
     require(patches == num_patches, what, patches, "pass what the processor made of the images")
@@ -387,17 +448,23 @@ def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str
         )
     # Tokens of videos are of type 2.
     highest = int(types.max())
-    require(highest < 2, "no videos in a conversation with a cache", highest, f"leave out {CACHE_NAME}")
+    require(
+        highest < 2, "no videos in a conversation with a cache", highest, f"leave out {CACHE_NAME}"
+    )
     is_new = are_new(types.to(grids.device), past)
     what = f"image_grid_thw of all {len(is_new)} images of the conversation (positions follow from them)"
-    require(len(grids) == len(is_new), what, len(grids), "pixel_values may be those of the new images")
+    require(
+        len(grids) == len(is_new), what, len(grids), "pixel_values may be those of the new images"
+    )
     if is_given(arguments, "pixel_values"):
         sizes = grids.prod(dim=-1)
         num_all = int(sizes.sum())
         num_new = int(sizes[is_new].sum())
         num = len(arguments["pixel_values"])
         what = f"pixel_values of {num_all} patches (all images) or {num_new} (the new ones)"
-        require(num in (num_all, num_new), what, num, "pass what the processor made of the conversation")
+        require(
+            num in (num_all, num_new), what, num, "pass what the processor made of the conversation"
+        )
 
 
 # ---- what Transformers has prepared of a call
@@ -433,7 +500,12 @@ def check_padding(target: Target, mask: Tensor) -> None:
     """
     is_left = bool(mask[:, -1].all())
     got = "padding after the last token (as which every pad token counts)"
-    require(is_left, "left-padded prompts", got, "tokenize with padding_side='left' and pass attention_mask")
+    require(
+        is_left,
+        "left-padded prompts",
+        got,
+        "tokenize with padding_side='left' and pass attention_mask",
+    )
     has_gaps = bool((mask[:, 1:] < mask[:, :-1]).any())
     # Sliding layers are looked for only where it matters: to ask for them, a cache is made.
     is_refused = has_gaps and any(DynamicCache(config=target.config).is_sliding)
@@ -444,9 +516,13 @@ def check_padding(target: Target, mask: Tensor) -> None:
 
 def check_room(target: Target, cache: Cache, num_columns: int) -> None:
     """Refuses a run that may need more columns than a static cache has; prompts and limit have to be known."""
-    for layer, reference in zip(cache.layers, DynamicCache(config=target.config).layers, strict=False):
+    for layer, reference in zip(
+        cache.layers, DynamicCache(config=target.config).layers, strict=False
+    ):
         # A static sliding layer as long as the window forgets the rest as it should.
-        forgets = isinstance(layer, StaticSlidingWindowLayer) and layer.max_cache_len == layer_window(reference)
+        forgets = isinstance(
+            layer, StaticSlidingWindowLayer
+        ) and layer.max_cache_len == layer_window(reference)
         if isinstance(layer, StaticLayer) and not forgets:
             what = f"a static cache with room for the longest answer ({num_columns} columns)"
             do = "make it longer or lower max_new_tokens"
@@ -458,7 +534,12 @@ def check_room(target: Target, cache: Cache, num_columns: int) -> None:
 
 def check_iterated(draft: object, arguments: Mapping[str, Any]) -> None:
     """Refuses, for `iterate`, what is no draft, and a second one among the arguments of `generate`."""
-    require(isinstance(draft, DFlashDraftModel), "a DFlashDraftModel as draft", type(draft).__name__, "use load_draft")
+    require(
+        isinstance(draft, DFlashDraftModel),
+        "a DFlashDraftModel as draft",
+        type(draft).__name__,
+        "use load_draft",
+    )
     has_second = "assistant_model" in arguments
     require(not has_second, "the draft as second argument", "assistant_model", "drop that keyword")
 
@@ -471,7 +552,12 @@ def check_rules(request: Request, *, has_propose: bool, has_accept: bool) -> Non
         do = "its acceptance needs the distribution of the proposals, change draft.generation_config.proposal"
         require(options.proposal != "sample", what, options.proposal, do)
         nodes = options.num_tree_nodes
-        require(not nodes, "a chain, no num_tree_nodes, beside a rule of your own", nodes, "leave it out")
+        require(
+            not nodes,
+            "a chain, no num_tree_nodes, beside a rule of your own",
+            nodes,
+            "leave it out",
+        )
     if has_accept:
         names = [type(processor).__name__ for processor in request.processors.processors]
         what = "only temperature, top-k, top-p and other warpers of single scores beside accept"

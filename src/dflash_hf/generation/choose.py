@@ -12,12 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_hf.generation.sampling import BlockProcessors, accept_rejection, draw_from_logits, likeliest_from_logits
+from dflash_hf.generation.sampling import (
+    BlockProcessors,
+    accept_rejection,
+    draw_from_logits,
+    likeliest_from_logits,
+)
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.tree import DraftTree, along
 
 
-def choose_block(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor | None:
+def choose_block(
+    state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors
+) -> Tensor | None:
     """Chooses the tokens of a block at once: writes `state.tokens`; returns the number accepted under rejection."""
     has_drawn_proposals = state.draft_probs.numel() > 0
     # A block of one token has no proposals; `draft_probs` are then those of an earlier block.
@@ -32,7 +39,9 @@ def choose_block(state: DecodeState, logits_BWV: Tensor, processors: BlockProces
     return None
 
 
-def _choose_by_rejection(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor:
+def _choose_by_rejection(
+    state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors
+) -> Tensor:
     """Keeps drawn proposals, or redraws behind them; returns the number accepted `[B]`."""
     num_accepted, tokens = accept_rejection(
         state.proposals,

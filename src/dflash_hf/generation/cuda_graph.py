@@ -123,7 +123,9 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
         return "parts on several devices"
     is_asked_for = draft.generation_config.engine == "cuda_graph"
     if not target.takes_inference_mode and not is_asked_for:
-        return "weights that are no plain tensors (quantised or sharded); engine='cuda_graph' tries it"
+        return (
+            "weights that are no plain tensors (quantised or sharded); engine='cuda_graph' tries it"
+        )
     rope = changing_ropes(target)
     if rope:
         return f"a RoPE of type {rope[0].kind}, which looks at positions on the host"
@@ -135,7 +137,9 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
     for name, module in itertools.chain(model.named_modules(), draft.named_modules()):
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if not all(map(is_harmless, hooks)):
-            return f"a forward hook on {name or type(model).__name__}, which a replay would not call"
+            return (
+                f"a forward hook on {name or type(model).__name__}, which a replay would not call"
+            )
     return ""
 
 
@@ -180,7 +184,9 @@ class GraphStep(StaticStep):
             raise NotCapturableError(graphs.reason)
         unknown = [name for name, value in self.run.extra.items() if not _is_plain(value)]
         if unknown:
-            raise NotCapturableError(f"inputs of the caller's own in every forward: {', '.join(unknown)}")
+            raise NotCapturableError(
+                f"inputs of the caller's own in every forward: {', '.join(unknown)}"
+            )
         # The settings go last: the first ones are those that were not asked for the longest.
         graphs.captured.pop(self.settings, None)
         graphs.captured[self.settings] = self.kept
@@ -259,7 +265,9 @@ class GraphStep(StaticStep):
             self.graphs.pool = torch.cuda.graph_pool_handle()
         device = self.run.buffers.shape.device
         pool = self.graphs.pool
-        graph, outputs = capture(lambda: self.warm_up(bound), lambda: self.body(bound), device, pool)
+        graph, outputs = capture(
+            lambda: self.warm_up(bound), lambda: self.body(bound), device, pool
+        )
         return Captured(graph, outputs, self.run.state.draft_probs)
 
     def warm_up(self, bound: int) -> None:
@@ -326,7 +334,9 @@ def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
         # Looked for by class first: there are few classes and many modules.
         adapting = {kind for kind in set(kinds) if _is_adapting(kind)}
         if adapting:
-            found.extend(_adapters_of(module) for module in inventory.modules if type(module) in adapting)
+            found.extend(
+                _adapters_of(module) for module in inventory.modules if type(module) in adapting
+            )
     return hash(tuple(found))
 
 
@@ -361,7 +371,11 @@ def counted_experts(target: Target) -> str:
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         if implementation != "grouped_mm":
             continue
-        weights = [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+        weights = [
+            weight
+            for weight in module._parameters.values()
+            if weight is not None and weight.dim() == 3
+        ]
         if not weights or weights[0].dtype not in _GROUPED_DTYPES:
             continue
         weight = weights[0]

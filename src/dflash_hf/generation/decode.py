@@ -71,7 +71,9 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
     if not request.config.return_dict_in_generate:
         return sequences
     cache: dict[str, Any] = {CACHE_NAME: user_cache.cache}
-    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **cache, **run.recorder.collected())
+    return DFlashGenerateOutput(
+        sequences=sequences, speculative=run.stats, **cache, **run.recorder.collected()
+    )
 
 
 def advance(run: Run, engine: Engine = "eager") -> None:
@@ -106,7 +108,9 @@ def no_gradients(target: Target) -> AbstractContextManager[Any]:
     return torch.no_grad()
 
 
-def gradients_of_prefill(target: Target, user_cache: UserCache | NoUserCache) -> AbstractContextManager[Any]:
+def gradients_of_prefill(
+    target: Target, user_cache: UserCache | NoUserCache
+) -> AbstractContextManager[Any]:
     """Turns gradients off where what a prefill makes stays here, and nothing of the user's sees a part of it."""
     stays_here = not user_cache.is_kept and in_whole_run(target) and not changing_ropes(target)
     if stays_here:

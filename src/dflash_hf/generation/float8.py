@@ -153,7 +153,9 @@ def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
     if draft.lm_head is not None:
         head = draft.lm_head
     device = draft.fc.weight.device
-    layers = [layer for part in (draft.fc, draft.layers, head) for layer in _linear_layers(part, device)]
+    layers = [
+        layer for part in (draft.fc, draft.layers, head) for layer in _linear_layers(part, device)
+    ]
     rounded = _all_rounded(draft, layers)
     found: dict[nn.Module, Float8Linear] = {}
     for layer in layers:
@@ -174,7 +176,11 @@ def _all_rounded(draft: DFlashDraftModel, layers: Sequence[nn.Linear]) -> dict[n
     """
     with plain_tensors(), _rounding:
         kept = _kept.setdefault(draft, weakref.WeakKeyDictionary[nn.Module, Rounded]())
-        stale = [layer for layer in layers if layer not in kept or kept[layer].source != _source_of(layer)]
+        stale = [
+            layer
+            for layer in layers
+            if layer not in kept or kept[layer].source != _source_of(layer)
+        ]
         _check_room(stale)
         for layer in stale:
             # The old copy goes first, so that there are never two.

@@ -97,7 +97,9 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
         return low == high
     if name == "_to_copy":
         device = kwargs.get("device")
-        return device is not None and torch.device(device).type == "cpu" and not _is_on_host(args[0])
+        return (
+            device is not None and torch.device(device).type == "cpu" and not _is_on_host(args[0])
+        )
     if name == "copy_":
         return _is_on_host(args[0]) and not _is_on_host(args[1])
     # Operations that are made of others are looked into: `one_hot` reads only where it is not given the number.
@@ -106,7 +108,11 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 def _counts_mask(name: str, args: Sequence[Any]) -> bool:
     """Returns True if an index operation counts where a mask is true."""
-    masks = [index for index in args[1] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
+    masks = [
+        index
+        for index in args[1]
+        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+    ]
     if not masks:
         return False
     # One number put under a mask is filled in, without counting where.

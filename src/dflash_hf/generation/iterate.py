@@ -123,7 +123,9 @@ def iterate(
     return _steps(run, output_logits, output_hidden_states)
 
 
-def _start(request: Request, inputs: dict[str, Any], propose: Propose | None, accept: Accept | None) -> Run:
+def _start(
+    request: Request, inputs: dict[str, Any], propose: Propose | None, accept: Accept | None
+) -> Run:
     """Stands where `decode` stands, and returns after the prefill."""
     check_rules(request, has_propose=propose is not None, has_accept=accept is not None)
     with eagerly(request.target.parts, request.draft_parts):
@@ -152,7 +154,12 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     for index in itertools.count(1):
         if run.finished:
             break
-        with calling(), run.request.ranks.together(), eagerly(*compiled), no_gradients(run.request.target):
+        with (
+            calling(),
+            run.request.ranks.together(),
+            eagerly(*compiled),
+            no_gradients(run.request.target),
+        ):
             # The pause is the user's time, and counts for no part of the run.
             run.watch.last = time.perf_counter()
             anchor = state.anchor.clone()
@@ -248,9 +255,13 @@ def _check_integers(found: Any, shape: torch.Size, highest: int, rule: Any) -> N
         got = type(found).__name__
         if is_tensor:
             got = f"{found.dtype} {tuple(found.shape)}"
-        raise ValueError(f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it")
+        raise ValueError(
+            f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it"
+        )
     if not found.numel():
         return
     low, high = map(int, found.aminmax())
     if low < 0 or high > highest:
-        raise ValueError(f"expected {name} to return values in [0, {highest}], got {low} to {high}; correct it")
+        raise ValueError(
+            f"expected {name} to return values in [0, {highest}], got {low} to {high}; correct it"
+        )

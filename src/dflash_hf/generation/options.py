@@ -48,7 +48,9 @@ def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Option
     block_size = given.block_size or draft.config.block_size
     longest = draft.config.num_proposals(block_size) + 1
     num_rows = len(request.input_ids)
-    width = _widest_verify(given.verify_width, longest, num_rows, keeps_buffers and not is_looked_at)
+    width = _widest_verify(
+        given.verify_width, longest, num_rows, keeps_buffers and not is_looked_at
+    )
     proposal: ProposalRule = "argmax" if given.proposal == "auto" else given.proposal
     is_drawn = request.config.do_sample and proposal == "sample"
     may_be_tree = not is_drawn and not is_looked_at
@@ -74,7 +76,9 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
     return min(width, ops.MAX_NODES)
 
 
-def _widest_verify(asked: int | str | Mapping[int, int] | None, longest: int, num_rows: int, is_captured: bool) -> int:
+def _widest_verify(
+    asked: int | str | Mapping[int, int] | None, longest: int, num_rows: int, is_captured: bool
+) -> int:
     """Returns how many tokens of a block are verified at most, of `longest` with all proposals."""
     if isinstance(asked, int):
         return asked
@@ -106,7 +110,12 @@ def choose_widths(
     is_tree = generator.trees is not None
     longest = generator.num_proposals + 1
     # A number asks for trees; captured, each choice would be a graph more.
-    may_be_chain = is_tree and options.num_tree_nodes in (None, "auto") and longest <= width and not keeps_buffers
+    may_be_chain = (
+        is_tree
+        and options.num_tree_nodes in (None, "auto")
+        and longest <= width
+        and not keeps_buffers
+    )
     chain = longest if may_be_chain else 0
     chooser: WidthChooser | None = None
     if not keeps_buffers:

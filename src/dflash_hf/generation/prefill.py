@@ -39,7 +39,13 @@ _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 
 
 # Inputs of a forward that go along with the tokens, column by column.
-PER_TOKEN = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+PER_TOKEN = {
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "moe_mm_token_type_ids",
+}
 # Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 # What a verify does not get of what a prefill got: it has ids, positions and a cache of its own, and sees no image.
@@ -93,7 +99,9 @@ def prefill(
     with ranks.forward():
         outputs, filled = _fill(request, inputs, generator, prompts.positions, user_cache)
     length = max(prompts.row_lengths) + room
-    cache = _into_ragged(generator, filled, prompts.positions, length, user_cache.is_given, keeps_buffers)
+    cache = _into_ragged(
+        generator, filled, prompts.positions, length, user_cache.is_given, keeps_buffers
+    )
     state = generator.buffers.state
     state.begin(
         request.input_ids,
@@ -116,7 +124,11 @@ def prefill(
         watch=watch,
         chooser=choose_widths(generator, state, keeps_buffers),
         user_cache=user_cache,
-        extra={name: value for name, value in inputs.items() if name not in OF_PREFILL and value is not None},
+        extra={
+            name: value
+            for name, value in inputs.items()
+            if name not in OF_PREFILL and value is not None
+        },
         reach=_reach_of(target, prompts),
         prompt=max(prompts.row_lengths),
         room=room,
@@ -148,7 +160,10 @@ def _compare_ranks(
 
 
 def _start_stats(
-    stats: SpeculativeStats, request: Request, generator: DFlashCandidateGenerator, cache: RaggedCache
+    stats: SpeculativeStats,
+    request: Request,
+    generator: DFlashCandidateGenerator,
+    cache: RaggedCache,
 ) -> None:
     """Tells the statistics what the run is: its rows, its longest path, how it proposes, and its memory."""
     proposal = "greedy"
@@ -200,7 +215,12 @@ def _start_draft(
     target = request.target
     draft = request.draft
     shape = BufferShape.of(
-        draft, options.block_size, options.width, options.is_tree, prompts.position_delta, prompts.eos_ids
+        draft,
+        options.block_size,
+        options.width,
+        options.is_tree,
+        prompts.position_delta,
+        prompts.eos_ids,
     )
     next_positions = prompts.lengths + prompts.position_delta
     furthest = prompts.limit + shape.path - 1
@@ -208,8 +228,12 @@ def _start_draft(
     if isinstance(user_cache, UserCache):
         check_room(target, user_cache.cache, prompts.num_columns + prompts.limit - 1)
     length = max(prompts.row_lengths) + room
-    buffers = take_buffers(target, draft, shape, length, request.input_ids.shape[1] + room, keeps_buffers)
-    generator = DFlashCandidateGenerator(draft, target, request.processors, buffers, options.proposal, drafter)
+    buffers = take_buffers(
+        target, draft, shape, length, request.input_ids.shape[1] + room, keeps_buffers
+    )
+    generator = DFlashCandidateGenerator(
+        draft, target, request.processors, buffers, options.proposal, drafter
+    )
     user_cache.begin(generator, prompts.positions.to(request.input_ids.device), prompts.limit)
     generator.begin(prompts.lengths)
     return generator
@@ -324,7 +348,9 @@ def _into_ragged(
     def take(length: int) -> RaggedCache:
         buffers.capacity = min(buffers.capacity, length)
         recurrences = generator.target.recurrences
-        return RaggedCache.take_prefill(filled, positions, length, width, keeps_filled, buffers.cache, recurrences)
+        return RaggedCache.take_prefill(
+            filled, positions, length, width, keeps_filled, buffers.cache, recurrences
+        )
 
     cache = else_freed(generator.draft, take, length, least)
     if cache is not buffers.cache:  # nothing was captured over this one
@@ -384,7 +410,11 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     lengths = (positions[:, -1] + 1).to(device)
     criteria = request.criteria
     ends = [torch.empty(0, dtype=torch.long, device=device)]
-    ends += [one.eos_token_id.reshape(-1).to(device) for one in criteria if isinstance(one, EosTokenCriteria)]
+    ends += [
+        one.eos_token_id.reshape(-1).to(device)
+        for one in criteria
+        if isinstance(one, EosTokenCriteria)
+    ]
     limits = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
     longest_text = min(limits, default=int(request.config.max_length))
     return Prompts(
@@ -459,7 +489,9 @@ def position_delta(request: Request, inputs: dict[str, Any], lengths: Tensor) ->
     if not is_usual:
         kwargs = {**inputs, CACHE_NAME: empty_cache(request, inputs), "use_cache": True}
         last = torch.zeros_like(lengths[:, None])
-        step = model.prepare_inputs_for_generation(last, next_sequence_length=1, is_first_iteration=False, **kwargs)
+        step = model.prepare_inputs_for_generation(
+            last, next_sequence_length=1, is_first_iteration=False, **kwargs
+        )
         position_ids = step.get("position_ids")
     check_takes_positions(request.target, position_ids)
     return position_ids[..., -1].to(lengths.device) - (lengths - 1)
@@ -471,6 +503,10 @@ def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
     A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
     """
     prepared: Any = inputs.get(CACHE_NAME)
-    if type(prepared) is DynamicCache and not prepared.offloading and not int(prepared.get_seq_length()):
+    if (
+        type(prepared) is DynamicCache
+        and not prepared.offloading
+        and not int(prepared.get_seq_length())
+    ):
         return prepared
     return DynamicCache(config=request.target.config)

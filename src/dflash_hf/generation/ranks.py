@@ -98,7 +98,9 @@ class Ranks:
         dist.all_gather_object(given, mine, group=self.group)
         first = given[0]
         for rank, theirs in enumerate(given):
-            names = sorted(name for name in theirs.keys() | first.keys() if theirs.get(name) != first.get(name))
+            names = sorted(
+                name for name in theirs.keys() | first.keys() if theirs.get(name) != first.get(name)
+            )
             if names:
                 raise ValueError(
                     f"expected every rank to make the same call, got another {', '.join(names)} on rank {rank} than "
@@ -120,7 +122,9 @@ class Ranks:
         for tensor, first in zip(tensors, flat.split(sizes), strict=True):
             tensor.copy_(first.view_as(tensor))
 
-    def decided(self, state: DecodeState, num_accepted: Tensor | None, rule: AcceptanceRule) -> Tensor | None:
+    def decided(
+        self, state: DecodeState, num_accepted: Tensor | None, rule: AcceptanceRule
+    ) -> Tensor | None:
         """Replaces this rank's decisions by the first one's: tokens, stopped rows, and the number accepted.
 
         `num_accepted` `[B]`, taken and returned, is as [`commit`] takes it; `rule` is the rule that has decided.
@@ -182,7 +186,9 @@ class Ranks:
             signal.default_int_handler(number, frame)
         self._interrupted = True
 
-    def _report(self, report: int, numbers: tuple[int, int] = (0, 0)) -> tuple[list[int], tuple[int, int]]:
+    def _report(
+        self, report: int, numbers: tuple[int, int] = (0, 0)
+    ) -> tuple[list[int], tuple[int, int]]:
         """Reports to the others how this rank is; returns the reports of all, and the first rank's numbers."""
         # Where this fails, nobody can be reported to.
         self._meets_next = False
@@ -206,8 +212,12 @@ def _digests(call: Mapping[str, object]) -> dict[str, str]:
         if name.startswith("_"):
             continue
         if isinstance(value, Tensor):
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            found[name] = f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(content).hexdigest()}"
+            content = (
+                value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+            found[name] = (
+                f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(content).hexdigest()}"
+            )
         elif value is None or isinstance(value, bool | int | float | str | list | tuple | dict):
             found[name] = repr(value)
     return found

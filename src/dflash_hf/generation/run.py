@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
@@ -68,7 +72,9 @@ class Request:
     @property
     def calls_out(self) -> bool:
         """Whether code of the user's runs between two forwards, which may want to use the target itself."""
-        return bool(self.own_criteria) or self.streamer is not None or not self.processors.is_stateless
+        return (
+            bool(self.own_criteria) or self.streamer is not None or not self.processors.is_stateless
+        )
 
 
 class Reported(NamedTuple):
@@ -102,7 +108,8 @@ class Run:
     chooser: WidthChooser | FixedWidth
     user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
     extra: dict[str, Any]  # keywords of the caller's own for the target's forward
-    reach: list[int]  # per row the length at which a target with a table of positions has used all; else empty
+    # Per row the length at which a target with a table of positions has used all; else empty
+    reach: list[int]
     prompt: int  # tokens in the caches of the longest row, at first
     room: int  # new tokens that the buffers are made for
     keeps_buffers: bool  # whether they go back for the next call when the run has ended well
@@ -164,7 +171,9 @@ def tapped(run: Run) -> Generator[Taps]:
         yield run.taps
         return
     ids = run.generator.draft.config.target_layer_ids
-    taps = Taps(run.request.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache)
+    taps = Taps(
+        run.request.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache
+    )
     with (
         fast_layers(run.request.target),  # first: hooks on the model would keep them away
         ragged_attention(run.request.target),
@@ -197,7 +206,10 @@ def first_room(limit: int, affordable: int | None) -> int:
 
 def has_room(run: Run, num_unread: int = 0) -> bool:
     """Returns True if another step surely fits in, with `num_unread` steps begun that the host has not read."""
-    return run.room >= run.state.limit or run.num_new + num_unread * run.generator.verify_width <= run.room
+    return (
+        run.room >= run.state.limit
+        or run.num_new + num_unread * run.generator.verify_width <= run.room
+    )
 
 
 def drops_rows(run: Run) -> bool:
@@ -246,7 +258,12 @@ def make_room(run: Run) -> None:
     if has_room(run):
         return
     least = min(run.state.limit, run.num_new + run.generator.verify_width)
-    else_freed(run.generator.draft, partial(_grow, run), min(run.state.limit, max(2 * run.room, least)), least)
+    else_freed(
+        run.generator.draft,
+        partial(_grow, run),
+        min(run.state.limit, max(2 * run.room, least)),
+        least,
+    )
 
 
 def _grow(run: Run, room: int) -> None:
@@ -256,7 +273,9 @@ def _grow(run: Run, room: int) -> None:
     for cache in (generator.cache, run.cache):
         cache.grow(length)
     with plain_tensors():
-        ids = state.ids.new_zeros(state.ids.shape[0], state.columns + room + state.whole_block.shape[1])
+        ids = state.ids.new_zeros(
+            state.ids.shape[0], state.columns + room + state.whole_block.shape[1]
+        )
         num = min(ids.shape[1], state.ids.shape[1])
         ids[:, :num] = state.ids[:, :num]
     state.ids = ids

@@ -90,7 +90,9 @@ class Draw(NamedTuple):
                 least = self._least_of_top_p(values_BKC, least)
         if self.min_p > 0.0:
             # A share of the greatest probability is a distance to the greatest logit.
-            least = torch.maximum(least, values_BKC[..., 0] + self.temperature * math.log(self.min_p))
+            least = torch.maximum(
+                least, values_BKC[..., 0] + self.temperature * math.log(self.min_p)
+            )
         return least
 
     def _least_of_top_p(self, values_BKC: Tensor, least_BK: Tensor) -> Tensor:
@@ -194,13 +196,19 @@ def _asked_about(processor: Any, numbers: list[int]) -> Any:
     return PrefixConstrainedLogitsProcessor(allowed, 1)
 
 
-def gumbel_noise(key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM) -> Tensor:
+def gumbel_noise(
+    key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM
+) -> Tensor:
     """Draws Gumbel noise `[B, K, N]`, float32, as `ops.exponential_noise`: scores plus it have a sample as argmax."""
     return -torch.log(ops.exponential_noise(key, positions_BK, tokens, stream))
 
 
 def with_noise(
-    scores: Tensor, key: Tensor, positions_BK: Tensor, candidates: Tensor | None = None, stream: int = TARGET_STREAM
+    scores: Tensor,
+    key: Tensor,
+    positions_BK: Tensor,
+    candidates: Tensor | None = None,
+    stream: int = TARGET_STREAM,
 ) -> Tensor:
     """Adds noise to scores of all tokens `[B, K, V]`, or of candidates `[B, K, C]` behind each other `[B, K, C, C]`.
 
@@ -217,7 +225,9 @@ def new_key(device: torch.device) -> Tensor:
     return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu").to(device)
 
 
-def choose(scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream: int = TARGET_STREAM) -> Tensor:
+def choose(
+    scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream: int = TARGET_STREAM
+) -> Tensor:
     """Chooses tokens `[B, K]`, int64, from processed scores (log-probabilities up to a constant).
 
     The argmax, or a sample by keyed Gumbel noise: `key` is the run's seed, where `None` is greedy; `positions_BK` are
@@ -237,7 +247,9 @@ def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Te
     return ops.first_argmax(processors.warp(logits_BKV))
 
 
-def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tensor, positions_BK: Tensor) -> Tensor:
+def draw_from_logits(
+    logits_BKV: Tensor, processors: BlockProcessors, key: Tensor, positions_BK: Tensor
+) -> Tensor:
     """Draws tokens as [`choose`] does from the scores that stateless processors make of logits.
 
     Where the processors are those of [`Draw`], neither scores nor noise are made of the whole vocabulary: the kernel
@@ -252,7 +264,9 @@ def draw_from_logits(logits_BKV: Tensor, processors: BlockProcessors, key: Tenso
         if draw.leaves_out:
             values, _ = _greatest(logits_BKV, num_values)
             least = draw.least(values)
-        return ops.gumbel_argmax(logits_BKV, key, positions_BK, least, draw.temperature, TARGET_STREAM)
+        return ops.gumbel_argmax(
+            logits_BKV, key, positions_BK, least, draw.temperature, TARGET_STREAM
+        )
     # In half precision more tokens may equal the k-th than are looked for.
     has_few_ties = logits_BKV.dtype.itemsize >= 4
     if draw.top_k == 0 or not has_few_ties:
@@ -277,7 +291,11 @@ def _greatest(logits_BKV: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def accept_rejection(
-    proposals: Tensor, target_scores_BWV: Tensor, draft_probs: Tensor, key: Tensor, positions_BW: Tensor
+    proposals: Tensor,
+    target_scores_BWV: Tensor,
+    draft_probs: Tensor,
+    key: Tensor,
+    positions_BW: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Keeps each proposal with probability `min(1, p / q)`; on the first refusal redraws from `max(p - q, 0)`.
 

@@ -83,7 +83,8 @@ class TreeReport(NamedTuple):
     path: Tensor  # the node at each depth of the accepted path; 0 behind its end
     node_ids: Tensor  # tokens of the nodes; the block holds them only until tokens are chosen
     parents: Tensor  # the node that each one follows, as `dflash_kernels.build_tree` defines it
-    sources: Tensor  # 1 for a node that repeats what followed in the text before, 0 for one of the draft
+    # 1 for a node that repeats what followed in the text before, 0 for one of the draft
+    sources: Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +99,8 @@ class DecodeState:
     ids: Tensor
     cursor: Tensor  # [B]: column of `ids` that a row's next token goes to
     remaining: Tensor  # [B]: tokens a row may still generate
-    done: Tensor  # [B]: rows that have finished; a step over them commits nothing and changes scratch only
+    # [B]: rows that have finished; a step over them commits nothing and changes scratch only
+    done: Tensor
     # [B, W]: the tokens to be verified next. The anchor, which is the last committed token, then the proposals.
     # `anchor` [B], `block` [B, width] and `proposals` [B, width - 1] are views of it.
     whole_block: Tensor
@@ -106,7 +108,8 @@ class DecodeState:
     # [B, max(K, W)]: index in its row of each token of the block. `lengths` [B], tokens in the caches (all of the row
     # but the anchor), is a view of it.
     next_positions: Tensor
-    whole_tokens: Tensor  # [B, W]: the target's token after each verified one; `tokens` [B, width] is a view of it
+    # [B, W]: the target's token after each verified one; `tokens` [B, width] is a view of it
+    whole_tokens: Tensor
     # [5 + W, B] or [5 + 5 W, B]: the last step in numbers, one tensor so that the host copies it once. Tokens
     # committed, proposals accepted, lengths, finished rows, filled columns of `ids`, then `tokens`; and, where trees
     # are verified, the four parts of a `TreeReport`, `W` rows each.

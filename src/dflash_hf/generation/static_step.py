@@ -78,7 +78,9 @@ class StaticStep:
         self.launch(self.bound(num_unread))
         outcome = self.run.state.outcome
         # Pinned memory: a copy into any other would wait for the device.
-        host = torch.empty(outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=outcome.is_cuda)
+        host = torch.empty(
+            outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=outcome.is_cuda
+        )
         host.copy_(outcome, non_blocking=True)
         arrived: torch.cuda.Event | None = None
         if outcome.is_cuda:

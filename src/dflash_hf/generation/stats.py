@@ -92,7 +92,9 @@ class SpeculativeStats:
     num_tried_from_text: int = 0
     num_accepted_from_text: int = 0
 
-    def count_nodes(self, width: int, accepted: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]) -> None:
+    def count_nodes(
+        self, width: int, accepted: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
+    ) -> None:
         """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
         self.num_tried_from_text += sum(map(sum, sources))
         # Node 0 is the anchor, and stands in no count.
@@ -154,7 +156,9 @@ class SpeculativeStats:
             ValueError: If the definition is not known.
         """
         if definition not in get_args(Definition):
-            raise ValueError(f"expected a definition in {get_args(Definition)}, got {definition!r}; name one of them")
+            raise ValueError(
+                f"expected a definition in {get_args(Definition)}, got {definition!r}; name one of them"
+            )
         if not self.num_verifies:
             return 0.0
         # Source: dflash/benchmark.py::_print_decode_summary.
@@ -165,7 +169,9 @@ class SpeculativeStats:
             return 1.0 + _mean([count for count, tried in self._checked() if tried])
         return self.num_new_tokens / self.num_verifies
 
-    def acceptance_per_position(self, conditional: bool = False, row: int | None = None) -> list[float]:
+    def acceptance_per_position(
+        self, conditional: bool = False, row: int | None = None
+    ) -> list[float]:
         """Share of verifies in which the proposal at each position was accepted, first proposal first.
 
         The joint shares (the default) are what vLLM reports per position. A verify that was too narrow to check a
@@ -215,7 +221,9 @@ class SpeculativeStats:
     def acceptance_histogram(self, row: int | None = None) -> list[int]:
         """Counts verifies, of one row or of all, by the tokens that they committed: 0 to `num_proposed + 1`."""
         rows = _rows_of(self.num_committed, row)
-        return [sum(counts.count(length) for counts in rows) for length in range(self.num_proposed + 2)]
+        return [
+            sum(counts.count(length) for counts in rows) for length in range(self.num_proposed + 2)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers, for JSON: counts per row and verify, and the means that follow."""
@@ -226,7 +234,9 @@ class SpeculativeStats:
             "num_new_tokens": self.num_new_tokens,
             "time_to_first_token": self.time_to_first_token,
             "total_seconds": self.total_seconds,
-            "acceptance_length_as": {name: self.acceptance_length_as(name) for name in get_args(Definition)},
+            "acceptance_length_as": {
+                name: self.acceptance_length_as(name) for name in get_args(Definition)
+            },
             "acceptance_per_position": self.acceptance_per_position(),
             "conditional_acceptance_per_position": self.acceptance_per_position(conditional=True),
             "acceptance_histogram": self.acceptance_histogram(),
@@ -272,7 +282,9 @@ class SpeculativeStats:
             left.plot(positions, conditional, color=ORANGE, marker="o", label="given all before")
             left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
             right.bar(range(1, len(histogram)), histogram[1:], color=BLUE)
-            right.axvline(self.acceptance_length, color=ORANGE, label=f"mean {self.acceptance_length:.2f}")
+            right.axvline(
+                self.acceptance_length, color=ORANGE, label=f"mean {self.acceptance_length:.2f}"
+            )
             right.set(xlabel="tokens committed by a verify", ylabel="verifies")
             for axes in (left, right):
                 axes.xaxis.get_major_locator().set_params(integer=True)
@@ -287,7 +299,9 @@ class Stopwatch:
     A call began when `time.perf_counter()` was `started`; the clock is read when accelerators of `devices` are idle.
     """
 
-    def __init__(self, stats: SpeculativeStats, started: float, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, stats: SpeculativeStats, started: float, devices: Sequence[torch.device]
+    ) -> None:
         self.stats = stats
         self.last = started
         self.devices = [device for device in devices if device.type != "cpu"]
@@ -330,7 +344,9 @@ class Recorder:
         # Per name and row: pieces [tokens, ...] in order.
         self._pieces = defaultdict[str, list[list[Tensor]]](lambda: [[] for _ in range(rows)])
 
-    def add(self, scores: Tensor, outputs_logits: Tensor, hidden_states: Any, num_committed: list[int]) -> None:
+    def add(
+        self, scores: Tensor, outputs_logits: Tensor, hidden_states: Any, num_committed: list[int]
+    ) -> None:
         """Keeps, of one decision, the columns that each row has committed.
 
         Scores and logits `[B, C, V]` are processed, and as the target gave them; hidden states are `[B, C, D]` per
@@ -359,7 +375,9 @@ class Recorder:
             else:
                 layers.append(_joined(rows))
         if self.has_hidden_states:
-            later = [tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)]
+            later = [
+                tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)
+            ]
             found["hidden_states"] = (self.first_hidden_states, *later)
         return found
 

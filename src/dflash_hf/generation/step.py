@@ -211,7 +211,9 @@ def stream_tree(run: Run, tree: TreeReport, reported: Reported) -> None:
         put_tree(**{name: part[0].tolist() for name, part in tree._asdict().items()})
 
 
-def count_nodes(run: Run, tree: TreeReport, reported: Reported, running: Sequence[int]) -> list[list[int]]:
+def count_nodes(
+    run: Run, tree: TreeReport, reported: Reported, running: Sequence[int]
+) -> list[list[int]]:
     """Counts the nodes that were accepted in the statistics; returns them, for each row that was running."""
     path = tree.path.tolist()
     sources = tree.sources.tolist()

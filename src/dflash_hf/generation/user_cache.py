@@ -156,7 +156,9 @@ class UserCache:
         if not reason:
             context = context.repeated(len(past), past.device)
             anchor = positions[:, -1] + 1
-            usable = _usable_rows(context, generator, past, anchor, context.num_unchanged(self.cache))
+            usable = _usable_rows(
+                context, generator, past, anchor, context.num_unchanged(self.cache)
+            )
             if not bool(usable.all()):
                 reason = "the cache was changed since, or its columns now have other positions"
             offset = torch.where(usable, context.offset, num_past)
@@ -202,7 +204,9 @@ class UserCache:
         self._take_columns(ragged, new, keeps_buffers)
         # The draft has context for the token that ended a row, and for no padding after it.
         positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
-        self._attach_context(generator, torch.cat([self.positions, positions], dim=1), keeps_buffers)
+        self._attach_context(
+            generator, torch.cat([self.positions, positions], dim=1), keeps_buffers
+        )
         return num_forwards
 
     def _take_columns(self, ragged: RaggedCache, positions: Tensor, keeps_buffers: bool) -> None:
@@ -222,7 +226,11 @@ class UserCache:
                 layer.release()
 
     def _padding(
-        self, state: DecodeState, generator: DFlashCandidateGenerator, sequences: Tensor, num_forwards: int
+        self,
+        state: DecodeState,
+        generator: DFlashCandidateGenerator,
+        sequences: Tensor,
+        num_forwards: int,
     ) -> Iterator[RaggedBlock]:
         """Feeds rows that ended before the last one as plain `generate` does: with their last token, then padding.
 
@@ -239,7 +247,9 @@ class UserCache:
             if index == 0:
                 generator.flush()
 
-    def _attach_context(self, generator: DFlashCandidateGenerator, positions: Tensor, keeps_buffers: bool) -> None:
+    def _attach_context(
+        self, generator: DFlashCandidateGenerator, positions: Tensor, keeps_buffers: bool
+    ) -> None:
         """Attaches a draft's context to the cache; `positions` `[B, C]` are those of the columns with context."""
         holder: Any = self.cache
         holder.dflash_context = None
@@ -254,7 +264,9 @@ class UserCache:
             buffers = [(keys.clone(), values.clone()) for keys, values in buffers]
             offset = offset.clone()
         layers: list[Any] = self.cache.layers
-        attention = [index for index, one in enumerate(layers) if not isinstance(one, LinearAttentionLayer)]
+        attention = [
+            index for index, one in enumerate(layers) if not isinstance(one, LinearAttentionLayer)
+        ]
         # The last full layer has the most columns to sample.
         full = [index for index in attention if not layers[index].is_sliding]
         layer = (full or attention)[-1]
@@ -302,7 +314,11 @@ def _why_unusable(context: Any, generator: DFlashCandidateGenerator, num_rows: i
 
 
 def _usable_rows(
-    context: DraftContext, generator: DFlashCandidateGenerator, past: Tensor, anchor: Tensor, num_same: Tensor
+    context: DraftContext,
+    generator: DFlashCandidateGenerator,
+    past: Tensor,
+    anchor: Tensor,
+    num_same: Tensor,
 ) -> Tensor:
     """Returns which rows can go on with an attached context: bool `[B]`.
 
@@ -329,7 +345,9 @@ def _usable_rows(
     return usable
 
 
-def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, length: Tensor) -> None:
+def _write_context(
+    generator: DFlashCandidateGenerator, context: DraftContext, length: Tensor
+) -> None:
     """Copies the first `length` `[B]` tokens of an attached context into a draft's cache."""
     device = generator.device
     length = length.to(device)[:, None]
@@ -338,4 +356,6 @@ def _write_context(generator: DFlashCandidateGenerator, context: DraftContext, l
         ring = keys.shape[1]
         positions = slot_positions(newest, torch.arange(ring, device=device), ring)
         positions = positions.masked_fill(positions >= length, -1)
-        generator.cache.attention[index].write_rows(keys.to(device), values.to(device), PromptSlots(positions))
+        generator.cache.attention[index].write_rows(
+            keys.to(device), values.to(device), PromptSlots(positions)
+        )

@@ -389,7 +389,11 @@ class WidthChooser:
             return self._measured
         known = {width: min(times) for width, times in self._times.items() if width != CHAIN}
         # One slow step, such as a run's first, is no cost: the others say what it may be at most.
-        sure = {width: cost for width, cost in known.items() if width == 1 or len(self._times[width]) > 1}
+        sure = {
+            width: cost
+            for width, cost in known.items()
+            if width == 1 or len(self._times[width]) > 1
+        }
         most = fitted_costs(sure, self.widths)
         bounded = {width: min(cost, most.get(width, cost)) for width, cost in known.items()}
         costs = fitted_costs(bounded, self.widths)
@@ -417,7 +421,9 @@ class WidthChooser:
         """Returns the share of verifies that accept each node of a tree, which falls from node to node."""
         runs = list[tuple[float, float, int]]()  # accepted, tried, and how many nodes are averaged
         before = 1.0
-        for index, (accepted, tried) in enumerate(zip(self._nodes.accepted, self._nodes.tried, strict=True)):
+        for index, (accepted, tried) in enumerate(
+            zip(self._nodes.accepted, self._nodes.tried, strict=True)
+        ):
             # Far back, a node that was not tried lately is taken to be accepted as often as its number is small.
             likely = max(PRIOR_SHARE, index / (index + 1)) * before
             accepted = accepted + PRIOR_WEIGHT * likely + optimism * before
@@ -452,11 +458,18 @@ class WidthChooser:
 
 
 # Per draft and target, the choosers that no run has at the moment.
-_kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, dict[_Kind, WidthChooser]]]()
+_kept = weakref.WeakKeyDictionary[
+    nn.Module, weakref.WeakKeyDictionary[nn.Module, dict[_Kind, WidthChooser]]
+]()
 
 
 def take_chooser(
-    draft: nn.Module, target: nn.Module, rows: int, widest: int, is_tree: bool = False, chain: int = 0
+    draft: nn.Module,
+    target: nn.Module,
+    rows: int,
+    widest: int,
+    is_tree: bool = False,
+    chain: int = 0,
 ) -> WidthChooser | None:
     """Returns the chooser that a run of this pair, of as many rows and as wide verifies, has left, or `None`."""
     chooser = _kept.get(draft, {}).get(target, {}).pop((rows, widest, is_tree, chain), None)

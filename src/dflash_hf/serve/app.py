@@ -57,7 +57,8 @@ class Run(BaseGenerateManager, BaseStreamer):
         self.pair = pair
         self.name = name
         self.gone = threading.Event()
-        self.seed = asked.pop("seed", None)  # the handler would set it here and now, beside the run of another
+        # The handler would set it here and now, beside the run of another
+        self.seed = asked.pop("seed", None)
         self.samples = asked.get("temperature", 0) > 0
         self.has_limit = "max_tokens" in asked
         self.has_begun = False
@@ -70,14 +71,18 @@ class Run(BaseGenerateManager, BaseStreamer):
     ) -> Any:
         """Begins it; arguments and result are the library's, errors those of `generate_non_streaming`."""
         self._begin(inputs, gen_config)
-        return self.pair.generation.generate_streaming(self, processor, inputs, gen_config, *rest, **named)
+        return self.pair.generation.generate_streaming(
+            self, processor, inputs, gen_config, *rest, **named
+        )
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Begins it and waits; raises `ValueError` if prompt and answer are too long for the target."""
         self._begin(inputs, gen_config)
-        return await self.pair.generation.generate_non_streaming(self, processor, inputs, gen_config, request_id)
+        return await self.pair.generation.generate_non_streaming(
+            self, processor, inputs, gen_config, request_id
+        )
 
     def stop(self) -> None:
         """Ends it."""
@@ -94,7 +99,8 @@ class Run(BaseGenerateManager, BaseStreamer):
             )
         settings.max_new_tokens = min(settings.max_new_tokens, room)
         if self.samples:
-            settings.do_sample = True  # which the handler leaves as the target's own settings have it
+            # Which the handler leaves as the target's own settings have it
+            settings.do_sample = True
         self.has_begun = True
 
     def generate(self, *, streamer: BaseStreamer | None = None, **options: Any) -> Tensor:
@@ -113,7 +119,8 @@ class Run(BaseGenerateManager, BaseStreamer):
                 torch.manual_seed(self.seed)
             else:
                 torch.seed()  # not what the seed of the request before makes of it
-            options["tokenizer"] = pair.tokenizer  # stop strings ask it, and a handler hands on a processor
+            # Stop strings ask it, and a handler hands on a processor
+            options["tokenizer"] = pair.tokenizer
             ids = pair.target.generate(**options, assistant_model=pair.draft, streamer=self)
             stats: Any = pair.draft.last_stats
             self.acceptance_length = stats.acceptance_length
@@ -132,7 +139,9 @@ class Run(BaseGenerateManager, BaseStreamer):
     def put(self, value: Tensor) -> None:
         """Takes the prompt, then every accepted run; raises `Ended` if this was the last step."""
         if self.gone.is_set() or self.pair.stopping.is_set():
-            raise Ended("the server stops" if self.pair.stopping.is_set() else "the client has gone")
+            raise Ended(
+                "the server stops" if self.pair.stopping.is_set() else "the client has gone"
+            )
         self.num_tokens += 1 if self.num_tokens < 0 else value.numel()
         if self.reader is not None:
             self.reader.put(value)
@@ -160,7 +169,9 @@ class Endpoint:
                 body = await read_body(Request(scope, receive))
                 asked = await asyncio.to_thread(check, body, self.fields, self.pair)
                 run = Run(self.pair, name, asked)
-                response = await or_gone(receive, run, self.handler_for(run).handle_request(asked, name))
+                response = await or_gone(
+                    receive, run, self.handler_for(run).handle_request(asked, name)
+                )
                 if run.acceptance_length is not None:
                     response.headers["x-acceptance-length"] = f"{run.acceptance_length:.4f}"
             except ClientDisconnect:
@@ -192,8 +203,11 @@ class Endpoint:
         what = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, Ended):
             return refused(503, str(error))
-        if run is not None and run.acceptance_length is not None:  # a call of a tool that is cut, or no JSON
-            sentence = f"expected an answer whose markup can be read, got {what}; ask for it in pieces"
+        # A call of a tool that is cut, or no JSON
+        if run is not None and run.acceptance_length is not None:
+            sentence = (
+                f"expected an answer whose markup can be read, got {what}; ask for it in pieces"
+            )
         elif isinstance(error, Refusal):
             status = error.status
             code = error.code
@@ -201,9 +215,12 @@ class Endpoint:
         elif isinstance(error, ValueError):
             status = 400
             sentence = one_line(error)
-        elif run is not None and not run.has_begun:  # a template that refuses a role, or what a tool looks like
+        # A template that refuses a role, or what a tool looks like
+        elif run is not None and not run.has_begun:
             status = 400
-            sentence = f"expected a conversation that the chat template takes, got {what}; change it"
+            sentence = (
+                f"expected a conversation that the chat template takes, got {what}; change it"
+            )
         else:
             sentence = what
             self.pair.note(traceback.format_exc())
@@ -220,12 +237,16 @@ async def read_body(request: Request) -> bytes:
     """
     kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(f"expected application/json as content-type, got {kind}; correct the request", 415)
+        raise Refusal(
+            f"expected application/json as content-type, got {kind}; correct the request", 415
+        )
     parts = list[bytes]()
     async for part in request.stream():
         parts.append(part)
         if sum(map(len, parts)) > MAX_BODY:
-            raise Refusal(f"expected a body of at most {MAX_BODY // 2**20} MB, got more; shorten it", 413)
+            raise Refusal(
+                f"expected a body of at most {MAX_BODY // 2**20} MB, got more; shorten it", 413
+            )
     return b"".join(parts)
 
 
@@ -247,25 +268,40 @@ async def or_gone(receive: Receive, run: Run, work: Coroutine[Any, Any, Any]) ->
 def refused(status: int, sentence: str, code: str | None = None) -> JSONResponse:
     """Returns an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": sentence, "type": kind, "param": None, "code": code}}, status)
+    return JSONResponse(
+        {"error": {"message": sentence, "type": kind, "param": None, "code": code}}, status
+    )
 
 
 def build_app(pair: Pair) -> Starlette:
     """Returns the server's pages as an ASGI application."""
-    model = {"id": pair.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
+    model = {
+        "id": pair.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "dflash-hf",
+    }
 
     def one_model(request: Request) -> Response:
         asked = request.path_params["name"]
         if asked == pair.name:
             return JSONResponse(model)
-        return refused(404, f"expected {pair.name!r} as model, got {shown(asked)}; correct it", "model_not_found")
+        return refused(
+            404,
+            f"expected {pair.name!r} as model, got {shown(asked)}; correct it",
+            "model_not_found",
+        )
 
     def no_page(request: Request, error: Exception) -> Response:
         asked = shown(f"{request.method} {request.url.path}")
-        return refused(getattr(error, "status_code", 500), f"expected one of {PAGES}, got {asked}; correct it")
+        return refused(
+            getattr(error, "status_code", 500), f"expected one of {PAGES}, got {asked}; correct it"
+        )
 
     routes = [
-        Route("/v1/chat/completions", Endpoint(pair, ChatCompletionHandler, CHAT), methods=["POST"]),
+        Route(
+            "/v1/chat/completions", Endpoint(pair, ChatCompletionHandler, CHAT), methods=["POST"]
+        ),
         Route("/v1/completions", Endpoint(pair, CompletionHandler, COMPLETION), methods=["POST"]),
         Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": [model]})),
         Route("/v1/models/{name:path}", one_model),

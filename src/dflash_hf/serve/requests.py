@@ -39,7 +39,9 @@ NUMBERS = {
     "top_p": (0, 1, False),
     "frequency_penalty": (0, 2, False),  # Transformers' handlers make it repetition_penalty - 1
 }
-COMMON = frozenset(("model", "stream", "stop", "max_tokens", "seed", "temperature", "top_p", "frequency_penalty"))
+COMMON = frozenset(
+    ("model", "stream", "stop", "max_tokens", "seed", "temperature", "top_p", "frequency_penalty")
+)
 CHAT = COMMON | {"messages", "tools", "logit_bias", "max_completion_tokens", "chat_template_kwargs"}
 COMPLETION = COMMON | {"prompt"}
 LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
@@ -57,7 +59,15 @@ NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "modalities": (["text"],),
     # The last is vLLM's: who sends it does without.
     **dict.fromkeys(
-        ("user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "return_token_ids")
+        (
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "stream_options",
+            "safety_identifier",
+            "return_token_ids",
+        )
     ),
 }
 # Names of a chat template's that are not its options.
@@ -103,7 +113,9 @@ class Pair:
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.vocab_size = int(config.vocab_size)
-        self.template = str(getattr(processor, "chat_template", None) or self.tokenizer.chat_template or "")
+        self.template = str(
+            getattr(processor, "chat_template", None) or self.tokenizer.chat_template or ""
+        )
         self.takes_images = processor is not self.tokenizer
         self.stopping = threading.Event()  # once set, every run ends
         self.generation: Any = GenerateManager()  # has the thread
@@ -123,9 +135,12 @@ def check(data: bytes, fields: frozenset[str], pair: Pair) -> dict[str, Any]:
     """
     try:
         body: Any = json.loads(data)
-        json.dumps(body, ensure_ascii=False).encode()  # halves of a character, which no tokenizer reads, end here
+        # Halves of a character, which no tokenizer reads, end here
+        json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise ValueError(f"expected JSON of whole characters as the body, got {shown(data[:80])}; {FIX}") from None
+        raise ValueError(
+            f"expected JSON of whole characters as the body, got {shown(data[:80])}; {FIX}"
+        ) from None
     require(isinstance(body, dict), "a JSON object as the body", body, FIX)
     asked = _common(_without_nulls(body), fields, pair)
     if fields is CHAT:
@@ -133,7 +148,12 @@ def check(data: bytes, fields: frozenset[str], pair: Pair) -> dict[str, Any]:
     else:
         _check_text(asked.get("prompt"), "prompt")
     length = len(str(asked))  # images have been read, and are short here
-    require(length <= MAX_CHARACTERS, f"at most {MAX_CHARACTERS} characters of text", length, "shorten it")
+    require(
+        length <= MAX_CHARACTERS,
+        f"at most {MAX_CHARACTERS} characters of text",
+        length,
+        "shorten it",
+    )
     return _without_nulls(asked)
 
 
@@ -145,7 +165,12 @@ def _check_chat(asked: dict[str, Any], pair: Pair) -> None:
         require(isinstance(tools, list), "tools as a list", tools, FIX)
         good = all(isinstance(tool, dict) and _has_name(tool.get("function")) for tool in tools)
         require(good, "tools with a function that has a name", tools, FIX)
-        require(_mentions(pair.template, "tools"), "no tools, of which the chat template knows none", tools, FIX)
+        require(
+            _mentions(pair.template, "tools"),
+            "no tools, of which the chat template knows none",
+            tools,
+            FIX,
+        )
     options = asked.get("chat_template_kwargs", {})
     require(isinstance(options, dict), "chat_template_kwargs as an object", options, FIX)
     for name in options:
@@ -159,7 +184,9 @@ def _common(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> dict[st
     """The fields that are heeded, after what both endpoints have in common has been looked at."""
     model = body.get("model", pair.name)
     if model != pair.name:
-        raise Refusal(f"expected {pair.name!r} as model, got {shown(model)}; {FIX}", 404, "model_not_found")
+        raise Refusal(
+            f"expected {pair.name!r} as model, got {shown(model)}; {FIX}", 404, "model_not_found"
+        )
     for name, value in body.items():
         if name in fields:
             continue
@@ -167,19 +194,27 @@ def _common(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> dict[st
         values = NEUTRAL[name]
         # By their texts: True is equal to 1.
         is_neutral = values is None or json.dumps(value) in map(json.dumps, values)
-        require(is_neutral, f"{name}, if at all, as {values and values[0]!r}", value, "leave it out")
+        require(
+            is_neutral, f"{name}, if at all, as {values and values[0]!r}", value, "leave it out"
+        )
     asked = {name: value for name, value in body.items() if name in fields} | {"model": pair.name}
     for name, (low, high, is_whole) in NUMBERS.items():
         value: Any = asked.get(name, low)
         good = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
         kind = "a whole number" if is_whole else "a number"
         require(good and low <= value <= high, f"{name} as {kind} from {low} to {high}", value, FIX)
-    if "max_completion_tokens" in asked:  # by the older name, which the handlers of every Transformers know
+    # By the older name, which the handlers of every Transformers know
+    if "max_completion_tokens" in asked:
         asked["max_tokens"] = asked.pop("max_completion_tokens")
     temperature: Any = asked.get("temperature", 0)
     good = temperature == 0 or temperature >= LOWEST_TEMPERATURE
     require(good, f"temperature as 0 or at least {LOWEST_TEMPERATURE}", temperature, FIX)
-    require(isinstance(asked.get("stream", False), bool), "stream as true or false", asked.get("stream"), FIX)
+    require(
+        isinstance(asked.get("stream", False), bool),
+        "stream as true or false",
+        asked.get("stream"),
+        FIX,
+    )
     if "stop" in asked:
         stops = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"]
         good = isinstance(stops, list) and len(stops) <= MAX_STOPS
@@ -192,19 +227,30 @@ def _common(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> dict[st
 
 def _messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
     """The conversation, with images in the place of their addresses."""
-    require(isinstance(messages, list) and bool(messages), "messages, a list of turns", messages, FIX)
+    require(
+        isinstance(messages, list) and bool(messages), "messages, a list of turns", messages, FIX
+    )
     turns: list[dict[str, Any]] = []
     num_images = 0
     for message in messages:
         require(isinstance(message, dict), "turns with role and content in messages", message, FIX)
         turn = _without_nulls(message)
-        require(turn.get("role") in ROLES, f"role of each turn among {', '.join(ROLES)}", turn.get("role"), FIX)
+        require(
+            turn.get("role") in ROLES,
+            f"role of each turn among {', '.join(ROLES)}",
+            turn.get("role"),
+            FIX,
+        )
         if calls := _tool_calls(turn.pop("tool_calls", [])):
             turn["tool_calls"] = calls
         content = turn.get("content", "" if calls else None)
         if isinstance(content, list):
-            num_images += sum(isinstance(part, dict) and part.get("type") == "image_url" for part in content)
-            require(num_images <= MAX_IMAGES, f"at most {MAX_IMAGES} images", num_images, "send fewer")
+            num_images += sum(
+                isinstance(part, dict) and part.get("type") == "image_url" for part in content
+            )
+            require(
+                num_images <= MAX_IMAGES, f"at most {MAX_IMAGES} images", num_images, "send fewer"
+            )
             turn["content"] = [_part(part, pair) for part in content]
         else:
             _check_text(content, "content of each turn (or a list of parts)", may_be_empty=True)
@@ -219,7 +265,9 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
     if part["type"] == "text":
         _check_text(part.get("text"), "text of each part of type text", may_be_empty=True)
         return part
-    require(pair.takes_images, "texts, which are all that this target reads", "an image", "leave it out")
+    require(
+        pair.takes_images, "texts, which are all that this target reads", "an image", "leave it out"
+    )
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, dict) else url
     kind, _, code = url.partition(",") if isinstance(url, str) else ("", "", "")
@@ -227,11 +275,18 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
     is_data = re.fullmatch(r"data:[\w/+.-]*;base64", kind) is not None
     require(is_data, "each image as data:image/...;base64,...", url, "send what is in it")
     limit = MAX_FILE_BYTES // 3 * 4 + 4
-    require(len(code) <= limit, f"at most {limit} letters of base64 for each image", len(code), "shrink it")
+    require(
+        len(code) <= limit,
+        f"at most {limit} letters of base64 for each image",
+        len(code),
+        "shrink it",
+    )
     try:
         data = base64.b64decode(code, validate=True)
     except ValueError:
-        raise ValueError(f"expected base64 in each image, got {shown(code)}; encode it anew") from None
+        raise ValueError(
+            f"expected base64 in each image, got {shown(code)}; encode it anew"
+        ) from None
     return {"type": "image_url", "image_url": {"url": read_image(Path("an image"), data).image}}
 
 
@@ -243,7 +298,9 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         require(good, "tool_calls with a function that has a name", call, FIX)
         arguments = call["function"].get("arguments")
         try:
-            good = isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict)
+            good = isinstance(
+                json.loads(arguments) if isinstance(arguments, str) else arguments, dict
+            )
         except (ValueError, RecursionError):
             good = False
         require(good, "arguments of each of tool_calls as an object in JSON", arguments, FIX)

@@ -44,7 +44,9 @@ class Code:
     def functions(self) -> tuple[object, ...]:
         """Returns the forwards, and the functions and classes of the files."""
         forwards = [forward for _, forward in self._forwards]
-        return *forwards, *(value for _, definitions in self._files for value in definitions.values())
+        return *forwards, *(
+            value for _, definitions in self._files for value in definitions.values()
+        )
 
 
 def _definitions(file: dict[str, Any]) -> dict[str, Any]:

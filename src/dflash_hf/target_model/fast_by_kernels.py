@@ -66,7 +66,9 @@ def forget_normed_ahead() -> None:
     _ahead.normed = None
 
 
-def fast_forward_of(module: Any, dtype: torch.dtype, following: FollowingNorm | None = None) -> FastForward | None:
+def fast_forward_of(
+    module: Any, dtype: torch.dtype, following: FollowingNorm | None = None
+) -> FastForward | None:
     """Returns the fast forward of a norm, a gated MLP, an attention or a decoder layer, else `None`.
 
     It is called with the class's forward, the module, and what the module is called with.
@@ -83,7 +85,9 @@ def fast_forward_of(module: Any, dtype: torch.dtype, following: FollowingNorm | 
     if is_attention(module) and attention_agrees(module, _run_attention_by_reference, dtype):
         return functools.partial(_attention_forward, list(map(epsilon_of, head_norms(module))))
     if is_layer(module) and residuals_agree(module, _residuals_by_reference, dtype):
-        return functools.partial(_layer_forward, epsilon_of(module.post_attention_layernorm), following)
+        return functools.partial(
+            _layer_forward, epsilon_of(module.post_attention_layernorm), following
+        )
     return None
 
 
@@ -99,10 +103,14 @@ def following_norms(target: Target, dtype: torch.dtype) -> dict[nn.Module, Follo
         if is_layer(following):
             norm: Any = following.input_layernorm
             if _is_fast_norm(norm, dtype):
-                found[layer] = FollowingNorm(weakref.ref(norm), epsilon_of(norm), weakref.ref(following))
+                found[layer] = FollowingNorm(
+                    weakref.ref(norm), epsilon_of(norm), weakref.ref(following)
+                )
     last = target.decoder._modules.get("norm")
     if last is not None and _is_fast_norm(last, dtype):
-        found[target.layers[-1]] = FollowingNorm(weakref.ref(last), epsilon_of(last), weakref.ref(last))
+        found[target.layers[-1]] = FollowingNorm(
+            weakref.ref(last), epsilon_of(last), weakref.ref(last)
+        )
     return found
 
 
@@ -110,7 +118,9 @@ def _is_fast_norm(module: Any, dtype: torch.dtype) -> bool:
     return is_norm(module) and norm_agrees(module, _run_norm_by_reference, dtype)
 
 
-def _norm_forward(eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+def _norm_forward(
+    eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+) -> Any:
     if (
         len(args) != 1
         or kwargs
@@ -146,7 +156,9 @@ def _attention_forward(
     if not all(map(runs_its_class, norms)) or [epsilon_of(norm) for norm in norms] != epsilons:
         return plain(module, *args, **kwargs)
     taken = [states, *(norm.weight for norm in norms), *kwargs["position_embeddings"]]
-    if not ops.use_kernel(ops.norm_rope_write, *taken, buffers=cache.attention[module.layer_idx].buffers()):
+    if not ops.use_kernel(
+        ops.norm_rope_write, *taken, buffers=cache.attention[module.layer_idx].buffers()
+    ):
         return plain(module, *args, **kwargs)
     return _run_attention(ops.norm_rope_write, module, states, cache, kwargs)
 
@@ -182,19 +194,30 @@ def _is_handed_on(module: nn.Module, following: FollowingNorm) -> bool:
     """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
     norm = following.norm()
     part_of = following.part_of()
-    if norm is None or part_of is None or not runs_its_class(norm) or epsilon_of(norm) != following.eps:
+    if (
+        norm is None
+        or part_of is None
+        or not runs_its_class(norm)
+        or epsilon_of(norm) != following.eps
+    ):
         return False
     hooks = [*module._forward_hooks.values(), *part_of._forward_pre_hooks.values()]
     return all(map(is_harmless, hooks))
 
 
 def _run_attention(
-    write: Callable[..., Tensor], module: Any, states: Tensor, cache: RaggedCache, kwargs: dict[str, Any]
+    write: Callable[..., Tensor],
+    module: Any,
+    states: Tensor,
+    cache: RaggedCache,
+    kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Attention over the ragged cache, its queries, keys and values by `norm_rope_write` or its reference."""
     shape = (*states.shape[:-1], -1, module.head_dim)
     index = module.layer_idx
-    heads = [project(states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)]
+    heads = [
+        project(states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)
+    ]
     cos, sin = (part.expand(len(states), -1, -1) for part in kwargs["position_embeddings"])
     norms = head_norms(module)
     weights = [norm.weight for norm in norms] or [None, None]
@@ -244,5 +267,7 @@ def _run_attention_by_reference(
     return _run_attention(ops.norm_rope_write.reference, attention, states, cache, kwargs)
 
 
-def _residuals_by_reference(layer: Any, states: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _residuals_by_reference(
+    layer: Any, states: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     return _residuals(ops.add_norm.reference, layer, states, kwargs)

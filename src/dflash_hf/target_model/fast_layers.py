@@ -25,7 +25,14 @@ from dflash_hf import ops
 from dflash_hf.scopes import Current, shared, undoing
 from dflash_hf.target_model import fast_by_kernels, fast_on_cpu
 from dflash_hf.target_model.code import Code
-from dflash_hf.target_model.fast_on_cpu import FastForward, FastLayer, LayerForm, by_sdpa, layer_form_of, prepare
+from dflash_hf.target_model.fast_on_cpu import (
+    FastForward,
+    FastLayer,
+    LayerForm,
+    by_sdpa,
+    layer_form_of,
+    prepare,
+)
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.user_code import MARK, has_own_forward, is_harmless, is_unmodified
 
@@ -69,7 +76,9 @@ class Plan:
 
     def is_for(self, target: Target, dtype: torch.dtype, by_kernels: bool) -> bool:
         """Returns True if it still holds for a target."""
-        is_same = self._facts is target.facts and self._dtype == dtype and self._by_kernels == by_kernels
+        is_same = (
+            self._facts is target.facts and self._dtype == dtype and self._by_kernels == by_kernels
+        )
         return is_same and self._code.is_same()
 
     def prepared_layers(self, config: Any, is_unmodified: bool) -> dict[nn.Module, FastLayer]:
@@ -162,7 +171,9 @@ def fast_whole_run(target: Target) -> AbstractContextManager[None]:
     On a CPU only: kernels are for a verify. Not where code of the user's runs within a forward.
     """
     weight: Any = target.embedding.weight
-    is_ours = ops.use_short_forwards(weight) and by_sdpa(target.config) and is_unmodified(target.parts)
+    is_ours = (
+        ops.use_short_forwards(weight) and by_sdpa(target.config) and is_unmodified(target.parts)
+    )
     if is_ours:
         return fast_layers(target, is_whole_run=True)
     return nullcontext()

@@ -55,12 +55,15 @@ class LayerForm(NamedTuple):
     """The fast form of a decoder layer: how its class was found to compute."""
 
     epsilons: list[float]  # of its two norms, and of its attention's
-    is_gated: bool  # whether its MLP is `down(silu(gate(x)) * up(x))`; any other is called as a module
+    # Whether its MLP is `down(silu(gate(x)) * up(x))`; any other is called as a module
+    is_gated: bool
 
     @classmethod
     def of(cls, layer: Any) -> LayerForm:
         """Reads it from a layer."""
-        return cls([epsilon_of(norm) for norm in _all_norms(layer)], is_gated_mlp(layer._modules["mlp"]))
+        return cls(
+            [epsilon_of(norm) for norm in _all_norms(layer)], is_gated_mlp(layer._modules["mlp"])
+        )
 
 
 def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
@@ -162,7 +165,9 @@ class FastAttention(NamedTuple):
             heads = self._over_prompt(module, query, key, value, cache, kwargs)
         return _project(heads.flatten(2), self.out)
 
-    def _over_ragged(self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: RaggedCache) -> Tensor:
+    def _over_ragged(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: RaggedCache
+    ) -> Tensor:
         """Attention over the ragged cache, with the mask that follows from it."""
         keys, values = cache.extend(module.layer_idx, key, value)
         block, kind = mask_of_layer(cache, keys, self.window)
@@ -171,7 +176,13 @@ class FastAttention(NamedTuple):
         return attend(query, keys, values, mask, self.scaling)
 
     def _over_prompt(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Any,
+        kwargs: dict[str, Any],
     ) -> Tensor:
         """Attention as Transformers' own, with the mask that the decoder made."""
         keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
@@ -225,7 +236,12 @@ class FastLayer(NamedTuple):
                 cache = cache_of_verify(attention, kwargs)
         elif self.takes_prompts:
             cache = cache_of_prefill(attention, kwargs)
-        if cache is None or len(args) != 1 or args[0].dtype != self.first["weight"].dtype or not args[0].is_cpu:
+        if (
+            cache is None
+            or len(args) != 1
+            or args[0].dtype != self.first["weight"].dtype
+            or not args[0].is_cpu
+        ):
             return None
         return self.run(attention, args[0], cache, kwargs)
 
@@ -245,7 +261,10 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def by_sdpa(config: Any) -> bool:
     """Returns True if the attention of a config's model is Transformers' own SDPA."""
-    return config._attn_implementation == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    return (
+        config._attn_implementation == "sdpa"
+        and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    )
 
 
 def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
@@ -277,7 +296,9 @@ def _rotates_all(attention: Any, kwargs: dict[str, Any]) -> bool:
     return angles is not None and angles[0].shape[-1] == attention.head_dim
 
 
-def _norm_forward(eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+def _norm_forward(
+    eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
+) -> Any:
     if len(args) != 1 or kwargs or not _is_alike(args[0], module) or epsilon_of(module) != eps:
         return plain(module, *args, **kwargs)
     return _run_norm(module, args[0])
@@ -288,7 +309,13 @@ def _attention_forward(
 ) -> Any:
     cache = cache_of_verify(module, kwargs)
     states = kwargs.get("hidden_states")
-    if args or cache is None or states is None or kwargs.get("attention_mask") is not None or module.training:
+    if (
+        args
+        or cache is None
+        or states is None
+        or kwargs.get("attention_mask") is not None
+        or module.training
+    ):
         return plain(module, *args, **kwargs)
     norms = head_norms(module)
     if not all(runs_its_class(norm) and _is_alike(states, norm) for norm in norms):
@@ -302,10 +329,14 @@ def _run_norm(norm: Any, states: Tensor) -> Tensor:
     return rms_norm(states, norm.weight, epsilon_of(norm))
 
 
-def _run_attention(attention: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -> tuple[Tensor, None]:
+def _run_attention(
+    attention: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, None]:
     norms = head_norms(attention)
     eps = epsilon_of(norms[0]) if norms else 0.0
-    return FastAttention.of(attention, eps, is_unmodified=False).run(attention, states, cache, kwargs), None
+    return FastAttention.of(attention, eps, is_unmodified=False).run(
+        attention, states, cache, kwargs
+    ), None
 
 
 def _run_layer(layer: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:

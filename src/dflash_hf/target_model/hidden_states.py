@@ -86,7 +86,9 @@ class Taps:
             if self._counts(kwargs):
                 self._record(layer_id, args[0] if args else kwargs["hidden_states"])
 
-        def record_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def record_output(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
             if self._counts(kwargs):
                 # Older layers return a tuple.
                 self._record(layer_id, output[0] if isinstance(output, tuple) else output)

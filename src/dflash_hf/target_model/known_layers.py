@@ -102,7 +102,15 @@ _HEADS = 4
 _GROUPS = 2
 _WIDTH = 4
 # What a forward raises that is called in another way than it expects.
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 # Gives random numbers of a shape, on the CPU and in the dtype of a trial.
 Draw = Callable[..., Tensor]
 # Runs a layer, or its attention, on states, a cache and the keywords that it is called with.
@@ -114,7 +122,12 @@ def is_norm(module: Any) -> bool:
     if not _is_listed(module, NORMS) or module._modules or list(module._parameters) != ["weight"]:
         return False
     weight = module._parameters["weight"]
-    return weight is not None and _is_plain(weight) and weight.dim() == 1 and type(epsilon_of(module)) is float
+    return (
+        weight is not None
+        and _is_plain(weight)
+        and weight.dim() == 1
+        and type(epsilon_of(module)) is float
+    )
 
 
 def is_gated_mlp(module: Any) -> bool:
@@ -234,7 +247,13 @@ def residuals_agree(layer: Any, fast: Callable[..., Any], dtype: torch.dtype) ->
         given = list[dict[str, Any]]()
 
         def attend(**kwargs: Any) -> tuple[Tensor, None]:
-            given.append({name: value for name, value in kwargs.items() if value is not None and value is not False})
+            given.append(
+                {
+                    name: value
+                    for name, value in kwargs.items()
+                    if value is not None and value is not False
+                }
+            )
             return 3 * given[-1].pop("hidden_states").flip(-1), None
 
         first, second = layer_norms(layer)
@@ -246,7 +265,11 @@ def residuals_agree(layer: Any, fast: Callable[..., Any], dtype: torch.dtype) ->
             mlp=_stand_in_for_mlp,
         )
         states = draw(2, 3, _HIDDEN)
-        kwargs: dict[str, Any] = {"attention_mask": None, "position_embeddings": 1, "position_ids": 2}
+        kwargs: dict[str, Any] = {
+            "attention_mask": None,
+            "position_embeddings": 1,
+            "position_ids": 2,
+        }
         kwargs |= {CACHE_NAME: 3, "use_cache": 4, KEYWORD: 5}
         plain = type(layer).forward(small, states, **kwargs)
         total, update = fast(small, states, kwargs)
@@ -265,7 +288,9 @@ class _Outcome(NamedTuple):
 _outcomes: dict[tuple[object, ...], _Outcome] = {}
 
 
-def _agrees(fast: object, parts: list[Any], dtype: torch.dtype, compare: Callable[[Draw], tuple[Any, Any]]) -> bool:
+def _agrees(
+    fast: object, parts: list[Any], dtype: torch.dtype, compare: Callable[[Draw], tuple[Any, Any]]
+) -> bool:
     """Returns True if both results of `compare` are the same bit for bit in every dtype.
 
     Remembered by the fast form, the dtype, and the classes and settings of the modules.
@@ -290,7 +315,11 @@ def _try(kind: type, dtype: torch.dtype, compare: Callable[[Draw], tuple[Any, An
             plain, fast = compare(functools.partial(_random, generator, dtype))
             if _is_same(plain, fast):
                 return True
-            logger.debug("%s runs as it is: its fast form computes something else in %s", kind.__name__, dtype)
+            logger.debug(
+                "%s runs as it is: its fast form computes something else in %s",
+                kind.__name__,
+                dtype,
+            )
         except _ERRORS as error:
             logger.debug("%s runs as it is: %s in its trial in %s", kind.__name__, error, dtype)
     return False
@@ -299,7 +328,11 @@ def _try(kind: type, dtype: torch.dtype, compare: Callable[[Draw], tuple[Any, An
 def _is_listed(module: Any, names: frozenset[str]) -> bool:
     """Returns True if a module's class is in a table, and its forward is the library's."""
     kind = type(module)
-    return kind.__name__ in names and kind.__module__.startswith("transformers.models.") and is_published(module)
+    return (
+        kind.__name__ in names
+        and kind.__module__.startswith("transformers.models.")
+        and is_published(module)
+    )
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -315,14 +348,18 @@ def _settings_of(module: Any) -> tuple[object, ...]:
     config = vars(own["config"]) if "config" in own else {}
     found = list[tuple[str, object]]()
     for settings in (own, config):
-        found += sorted((name, value) for name, value in settings.items() if isinstance(value, plain))
+        found += sorted(
+            (name, value) for name, value in settings.items() if isinstance(value, plain)
+        )
     return *sizes, *(setting for setting in found if setting[0] not in ("layer_idx", "training"))
 
 
 def _small_copy(module: Any, weight: Tensor | None = None, **parts: Any) -> Any:
     """Returns a copy of a module with another weight and other parts, without hooks; it shares nothing written."""
     small = copy.copy(module)
-    small._parameters = {} if weight is None else {"weight": nn.Parameter(weight, requires_grad=False)}
+    small._parameters = (
+        {} if weight is None else {"weight": nn.Parameter(weight, requires_grad=False)}
+    )
     small._modules = {**module._modules, **parts}
     small._forward_hooks = {}
     small._forward_pre_hooks = {}
@@ -345,7 +382,11 @@ def _small_gated_mlp(mlp: Any, hidden: int, draw: Draw) -> Any:
 def _small_attention(attention: Any, hidden: int, draw: Draw) -> Any:
     """Returns a copy of an attention with random weights, few heads and a short window, if it has one."""
     size = attention.head_dim
-    norms = {name: attention._modules[name] for name in ("q_norm", "k_norm") if name in attention._modules}
+    norms = {
+        name: attention._modules[name]
+        for name in ("q_norm", "k_norm")
+        if name in attention._modules
+    }
     small = _small_copy(
         attention,
         q_proj=_projection(draw(_HEADS * size, hidden)),

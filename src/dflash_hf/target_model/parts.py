@@ -30,7 +30,8 @@ class Target:
     embedding: nn.Module  # input embedding of text tokens
     head: nn.Module  # output head, hidden states to logits
     decoder: nn.Module  # what holds the list of layers and runs them
-    path: tuple[nn.Module, ...]  # the modules whose forwards call each other down to the decoder: the model first
+    # The modules whose forwards call each other down to the decoder: the model first
+    path: tuple[nn.Module, ...]
     # The recurrent parts of layers that have one which can be taken back, by layer index.
     recurrences: dict[int, Recurrence]
 
@@ -116,7 +117,10 @@ def find_target(model: PreTrainedModel) -> Target:
         head=head,
         decoder=modules[facts.decoder],
         path=tuple(modules[index] for index in facts.path),
-        recurrences={layer: Recurrence(rule, modules[index]) for layer, (rule, index) in facts.recurrences.items()},
+        recurrences={
+            layer: Recurrence(rule, modules[index])
+            for layer, (rule, index) in facts.recurrences.items()
+        },
     )
 
 
@@ -131,18 +135,25 @@ def _find_facts(
         if isinstance(module, nn.ModuleList)
         and len(module) == num_layers
         and all(
-            any(hasattr(layer, name) for name in ("self_attn", "attn", "mlp")) or find_recurrence(layer) is not None
+            any(hasattr(layer, name) for name in ("self_attn", "attn", "mlp"))
+            or find_recurrence(layer) is not None
             for layer in module
         )
     ]
     own = [layers for layers in lists if _text_config_of(layers) is config] or lists
     if not own:
-        raise ValueError(f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported")
+        raise ValueError(
+            f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported"
+        )
     layers = list(own[0])
-    decoder = next(module for module in modules if any(child is own[0] for child in module.children()))
+    decoder = next(
+        module for module in modules if any(child is own[0] for child in module.children())
+    )
     places = {module: index for index, module in reversed(list(enumerate(modules)))}
     found = {index: find_recurrence(layer) for index, layer in enumerate(layers)}
-    recurrences = {index: recurrence for index, recurrence in found.items() if recurrence is not None}
+    recurrences = {
+        index: recurrence for index, recurrence in found.items() if recurrence is not None
+    }
     return Facts(
         modules=[weakref.ref(module) for module in modules],
         kinds=list(map(type, modules)),
@@ -165,14 +176,21 @@ def path_to(model: PreTrainedModel, part: nn.Module) -> list[nn.Module]:
     return path
 
 
-def _num_positions(decoder: nn.Module, config: PreTrainedConfig, embedding: nn.Module) -> int | None:
+def _num_positions(
+    decoder: nn.Module, config: PreTrainedConfig, embedding: nn.Module
+) -> int | None:
     """Rows of a decoder's table of positions that can be looked up; `None` where it has none.
 
     A table is an embedding beside the one for tokens, as wide as the hidden states and as long as the config says.
     """
     for child in decoder.children():
-        if isinstance(child, nn.Embedding) and child is not embedding and child.embedding_dim == config.hidden_size:
-            num = child.num_embeddings - getattr(child, "offset", 0)  # OPT leaves the first rows out
+        if (
+            isinstance(child, nn.Embedding)
+            and child is not embedding
+            and child.embedding_dim == config.hidden_size
+        ):
+            # OPT leaves the first rows out
+            num = child.num_embeddings - getattr(child, "offset", 0)
             if num == getattr(config, "max_position_embeddings", None):
                 return num
     return None

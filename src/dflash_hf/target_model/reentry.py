@@ -186,7 +186,9 @@ def ragged_attention(target: Target) -> Generator[None]:
     hooks = list[Hook]()
     for module in target.path:
         # First of all, and also after an error: each forward that has begun ends.
-        hooks.append(Hook(module, begin, before=True, options={"prepend": True, "with_kwargs": True}))
+        hooks.append(
+            Hook(module, begin, before=True, options={"prepend": True, "with_kwargs": True})
+        )
         hooks.append(Hook(module, end, options={"always_call": True}))
     with hooked(*hooks), _verifying.doing(verifies):
         yield
@@ -278,7 +280,9 @@ def ragged_block(
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         kwargs |= {name: value for name, value in given.items() if value is not None}
         attend_as_set = _attention_of_user(module)
-        return attend_as_set(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return attend_as_set(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
     if attention_mask is not None:
         raise ValueError(
             f"expected no attention mask under {RAGGED_BLOCK!r}, got one of shape {tuple(attention_mask.shape)}; "

@@ -33,7 +33,9 @@ def check_target(target: Target) -> None:
     config = target.config
     name = type(target.model).__name__
     # Older Transformers choose "sdpa" for such targets, and plain `generate` then has another text.
-    loses_soft_cap = getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa"
+    loses_soft_cap = (
+        getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa"
+    )
     if loses_soft_cap:
         raise ValueError(
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
@@ -41,10 +43,14 @@ def check_target(target: Target) -> None:
         )
     _check_recurrences(target)
     # The config comes first: its words say more than those about the code.
-    reason = _reason_in_layers(target) or _reason_in_config(config) or _reason_in_adapters(target.model)
+    reason = (
+        _reason_in_layers(target) or _reason_in_config(config) or _reason_in_adapters(target.model)
+    )
     reason = reason or _reason_in_code(target)
     if reason:
-        raise ValueError(f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft")
+        raise ValueError(
+            f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft"
+        )
 
 
 def _check_recurrences(target: Target) -> None:
@@ -71,7 +77,9 @@ def _check_recurrences(target: Target) -> None:
 def _reason_in_layers(target: Target) -> str | None:
     """Names the types of a target's layers that are none of ours."""
     kinds = getattr(target.config, "layer_types", None) or []
-    unknown = {kind for index, kind in enumerate(kinds) if index not in target.recurrences} - set(LAYER_TYPES)
+    unknown = {kind for index, kind in enumerate(kinds) if index not in target.recurrences} - set(
+        LAYER_TYPES
+    )
     # Some targets cut into chunks without a type for it.
     if "chunked_attention" in unknown or any(layer_values(target.config, "attention_chunk_size")):
         return "chunked attention (its argument never reaches the attention interface)"
@@ -80,9 +88,13 @@ def _reason_in_layers(target: Target) -> str | None:
 
 def _reason_in_config(config: PreTrainedConfig) -> str | None:
     """Names what a config says of all layers and attention over the ragged cache does not do."""
-    has_alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi"
+    has_alibi = (
+        getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi"
+    )
     has_loops = (getattr(config, "n_recurrent_loops", None) or 1) > 1
-    crosses = getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False)
+    crosses = getattr(config, "cross_attention_layers", None) or getattr(
+        config, "add_cross_attention", False
+    )
     if has_alibi:
         return "ALiBi position biases"
     if getattr(config, "num_kv_shared_layers", None):
@@ -112,7 +124,9 @@ _DOCSTRING = re.compile(r'"""(?s:.*?)"""')
 _KEYWORDS = re.compile(r"(?<=[(,\s])\*\*[A-Za-z_]")
 # What was found in the code of each model, and the facts of its modules then: others are made where a module changes.
 # Weak: a model is freed as soon as the user lets go of it.
-_found: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Facts, str | None]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Facts, str | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _reason_in_code(target: Target) -> str | None:
@@ -136,7 +150,11 @@ def unsupported_code(target: Target) -> str | None:
     for index, layer in enumerate(target.layers):
         if index in target.recurrences:
             continue
-        interfaces = [interface for module in _attentions_of(layer) for interface in _interfaces_of(type(module))]
+        interfaces = [
+            interface
+            for module in _attentions_of(layer)
+            for interface in _interfaces_of(type(module))
+        ]
         if not interfaces:
             return without
         if any(interface is not ALL_ATTENTION_FUNCTIONS for interface in interfaces):
@@ -169,7 +187,9 @@ def _hands_keywords_on(target: Target) -> bool:
 
 def _attentions_of(layer: nn.Module) -> list[nn.Module]:
     """Returns the modules of a layer that may be attention: they know their layer's number; else the layer itself."""
-    found = [module for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")]
+    found = [
+        module for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")
+    ]
     return found or [layer]
 
 
@@ -214,7 +234,12 @@ def check_takes_positions(target: Target, position_ids: Tensor | None) -> None:
     `position_ids` are what the target's own preparation has made of them: it has to be asked.
     """
     counts = f"{type(target.model).__name__}, which counts them itself"
-    require(position_ids is not None, "a target that takes its positions from generate", counts, "drop the draft")
+    require(
+        position_ids is not None,
+        "a target that takes its positions from generate",
+        counts,
+        "drop the draft",
+    )
 
 
 class ChangingRope(NamedTuple):
@@ -247,7 +272,9 @@ def changing_ropes(target: Target) -> list[ChangingRope]:
     return found
 
 
-def check_length(target: Target, next_positions: Tensor, num_more: int, columns: int, past: int) -> None:
+def check_length(
+    target: Target, next_positions: Tensor, num_more: int, columns: int, past: int
+) -> None:
     """Refuses, by `ValueError`, runs during which a RoPE that depends on the call's length may change its frequencies.
 
     A verify also sees the proposals, so it would switch up to a block earlier than plain decoding does. Transformers

@@ -42,7 +42,11 @@ def runs_its_class(module: Any) -> bool:
     weights alone, and `output_attentions` is refused with a draft.
     """
     own = module.__dict__
-    if own["_forward_pre_hooks"] or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+    if (
+        own["_forward_pre_hooks"]
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+    ):
         return False
     if has_own_forward(module):
         return False
@@ -70,7 +74,10 @@ def is_library(name: str) -> bool:
 
 def is_harmless(hook: Any) -> bool:
     """Returns True for hooks that change nothing: Transformers' recorders, and this package's, which listen."""
-    return getattr(hook, "__module__", None) in ("transformers.utils.output_capturing", "dflash_hf.scopes")
+    return getattr(hook, "__module__", None) in (
+        "transformers.utils.output_capturing",
+        "dflash_hf.scopes",
+    )
 
 
 def is_recorder(hook: Any) -> bool:
@@ -83,4 +90,7 @@ def is_recorder(hook: Any) -> bool:
 
 def _has_library_forward(kind: type) -> bool:
     functions = with_wrapped(getattr(kind, "forward", None))
-    return all(is_library(str(getattr(function, "__globals__", {}).get("__name__"))) for function in functions)
+    return all(
+        is_library(str(getattr(function, "__globals__", {}).get("__name__")))
+        for function in functions
+    )

@@ -29,7 +29,8 @@ Mask = Tensor | BlockMask
 class Anchors(Movable):
     """The blocks of a batch."""
 
-    indices: Tensor  # [B, A], int64: index of each anchor in its row, ascending; 0 where there is none
+    # [B, A], int64: index of each anchor in its row, ascending; 0 where there is none
+    indices: Tensor
     keep: Tensor  # [B, A], bool: which entries are anchors; rows may have fewer than `A`
     block_size: int  # slots per block, the anchor included
     # An index that no anchor is above: context from there on is seen by none. `None` where the host does not know.
@@ -44,7 +45,9 @@ class Anchors(Movable):
         """Returns the anchors in columns `start .. stop - 1`."""
         indices = self.indices[:, start:stop]
         keep = self.keep[:, start:stop]
-        reach = int(indices.max()) if indices.device.type == "cpu" and indices.numel() else self.reach
+        reach = (
+            int(indices.max()) if indices.device.type == "cpu" and indices.numel() else self.reach
+        )
         return Anchors(indices=indices, keep=keep, block_size=self.block_size, reach=reach)
 
 
@@ -73,7 +76,9 @@ def sample_anchors(
     Mask (bool, `[B, S]`) and generator are on the CPU.
     """
     valid = valid_anchors(loss_mask_BS, starts_BS)
-    scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(~valid, -1.0)
+    scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(
+        ~valid, -1.0
+    )
     starts = torch.zeros_like(scores, dtype=torch.long) if starts_BS is None else starts_BS
     order = scores.argsort(dim=1, descending=True)
     # By example, then by score: a token's place there, less where its example begins, is its rank among its own.
@@ -105,13 +110,19 @@ class BlockMaskRule:
             begins.
     """
 
-    def __init__(self, attention_mask_BS: Tensor, anchors: Anchors, starts_BQ: Tensor | None = None) -> None:
+    def __init__(
+        self, attention_mask_BS: Tensor, anchors: Anchors, starts_BQ: Tensor | None = None
+    ) -> None:
         batch, num_context = attention_mask_BS.shape
         device = attention_mask_BS.device
         columns = torch.arange(num_context, device=device)
         num_blocks = anchors.indices.shape[1]
         self.block_size = anchors.block_size
-        self.shape = (batch, num_blocks * self.block_size, num_context + num_blocks * self.block_size)
+        self.shape = (
+            batch,
+            num_blocks * self.block_size,
+            num_context + num_blocks * self.block_size,
+        )
         self.anchor_BQ = anchors.indices.repeat_interleave(self.block_size, dim=1)
         self.query_BQ = anchors.positions.flatten(1)
         # An example's tokens are neighbours, so that what begins with it and ends before the anchor is its own.
@@ -129,7 +140,9 @@ class BlockMaskRule:
         in_block = key_block == query // self.block_size
         window, causal, from_anchor = kind
         anchor = self.anchor_BQ[row, query]
-        seen = visible(self.query_BQ[row, query], key_position, window, causal, anchor if from_anchor else None)
+        seen = visible(
+            self.query_BQ[row, query], key_position, window, causal, anchor if from_anchor else None
+        )
         return (in_context | in_block) & seen
 
     def dense(self, kind: AttentionKind) -> Tensor:

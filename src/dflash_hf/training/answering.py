@@ -74,13 +74,32 @@ class RegenerateSettings:
             ValueError: Naming the first of them.
         """
         for name in ("max_new_tokens", "batch_size"):
-            require(getattr(self, name) > 0, f"at least 1 as {name}", getattr(self, name), "give a larger one")
-        require(0 <= self.temperature < float("inf"), "0 or more as temperature", self.temperature, "0 is greedy")
-        require(0 < self.top_p <= 1, "above 0 and at most 1 as top_p", self.top_p, "1 is the whole vocabulary")
+            require(
+                getattr(self, name) > 0,
+                f"at least 1 as {name}",
+                getattr(self, name),
+                "give a larger one",
+            )
+        require(
+            0 <= self.temperature < float("inf"),
+            "0 or more as temperature",
+            self.temperature,
+            "0 is greedy",
+        )
+        require(
+            0 < self.top_p <= 1,
+            "above 0 and at most 1 as top_p",
+            self.top_p,
+            "1 is the whole vocabulary",
+        )
         require(self.top_k >= 0, "0 or more as top_k", self.top_k, "0 is the whole vocabulary")
-        require(self.turns in ("last", "all"), "last or all as turns", self.turns, "choose one of them")
+        require(
+            self.turns in ("last", "all"), "last or all as turns", self.turns, "choose one of them"
+        )
         same = self.prompts.resolve() != self.output.resolve()
-        require(same, "another file for the answers than the prompts'", str(self.output), "name another")
+        require(
+            same, "another file for the answers than the prompts'", str(self.output), "name another"
+        )
 
     def sampling(self) -> dict[str, Any]:
         """Returns what answers depend on beside prompt and target."""
@@ -141,7 +160,12 @@ def regenerate(
         report.num_answers += 1
         report.num_tokens += len(row["answer_ids"])
         report.num_unfinished += not row["finished"]
-    require(report.num_answers > 0, f"prompts in {settings.prompts}", "none to answer", "take other data")
+    require(
+        report.num_answers > 0,
+        f"prompts in {settings.prompts}",
+        "none to answer",
+        "take other data",
+    )
     logger.info("%s", report)
     return report
 
@@ -160,7 +184,10 @@ def check_answers(path: Path, target: PreTrainedModel, processing_class: Process
     known = read_meta(path).get("target")
     if not isinstance(known, dict):
         return
-    now = {**target_identity(target), "chat_template": text_identity(ChatTemplate(processing_class).text)}
+    now = {
+        **target_identity(target),
+        "chat_template": text_identity(ChatTemplate(processing_class).text),
+    }
     names = {"config": "settings", "weights": "weights", "chat_template": "chat template"}
     changed = [told for name, told in names.items() if name in known and known[name] != now[name]]
     if changed:
@@ -170,7 +197,8 @@ def check_answers(path: Path, target: PreTrainedModel, processing_class: Process
         )
 
 
-Question = tuple[int, dict[str, Any]]  # which row of the prompts, and the prompt: a row of the answers to be
+# Which row of the prompts, and the prompt: a row of the answers to be
+Question = tuple[int, dict[str, Any]]
 
 
 @dataclass
@@ -193,8 +221,15 @@ class _Run:
         """Reads what has been answered before, and refuses what is not this run's."""
         output = self.settings.output
         target = self.target
-        by = {"server_model": target.model} if isinstance(target, AnswerServer) else target_identity(target)
-        made = {"target": {**by, "chat_template": text_identity(self.template.text)}, **self.settings.sampling()}
+        by = (
+            {"server_model": target.model}
+            if isinstance(target, AnswerServer)
+            else target_identity(target)
+        )
+        made = {
+            "target": {**by, "chat_template": text_identity(self.template.text)},
+            **self.settings.sampling(),
+        }
         if not output.exists():
             write_rows(meta_path(output), [made])
             return
@@ -211,7 +246,11 @@ class _Run:
             return
         rows = RowFile(self.settings.output)
         for at, row in enumerate(rows):
-            good = isinstance(row.get("id"), str) and isinstance(row.get("answer_ids"), list) and "finished" in row
+            good = (
+                isinstance(row.get("id"), str)
+                and isinstance(row.get("answer_ids"), list)
+                and "finished" in row
+            )
             require(good, f"an answer in {rows.where(at)}", row, NEW_FILE)
             yield row
 
@@ -220,10 +259,17 @@ class _Run:
         asked: list[Question] = []
         for at, row in enumerate(self.rows):
             messages = row.get("messages")
-            good = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+            good = isinstance(messages, list) and all(
+                isinstance(m, dict) and "role" in m for m in messages
+            )
             require(good, f"messages in {self.rows.where(at)}", row, "run `prepare`")
             users = _users(row["messages"])
-            require(bool(users), f"a turn of the user's in {self.rows.where(at)}", row, "leave the row out")
+            require(
+                bool(users),
+                f"a turn of the user's in {self.rows.where(at)}",
+                row,
+                "leave the row out",
+            )
             stop = users[-1 if self.settings.turns == "last" else 0]
             self._ask(asked, at, row, row["messages"][: stop + 1])
         return asked
@@ -241,7 +287,9 @@ class _Run:
             messages = self.rows[at]["messages"]
             users = _users(messages)
             number = len(_users(question["messages"]))
-            between = messages[users[number - 1] + 1 : users[number]] if number < len(users) else None
+            between = (
+                messages[users[number - 1] + 1 : users[number]] if number < len(users) else None
+            )
             if between is None or any(message["role"] != "assistant" for message in between):
                 continue
             said = self.template.tokenizer.decode(answer["answer_ids"], skip_special_tokens=True)
@@ -249,7 +297,9 @@ class _Run:
             self._ask(more, at, question, [*question["messages"], own, messages[users[number]]])
         return more
 
-    def _ask(self, asked: list[Question], at: int, row: Mapping[str, Any], messages: list[Any]) -> None:
+    def _ask(
+        self, asked: list[Question], at: int, row: Mapping[str, Any], messages: list[Any]
+    ) -> None:
         """Adds a question, unless it has been asked."""
         names = [name for name in ("images", "chat_template_kwargs") if row.get(name)]
         question = {"messages": messages, **{name: row[name] for name in names}}
@@ -270,15 +320,21 @@ class _Run:
             placed = [resolved(question, self.settings.prompts.parent) for question in part]
             prompts = ChatDataset(placed, self.processing_class, answers=[[]] * len(part))
             limit = self.settings.max_length
-            fitting = [at for at, size in enumerate(prompts.lengths) if limit is None or size < limit]
+            fitting = [
+                at for at, size in enumerate(prompts.lengths) if limit is None or size < limit
+            ]
             if len(fitting) < len(part):
-                self.report.left_out["prompts longer than the greatest length"] += len(part) - len(fitting)
+                self.report.left_out["prompts longer than the greatest length"] += len(part) - len(
+                    fitting
+                )
             for chosen in sorted_batches(fitting, prompts.lengths, self.settings.batch_size):
                 if any(part[at]["id"] not in self.done for at in chosen):
                     self._answer_batch(part, prompts, chosen)
             logger.info("%d answers of %d", start + len(part), len(questions))
 
-    def _answer_batch(self, questions: Sequence[dict[str, Any]], prompts: ChatDataset, chosen: list[int]) -> None:
+    def _answer_batch(
+        self, questions: Sequence[dict[str, Any]], prompts: ChatDataset, chosen: list[int]
+    ) -> None:
         rows = [questions[at] for at in chosen]
         seed = json.dumps([self.settings.seed, *(row["id"] for row in rows)]).encode()
         number = int.from_bytes(hashlib.sha256(seed).digest()[:4], "big") >> 1
@@ -295,24 +351,45 @@ class _Run:
                 self.report.left_out["empty answers"] += 1
             elif row["id"] not in self.done:
                 row = resolved(row, self.settings.prompts.parent, self.settings.output.parent)
-                lines.append({**row, "answer_ids": ids, "finished": finished, "num_tokens": length + len(ids)})
+                lines.append(
+                    {
+                        **row,
+                        "answer_ids": ids,
+                        "finished": finished,
+                        "num_tokens": length + len(ids),
+                    }
+                )
         append_rows(self.settings.output, lines)
         self.done.update(line["id"] for line in lines)
         self.report.num_new += len(lines)
 
-    def _by_target(self, target: PreTrainedModel, examples: Sequence[Any], seed: int) -> list[Answer]:
+    def _by_target(
+        self, target: PreTrainedModel, examples: Sequence[Any], seed: int
+    ) -> list[Answer]:
         settings = self.settings
         tokenizer = self.template.tokenizer
         ends = getattr(target.generation_config, "eos_token_id", None)
         ends = tokenizer.eos_token_id if ends is None else ends
-        require(ends is not None, "an end token of the target's", None, "set generation_config.eos_token_id")
+        require(
+            ends is not None,
+            "an end token of the target's",
+            None,
+            "set generation_config.eos_token_id",
+        )
         every: list[int] = [ends] if isinstance(ends, int) else list(ends)
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else every[0]
-        options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "pad_token_id": padding}
+        options: dict[str, Any] = {
+            "max_new_tokens": settings.max_new_tokens,
+            "pad_token_id": padding,
+        }
         sampled = settings.temperature > 0
         options["do_sample"] = sampled
         if sampled:
-            options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+            options |= {
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": settings.top_k,
+            }
         batch = collate(examples, padding, padding_side="left").to(target.device)
         with torch.random.fork_rng(enabled=sampled):
             if sampled:
@@ -320,12 +397,21 @@ class _Run:
             written = generated(target, batch, every, self.draft, **options)
         return [(ids, ids[-1] in every) for ids in written]
 
-    def _by_server(self, server: AnswerServer, prompts: ChatDataset, chosen: Sequence[int], seed: int) -> list[Answer]:
+    def _by_server(
+        self, server: AnswerServer, prompts: ChatDataset, chosen: Sequence[int], seed: int
+    ) -> list[Answer]:
         settings = self.settings
         rows = [prompts.rows[at] for at in chosen]
         lengths = [None if _has_images(prompts.rows[at]) else prompts.lengths[at] for at in chosen]
-        options: dict[str, Any] = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
-        options |= {"top_p": settings.top_p, "seed": seed, **({"top_k": settings.top_k} if settings.top_k else {})}
+        options: dict[str, Any] = {
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+        }
+        options |= {
+            "top_p": settings.top_p,
+            "seed": seed,
+            **({"top_k": settings.top_k} if settings.top_k else {}),
+        }
         return server.answer(self.template, rows, lengths, options)
 
 
@@ -335,4 +421,7 @@ def _users(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _has_images(row: Mapping[str, Any]) -> bool:
     contents = [message.get("content") for message in row["messages"]]
-    return any(block["type"] == "image" for c in contents if isinstance(c, list) for block in c) or "images" in row
+    return (
+        any(block["type"] == "image" for c in contents if isinstance(c, list) for block in c)
+        or "images" in row
+    )

@@ -57,33 +57,53 @@ class DFlashTrainingArguments(TrainingArguments):
     logging_steps: float = 10
     # A step that is not finite ends the run instead.
     logging_nan_inf_filter: bool = False
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Without effect: examples have no columns."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Without effect: examples have no columns."}
+    )
     # A batch without labels uses no head.
     ddp_find_unused_parameters: bool | None = True
-    dataloader_pin_memory: bool = field(default=False, metadata={"help": "Without effect: batches are not pinned."})
+    dataloader_pin_memory: bool = field(
+        default=False, metadata={"help": "Without effect: batches are not pinned."}
+    )
 
-    num_anchors: int = field(default=512, metadata={"help": "Most blocks per sequence, drawn anew at each step."})
-    block_size: int | None = field(default=None, metadata={"help": "Slots per block; None takes the draft's."})
+    num_anchors: int = field(
+        default=512, metadata={"help": "Most blocks per sequence, drawn anew at each step."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Slots per block; None takes the draft's."}
+    )
     gamma: float | None = field(
         default=None,
-        metadata={"help": "Decay over slots, exp(-(k-1)/gamma), but for D-PACE; None follows the block."},
+        metadata={
+            "help": "Decay over slots, exp(-(k-1)/gamma), but for D-PACE; None follows the block."
+        },
     )
     loss: Objective = field(
         default="dpace",
-        metadata={"help": "D-PACE's weights, cross entropy under a decay, or KL to the target's likely tokens."},
+        metadata={
+            "help": "D-PACE's weights, cross entropy under a decay, or KL to the target's likely tokens."
+        },
     )
     labels: Literal["tokens", "target"] = field(
-        default="tokens", metadata={"help": "Learn the data's tokens, or the target's argmax at each position."}
+        default="tokens",
+        metadata={"help": "Learn the data's tokens, or the target's argmax at each position."},
     )
-    chunk_blocks: int = field(default=128, metadata={"help": "Blocks per application of the head (bounds memory)."})
+    chunk_blocks: int = field(
+        default=128, metadata={"help": "Blocks per application of the head (bounds memory)."}
+    )
     attention: Attention = field(
-        default="auto", metadata={"help": "FlexAttention, or SDPA with a dense mask; auto takes Flex on CUDA."}
+        default="auto",
+        metadata={"help": "FlexAttention, or SDPA with a dense mask; auto takes Flex on CUDA."},
     )
     packing_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a row that examples are packed into; None pads each example."}
+        default=None,
+        metadata={"help": "Tokens of a row that examples are packed into; None pads each example."},
     )
     feature_cache: str | None = field(
-        default=None, metadata={"help": "Folder of the target's features; what is missing there is written first."}
+        default=None,
+        metadata={
+            "help": "Folder of the target's features; what is missing there is written first."
+        },
     )
     save_dtype: Literal["float32", "auto"] = field(
         default="float32",
@@ -111,18 +131,43 @@ class DFlashTrainingArguments(TrainingArguments):
             require(getattr(self, name) in allowed, what, getattr(self, name), "use one of them")
         known = [MUON, *(name.value for name in OptimizerNames)]
         named = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
-        require(named in known, f"optim {', '.join(known[:3])} or another of Transformers'", named, "use one of them")
+        require(
+            named in known,
+            f"optim {', '.join(known[:3])} or another of Transformers'",
+            named,
+            "use one of them",
+        )
         if self.optim == MUON and not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"expected torch >= 2.9 for optim='muon', got {torch.__version__}; use another optim")
-        require(self.learning_rate > 0, "learning_rate > 0", self.learning_rate, "6e-4 is the paper's")
-        require(self.warmup_steps >= 0, "warmup_steps >= 0", self.warmup_steps, "0.04 (of all steps) is the paper's")
+            raise ValueError(
+                f"expected torch >= 2.9 for optim='muon', got {torch.__version__}; use another optim"
+            )
+        require(
+            self.learning_rate > 0, "learning_rate > 0", self.learning_rate, "6e-4 is the paper's"
+        )
+        require(
+            self.warmup_steps >= 0,
+            "warmup_steps >= 0",
+            self.warmup_steps,
+            "0.04 (of all steps) is the paper's",
+        )
         require(self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's")
-        require(self.gamma is None or self.gamma > 0, "gamma > 0", self.gamma, "None follows the block size")
+        require(
+            self.gamma is None or self.gamma > 0,
+            "gamma > 0",
+            self.gamma,
+            "None follows the block size",
+        )
         size = self.block_size
         length = self.packing_length
-        require(length is None or length >= 2, "packing_length >= 2", length, "None pads each example")
+        require(
+            length is None or length >= 2, "packing_length >= 2", length, "None pads each example"
+        )
         require(size is None or size >= 2, "block_size >= 2", size, "None is the draft's")
-        counts = (self.per_device_train_batch_size, self.gradient_accumulation_steps, self.chunk_blocks)
+        counts = (
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.chunk_blocks,
+        )
         what = "positive batch size, gradient_accumulation_steps and chunk_blocks"
         require(min(counts) > 0, what, counts, "fix the one that is not")
         steps = (self.max_steps, self.num_train_epochs)

@@ -58,7 +58,8 @@ class ChatDataset(Sequence[Example]):
         self.answers = answers
         self.max_length = max_length
         self._lengths = lengths
-        self._count_tokens: Any = getattr(processing_class, "_get_num_multimodal_tokens", None)  # of images
+        # Of images
+        self._count_tokens: Any = getattr(processing_class, "_get_num_multimodal_tokens", None)
         self._replaced: float | None = None
 
     def __len__(self) -> int:
@@ -89,10 +90,15 @@ class ChatDataset(Sequence[Example]):
         try:
             row = self.rows[at]
             return make(row, row.get("answer_ids") if self.answers is None else self.answers[at])
-        except Exception as error:  # a file that is no image, a missing key: whatever it is, told with its row
+        # A file that is no image, a missing key: whatever it is, told with its row
+        except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("expected"):
                 raise ValueError(f"{error} ({place})") from error
-            reason = f"{error}" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+            reason = (
+                f"{error}"
+                if isinstance(error, (OSError, ValueError))
+                else f"{type(error).__name__}: {error}"
+            )
             raise ValueError(
                 f"expected a chat that can be read, got one with this: {reason}; fix it ({place})"
             ) from error
@@ -103,7 +109,9 @@ class ChatDataset(Sequence[Example]):
         if answer is None:
             turns = row.get("trained_turns")
             kind = self.processing_class
-            example = Example.from_messages(kind, messages, images, turns=turns, chat_template_kwargs=options)
+            example = Example.from_messages(
+                kind, messages, images, turns=turns, chat_template_kwargs=options
+            )
         else:
             template = ChatTemplate(self.processing_class, options)
             prepared = template.messages(_asked(messages), images)
@@ -118,24 +126,34 @@ class ChatDataset(Sequence[Example]):
         if answer is None and not template.is_marked:
             turns = row.get("trained_turns") or assistant_turns(messages)
             messages = messages[: turns[-1] + 1] if turns else messages
-        plain = len(template.tokens(template.render(messages, answer is not None))) + len(answer or ())
+        plain = len(template.tokens(template.render(messages, answer is not None))) + len(
+            answer or ()
+        )
         length = self._expanded(plain, messages, lambda: len(self._build(row, answer).input_ids))
         return length if self.max_length is None else min(length, self.max_length)
 
-    def _expanded(self, plain: int, messages: Sequence[Mapping[str, Any]], build: Callable[[], int]) -> int:
+    def _expanded(
+        self, plain: int, messages: Sequence[Mapping[str, Any]], build: Callable[[], int]
+    ) -> int:
         """The tokens after images are expanded, by the headers of the images where these say it.
 
         How many tokens of the text an image's replace differs from family to family: one example is built to see it.
         So lengths are exact where that is a constant (one placeholder in Qwen's), and near elsewhere.
         """
-        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        contents = [
+            message["content"] for message in messages if isinstance(message.get("content"), list)
+        ]
         images = [block for content in contents for block in content if block["type"] == "image"]
         if not images:
             return plain
-        sizes = [image_size(next(block[key] for key in SOURCES if key in block)) for block in images]
+        sizes = [
+            image_size(next(block[key] for key in SOURCES if key in block)) for block in images
+        ]
         if self._count_tokens is None or None in sizes:
             return build()
-        added = sum(self._count_tokens(image_sizes=[list(size) for size in sizes if size]).num_image_tokens)
+        added = sum(
+            self._count_tokens(image_sizes=[list(size) for size in sizes if size]).num_image_tokens
+        )
         if self._replaced is None:
             whole = build()
             self._replaced = (plain + added - whole) / len(images)
@@ -146,7 +164,9 @@ class ChatDataset(Sequence[Example]):
 def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
     """Returns a row's messages, and the images outside of them; `ValueError` if they are missing or malformed."""
     if "messages" not in row:
-        raise ValueError(f"expected a row with messages, got one with {', '.join(row)}; name its chat messages")
+        raise ValueError(
+            f"expected a row with messages, got one with {', '.join(row)}; name its chat messages"
+        )
     check_messages(row["messages"])
     images = row.get("images") if "images" in row else row.get("image")
     if images is None:

@@ -20,7 +20,9 @@ STATE_FILE = "trainer_state.json"  # Transformers writes it last
 class Records(TrainerCallback):
     """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well."""
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
+    ) -> None:
         """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint."""
         state.compute_steps(args, state.max_steps)
 
@@ -30,13 +32,19 @@ class Records(TrainerCallback):
         """Asks for a record at the last step, and for an evaluation where there are any."""
         if state.global_step >= state.max_steps:
             control.should_log = True
-            control.should_evaluate = control.should_evaluate or args.eval_strategy == IntervalStrategy.STEPS
+            control.should_evaluate = (
+                control.should_evaluate or args.eval_strategy == IntervalStrategy.STEPS
+            )
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
+    ) -> None:
         """Appends one line of JSON."""
         if state.is_world_process_zero:
             with (Path(str(args.output_dir)) / METRICS_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **(kwargs.get("logs") or {})}) + "\n")
+                file.write(
+                    json.dumps({"step": state.global_step, **(kwargs.get("logs") or {})}) + "\n"
+                )
 
 
 def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
@@ -53,7 +61,11 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
                 "folder of a run"
             )
         return str(asked)
-    found = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.search(r"-\d+$", path.name)]
+    found = [
+        path
+        for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if re.search(r"-\d+$", path.name)
+    ]
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if _is_whole(path):
             return str(path)

@@ -28,7 +28,12 @@ class Movable:
     def to(self, device: torch.device) -> Self:
         """Returns the same on another device."""
         this: Any = self
-        return replace(this, **{item.name: send_to_device(getattr(self, item.name), device) for item in fields(this)})
+        return replace(
+            this,
+            **{
+                item.name: send_to_device(getattr(self, item.name), device) for item in fields(this)
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +43,34 @@ class Batch(Movable):
     input_ids: Tensor  # [B, S], int64: tokens
     attention_mask: Tensor  # [B, S], bool: real tokens
     loss_mask: Tensor  # [B, S], bool: tokens that the target wrote
-    model_inputs: dict[str, Tensor] = field(default_factory=dict)  # what else the target's forward takes (images ...)
+    # What else the target's forward takes (images ...)
+    model_inputs: dict[str, Tensor] = field(default_factory=dict)
     # [B, S], int64: the column at which each token's example begins, where rows hold several, one after another;
     # padding begins where the last one ends. `None` where every row is one example.
     starts: Tensor | None = None
 
     def row(self, number: int) -> Batch:
         """Returns a row of text as a batch."""
-        parts: dict[str, Any] = {name: getattr(self, name) for name in ("input_ids", "attention_mask", "loss_mask")}
+        parts: dict[str, Any] = {
+            name: getattr(self, name) for name in ("input_ids", "attention_mask", "loss_mask")
+        }
         parts |= {} if self.starts is None else {"starts": self.starts}
         return Batch(**{name: value[number : number + 1] for name, value in parts.items()})
 
     @property
     def position_ids(self) -> Tensor:
         """Index of each token in its example: int64 of shape `[B, S]`."""
-        columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand(self.input_ids.shape)
+        columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand(
+            self.input_ids.shape
+        )
         return columns if self.starts is None else columns - self.starts
 
 
 def collate(
-    examples: Sequence[Example], pad_token_id: int = 0, *, padding_side: Literal["left", "right"] = "right"
+    examples: Sequence[Example],
+    pad_token_id: int = 0,
+    *,
+    padding_side: Literal["left", "right"] = "right",
 ) -> Batch:
     """Pads examples to the longest of them; text and any number of images may be mixed.
 
@@ -66,21 +79,36 @@ def collate(
     """
 
     def padded(rows: Sequence[Tensor], value: int = 0) -> Tensor:
-        return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=padding_side)
+        return pad_sequence(
+            list(rows), batch_first=True, padding_value=value, padding_side=padding_side
+        )
 
     def join(name: str) -> Tensor:
         found = [example.model_inputs.get(name) for example in examples]
         present = [value for value in found if value is not None]
-        if any(value is not None and value.shape != row.shape for value, row in zip(found, ids, strict=True)):
+        if any(
+            value is not None and value.shape != row.shape
+            for value, row in zip(found, ids, strict=True)
+        ):
             return _concatenate(present)
-        return padded([present[0].new_zeros(row.shape) if v is None else v for v, row in zip(found, ids, strict=True)])
+        return padded(
+            [
+                present[0].new_zeros(row.shape) if v is None else v
+                for v, row in zip(found, ids, strict=True)
+            ]
+        )
 
     ids = [torch.tensor(example.input_ids, dtype=torch.long, device="cpu") for example in examples]
     names = dict.fromkeys(name for example in examples for name in example.model_inputs)
     return Batch(
         input_ids=padded(ids, pad_token_id),
         attention_mask=padded([torch.ones_like(row, dtype=torch.bool) for row in ids]),
-        loss_mask=padded([torch.tensor(example.loss_mask, dtype=torch.bool, device="cpu") for example in examples]),
+        loss_mask=padded(
+            [
+                torch.tensor(example.loss_mask, dtype=torch.bool, device="cpu")
+                for example in examples
+            ]
+        ),
         model_inputs={name: join(name) for name in names},
     )
 
@@ -94,7 +122,12 @@ def collate_packed(examples: Sequence[Example], max_length: int) -> Batch:
     starts: list[list[int]] = []
     for index, example in enumerate(examples):
         what = "examples of text alone to pack"
-        require(not example.model_inputs, what, sorted(example.model_inputs), f"leave example {index} unpacked")
+        require(
+            not example.model_inputs,
+            what,
+            sorted(example.model_inputs),
+            f"leave example {index} unpacked",
+        )
         length = len(example.input_ids)
         _check_room(length, max_length, index)
         if not rows or len(rows[-1].input_ids) + length > max_length:
@@ -103,7 +136,8 @@ def collate_packed(examples: Sequence[Example], max_length: int) -> Batch:
         last = rows[-1]
         starts[-1] += [len(last.input_ids)] * length
         rows[-1] = Example(
-            input_ids=[*last.input_ids, *example.input_ids], loss_mask=[*last.loss_mask, *example.loss_mask]
+            input_ids=[*last.input_ids, *example.input_ids],
+            loss_mask=[*last.loss_mask, *example.loss_mask],
         )
     batch = collate(rows)
     width = batch.input_ids.shape[1]
@@ -146,7 +180,11 @@ def _concatenate(values: list[Tensor]) -> Tensor:
 
 
 def epoch_batches(
-    lengths: Sequence[int], batch_size: int, seed: int, epoch: int, packing_length: int | None = None
+    lengths: Sequence[int],
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    packing_length: int | None = None,
 ) -> list[list[int]]:
     """Splits an epoch into batches, in which every example occurs once: of similar length, or packed.
 
@@ -159,17 +197,24 @@ def epoch_batches(
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
     def mixed(values: Sequence[Any]) -> list[Any]:
-        return [values[at] for at in torch.randperm(len(values), generator=generator, device="cpu").tolist()]
+        return [
+            values[at]
+            for at in torch.randperm(len(values), generator=generator, device="cpu").tolist()
+        ]
 
     order: list[int] = mixed(range(len(lengths)))
     if packing_length is None:
         pools = cuts(order, batch_size * POOL_BATCHES)
-        return mixed([batch for pool in pools for batch in sorted_batches(pool, lengths, batch_size)])
+        return mixed(
+            [batch for pool in pools for batch in sorted_batches(pool, lengths, batch_size)]
+        )
     rows = mixed(best_fit(order, lengths, packing_length))
     return [list(chain.from_iterable(part)) for part in cuts(rows, batch_size)]
 
 
-def sorted_batches(indices: Iterable[int], lengths: Sequence[Any], batch_size: int) -> list[list[int]]:
+def sorted_batches(
+    indices: Iterable[int], lengths: Sequence[Any], batch_size: int
+) -> list[list[int]]:
     """Sorts indices of examples by their lengths (or whatever stands for them) and cuts them into batches."""
     return cuts(sorted(indices, key=lambda index: lengths[index]), batch_size)
 

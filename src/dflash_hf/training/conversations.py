@@ -60,8 +60,15 @@ class ConversationReader:
         turns = self._turns(row)
         messages = [self._message(turn, at, row) for at, turn in enumerate(turns)]
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
-        require(first is not None, f"a turn of the user's in {row.where}", [m["role"] for m in messages], FIX)
-        messages = [m for at, m in enumerate(messages) if at >= (first or 0) or m["role"] == "system"]
+        require(
+            first is not None,
+            f"a turn of the user's in {row.where}",
+            [m["role"] for m in messages],
+            FIX,
+        )
+        messages = [
+            m for at, m in enumerate(messages) if at >= (first or 0) or m["role"] == "system"
+        ]
         found: dict[str, Any] = {"messages": messages}
         images = [] if (images := row.first("images", "image")) is None else images
         # A set of questions may have a text there that is no image's place.
@@ -86,7 +93,10 @@ class ConversationReader:
             return [{"role": "user", "content": turn} for turn in row.turns("turns")]
         if name == "prompt":
             completion = row.values.get("completion")
-            return [*_side(value, "user"), *([] if completion is None else _side(completion, "assistant"))]
+            return [
+                *_side(value, "user"),
+                *([] if completion is None else _side(completion, "assistant")),
+            ]
         is_list = isinstance(value, list | tuple) and len(value) > 0
         require(is_list, f"{name}, a list of turns, in {row.where}", value, FIX)
         return list(value)
@@ -102,17 +112,26 @@ class ConversationReader:
         role = turn.get("role")
         known = ROLES.get(role) if isinstance(role, str) else None
         if known is None:
-            raise ValueError(f"expected a role in {where}, got {shown(role)} (known are {listed(ROLES)}); {FIX}")
+            raise ValueError(
+                f"expected a role in {where}, got {shown(role)} (known are {listed(ROLES)}); {FIX}"
+            )
         content: Any = turn.get("content")
         if content is None and turn.get("tool_calls"):
             content = ""
-        kept = {key: value for key, value in turn.items() if key not in ("role", "content", "weight")}
+        kept = {
+            key: value for key, value in turn.items() if key not in ("role", "content", "weight")
+        }
         return {"role": known, "content": self._content(content, where, row), **kept}
 
     def _content(self, content: Any, where: str, row: Row) -> str | list[dict[str, Any]]:
         if isinstance(content, str):
             return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
-        require(isinstance(content, list | tuple), f"a text or a list of blocks as content in {where}", content, FIX)
+        require(
+            isinstance(content, list | tuple),
+            f"a text or a list of blocks as content in {where}",
+            content,
+            FIX,
+        )
         blocks = [self._block(block, where, row) for block in content]
         if all(block["type"] == "text" for block in blocks):
             return "".join(block["text"] for block in blocks)
@@ -122,18 +141,34 @@ class ConversationReader:
         require(isinstance(block, Mapping), f"blocks with a type in {where}", block, FIX)
         block = {key: value for key, value in block.items() if value is not None}
         if block.get("type") == "text":
-            text = check_text(block.get("text"), f"each block of text in {where}", may_be_empty=True, action=FIX)
+            text = check_text(
+                block.get("text"), f"each block of text in {where}", may_be_empty=True, action=FIX
+            )
             return {"type": "text", "text": text}
         if block.get("type") == "image_url":  # as OpenAI's interface has it
             address = block.get("image_url")
-            block = {"type": "image", "url": address.get("url") if isinstance(address, Mapping) else address}
-        require(block.get("type") == "image", f"blocks of type text or image in {where}", block, "leave the row out")
+            block = {
+                "type": "image",
+                "url": address.get("url") if isinstance(address, Mapping) else address,
+            }
+        require(
+            block.get("type") == "image",
+            f"blocks of type text or image in {where}",
+            block,
+            "leave the row out",
+        )
         source = next((block[key] for key in SOURCES if key in block), None)
-        return {"type": "image"} if source is None else {"type": "image", "image": self._image(source, row)}
+        return (
+            {"type": "image"}
+            if source is None
+            else {"type": "image", "image": self._image(source, row)}
+        )
 
     def _image(self, image: Any, row: Row) -> str:
         """An image as a processor finds it again: an address, or a file."""
-        place = image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
+        place = (
+            image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
+        )
         if isinstance(place, str) and place.startswith(("http://", "https://", "data:")):
             return place
         source = row.image(image)
@@ -141,9 +176,15 @@ class ConversationReader:
             what = f"the path of an image in {row.where}"
             require(self.folder is not None, what, "its bytes", "name a folder for images")
             stored = store_image(source, self.folder or Path())
-            return f"{stored.parent.name}/{stored.name}"  # beside the file that names it: both can be moved
+            # Beside the file that names it: both can be moved
+            return f"{stored.parent.name}/{stored.name}"
         what = f"an image that can be read in {row.where}"
-        require(image_size(str(source)) is not None, what, str(place), "leave the row out, or install pillow")
+        require(
+            image_size(str(source)) is not None,
+            what,
+            str(place),
+            "leave the row out, or install pillow",
+        )
         return str(source)
 
 
@@ -160,14 +201,24 @@ def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None
         is_relative = isinstance(image, str) and len(image) < MAX_PATH and not os.path.isabs(image)
         if not is_relative or not (folder / image).is_file():
             return image
-        return str(folder / image) if seen_from is None else os.path.relpath(folder / image, seen_from)
+        return (
+            str(folder / image) if seen_from is None else os.path.relpath(folder / image, seen_from)
+        )
 
     def block(part: Any) -> Any:
-        return {**part, "image": place(part["image"])} if isinstance(part, Mapping) and "image" in part else part
+        return (
+            {**part, "image": place(part["image"])}
+            if isinstance(part, Mapping) and "image" in part
+            else part
+        )
 
     def turn(message: Any) -> Any:
         content = message.get("content") if isinstance(message, Mapping) else None
-        return {**message, "content": [block(part) for part in content]} if isinstance(content, list) else message
+        return (
+            {**message, "content": [block(part) for part in content]}
+            if isinstance(content, list)
+            else message
+        )
 
     found = dict(row)
     for name, change in (("images", place), ("messages", turn)):

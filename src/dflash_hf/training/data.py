@@ -17,7 +17,13 @@ from dflash_hf.errors import require
 from dflash_hf.training.messages import ChatTemplate, encode_messages
 
 # What a processor may return beside inputs of the model.
-NOT_INPUTS = {"input_ids", "attention_mask", "assistant_masks", "offset_mapping", "text_replacement_offsets"}
+NOT_INPUTS = {
+    "input_ids",
+    "attention_mask",
+    "assistant_masks",
+    "offset_mapping",
+    "text_replacement_offsets",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +48,17 @@ class Example:
 
     def __post_init__(self) -> None:
         what = f"a loss_mask of {len(self.input_ids)} entries (one per token)"
-        require(len(self.input_ids) == len(self.loss_mask), what, len(self.loss_mask), "give every token a 0 or a 1")
+        require(
+            len(self.input_ids) == len(self.loss_mask),
+            what,
+            len(self.loss_mask),
+            "give every token a 0 or a 1",
+        )
 
     @classmethod
-    def from_pair(cls, prompt: Sequence[int] | Mapping[str, Any], answer_ids: Sequence[int]) -> Example:
+    def from_pair(
+        cls, prompt: Sequence[int] | Mapping[str, Any], answer_ids: Sequence[int]
+    ) -> Example:
         """Joins a prompt (generation prompt included) and the answer that the target gave to it (EOS included).
 
         Args:
@@ -65,12 +78,16 @@ class Example:
                 f"{int((mask == 0).sum())} padding tokens; process every prompt by itself"
             )
         inputs = {
-            name: torch.as_tensor(value, device="cpu") for name, value in prompt.items() if name not in NOT_INPUTS
+            name: torch.as_tensor(value, device="cpu")
+            for name, value in prompt.items()
+            if name not in NOT_INPUTS
         }
         for name, value in inputs.items():
             if ids.ndim == 2 and value.shape == ids.shape:
                 inputs[name] = value[0]
-        bare = cls(input_ids=ids.flatten().tolist(), loss_mask=[0] * ids.numel(), model_inputs=inputs)
+        bare = cls(
+            input_ids=ids.flatten().tolist(), loss_mask=[0] * ids.numel(), model_inputs=inputs
+        )
         return bare.with_answer(answer_ids)
 
     @classmethod
@@ -128,7 +145,9 @@ class Example:
         if len(self.input_ids) <= max_length:
             return self
         what = f"an example with images of at most {max_length} tokens"
-        require(not self.has_images, what, len(self.input_ids), "leave it out, or take smaller images")
+        require(
+            not self.has_images, what, len(self.input_ids), "leave it out, or take smaller images"
+        )
         return Example(
             input_ids=self.input_ids[:max_length],
             loss_mask=self.loss_mask[:max_length],
@@ -146,5 +165,10 @@ def example_lengths(examples: Sequence[Example]) -> list[int]:
     if lengths is None:
         return [len(example.input_ids) for example in examples]
     what = f"lengths of {len(examples)} entries (one per example)"
-    require(len(lengths) == len(examples), what, len(lengths), "give the number of tokens of each example")
+    require(
+        len(lengths) == len(examples),
+        what,
+        len(lengths),
+        "give the number of tokens of each example",
+    )
     return list(lengths)

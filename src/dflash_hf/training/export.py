@@ -112,7 +112,12 @@ def export(
     return None
 
 
-def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash", place: str | None = None) -> str:
+def card(
+    draft: DFlashDraftModel,
+    facts: CardFacts,
+    format: FormatName = "dflash",
+    place: str | None = None,
+) -> str:
     """Returns the model card of a draft, Markdown with the Hub's fields in front.
 
     Args:
@@ -120,7 +125,11 @@ def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash
     """
     import yaml
 
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
+    front: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": TAGS,
+    }
     front |= {} if facts.license is None else {"license": facts.license}
     # The Hub's fields are for what it has; a folder's name there would be a broken link.
     front |= {"base_model": facts.target} if is_hub_id(facts.target) else {}
@@ -152,15 +161,31 @@ def card(draft: DFlashDraftModel, facts: CardFacts, format: FormatName = "dflash
     proposals = config.num_proposals(config.block_size)
     readers = READERS[format]
     if format == "muse" and config.sliding_window is not None:
-        readers = readers[:1]  # the others count its windows in their own way, and SGLang's sliding layers are causal
+        # The others count its windows in their own way, and SGLang's sliding layers are causal
+        readers = readers[:1]
     for reader in readers:
-        body += ["", f"{NAMES[reader]}:", "", SERVED_BY[reader].format(**values, proposals=proposals)]
+        body += [
+            "",
+            f"{NAMES[reader]}:",
+            "",
+            SERVED_BY[reader].format(**values, proposals=proposals),
+        ]
     body += ["", "## Acceptance", "", *_acceptance(facts)]
     if facts.training or facts.versions or facts.datasets:  # else it may be another's draft
-        body += ["", "## Training", "", *_table({"prompts": ", ".join(facts.datasets) or "the target's own"})]
+        body += [
+            "",
+            "## Training",
+            "",
+            *_table({"prompts": ", ".join(facts.datasets) or "the target's own"}),
+        ]
         body += [f"| {name} | {one_line(value)} |" for name, value in facts.training.items()]
-        versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
-        body += ["", f"Trained by dflash-hf with {versions}." if versions else "Trained by dflash-hf."]
+        versions = ", ".join(
+            f"{name} {version}" for name, version in facts.versions.items() if version
+        )
+        body += [
+            "",
+            f"Trained by dflash-hf with {versions}." if versions else "Trained by dflash-hf.",
+        ]
     text = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     return f"---\n{text}---\n\n" + "\n".join(body) + "\n"
 
@@ -190,4 +215,8 @@ def _acceptance(facts: CardFacts) -> list[str]:
 
 
 def _table(values: Mapping[str, object]) -> list[str]:
-    return ["| | |", "| --- | --- |", *(f"| {name} | {one_line(value)} |" for name, value in values.items())]
+    return [
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {one_line(value)} |" for name, value in values.items()),
+    ]

@@ -41,7 +41,10 @@ PARTS = ("taps", "next_ids", "next_log_probs")
 
 def bytes_per_token(config: DFlashConfig, dtype: torch.dtype, num_likely: int = 0) -> int:
     """Returns what a token's features take on disk: 40,960 bytes for five taps of Qwen3-8B in bfloat16."""
-    return len(config.target_layer_ids) * int(config.target_hidden_size) * dtype.itemsize + 8 * num_likely
+    return (
+        len(config.target_layer_ids) * int(config.target_hidden_size) * dtype.itemsize
+        + 8 * num_likely
+    )
 
 
 class FeatureCache:
@@ -88,10 +91,18 @@ class FeatureCache:
             f"{tokens * size / 1e9:.2f} GB in all, in {self.folder}"
         )
         what = f"room for {needed / 1e9:.2f} GB of features in {self.folder}"
-        require(needed <= free, what, f"{free / 1e9:.2f} GB", "choose another folder, or train without the cache")
+        require(
+            needed <= free,
+            what,
+            f"{free / 1e9:.2f} GB",
+            "choose another folder, or train without the cache",
+        )
         self.folder.mkdir(parents=True, exist_ok=True)
         if not is_old:
-            self._save(SETTINGS_FILE, lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
+            self._save(
+                SETTINGS_FILE,
+                lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"),
+            )
         for example in examples:
             if not (path := self._path(example)).exists():
                 self._save_features(path, features_alone(target, config, example, num_likely))
@@ -106,8 +117,15 @@ class FeatureCache:
         action = "use the target they were written with, or write them into another folder"
         for name, value in _settings(target, config, num_likely).items():
             got = found.get(name)
-            is_good = isinstance(got, int) and got >= num_likely if name == "num_likely" else got == value
-            require(is_good, f"features with {name} {value!r} in {self.folder / SETTINGS_FILE}", got, action)
+            is_good = (
+                isinstance(got, int) and got >= num_likely if name == "num_likely" else got == value
+            )
+            require(
+                is_good,
+                f"features with {name} {value!r} in {self.folder / SETTINGS_FILE}",
+                got,
+                action,
+            )
 
     def _settings(self) -> dict[str, Any]:
         path = self.folder / SETTINGS_FILE
@@ -115,7 +133,9 @@ class FeatureCache:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             action = "delete the folder and write it again"
-            raise ValueError(f"expected settings of features in {path}, got {one_line(error)}; {action}") from error
+            raise ValueError(
+                f"expected settings of features in {path}, got {one_line(error)}; {action}"
+            ) from error
 
     def read(self, examples: Sequence[Example], batch: Batch) -> Features:
         """Returns the features of a batch's examples, where their tokens stand in it and 0 elsewhere, on the CPU.
@@ -153,7 +173,9 @@ class FeatureCache:
         """One example's tensors, compared with their checksum the first time they are read."""
         path = self._path(example)
         got = f"none of an example of {len(example.input_ids)} tokens"
-        require(path.exists(), f"features of every example in {self.folder}", got, "write them first")
+        require(
+            path.exists(), f"features of every example in {self.folder}", got, "write them first"
+        )
         what = f"whole features in {path}"
         action = "delete the file and write it again"
         try:
@@ -164,7 +186,9 @@ class FeatureCache:
         except (OSError, SafetensorError) as error:
             raise ValueError(f"expected {what}, got {one_line(error)}; {action}") from error
         if path.name not in self._checked:
-            require(wanted == _checksum(found.values()), what, "other bytes than were written", action)
+            require(
+                wanted == _checksum(found.values()), what, "other bytes than were written", action
+            )
             self._checked.add(path.name)
         return found
 
@@ -192,7 +216,9 @@ class FeatureCache:
             path.unlink(missing_ok=True)
 
 
-def features_alone(target: Target, config: DFlashConfig, example: Example, num_likely: int = 0) -> Features:
+def features_alone(
+    target: Target, config: DFlashConfig, example: Example, num_likely: int = 0
+) -> Features:
     """Returns what the target gives to one example alone: the features that are written."""
     return target_features(
         target,
@@ -205,7 +231,9 @@ def features_alone(target: Target, config: DFlashConfig, example: Example, num_l
 
 def example_key(example: Example) -> str:
     """Returns a digest of all that an example's features depend on."""
-    digest = hashlib.sha256(_bytes(torch.tensor(example.input_ids, dtype=torch.int64, device="cpu")))
+    digest = hashlib.sha256(
+        _bytes(torch.tensor(example.input_ids, dtype=torch.int64, device="cpu"))
+    )
     for name, value in sorted(example.model_inputs.items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(_bytes(value))
@@ -227,7 +255,9 @@ def _settings(target: Target, config: DFlashConfig, num_likely: int) -> dict[str
 
 def _free(folder: Path) -> int:
     """Free bytes where a folder is or will be."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+    return shutil.disk_usage(
+        next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    ).free
 
 
 def _checksum(tensors: Iterable[Tensor]) -> str:

@@ -64,7 +64,11 @@ def forward_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
         kwargs = asked._update_model_kwargs_for_generation(ModelOutput(), kwargs)
         new = batch.loss_mask & (types == 0)
         inputs["token_type_ids"] = types.masked_fill(new, int(kwargs["token_type_ids"][0, -1]))
-    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.to(torch.long), **inputs}
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask.to(torch.long),
+        **inputs,
+    }
 
 
 @torch.no_grad()
@@ -95,12 +99,19 @@ def target_features(
     batch = batch.to(target.device)
     if batch.starts is not None and len(batch.input_ids) > 1:
         # Each row by itself: some attention knows one packed row and no more.
-        options: dict[str, Any] = {"after_deepstack": after_deepstack, "num_likely": num_likely, "columns": columns}
+        options: dict[str, Any] = {
+            "after_deepstack": after_deepstack,
+            "num_likely": num_likely,
+            "columns": columns,
+        }
         found = [
-            target_features(target, layer_ids, batch.row(number), **options) for number in range(len(batch.input_ids))
+            target_features(target, layer_ids, batch.row(number), **options)
+            for number in range(len(batch.input_ids))
         ]
         names = ("taps", "next_ids", "next_log_probs") if num_likely else ("taps",)
-        return Features(**{name: torch.cat([getattr(row, name) for row in found]) for name in names})
+        return Features(
+            **{name: torch.cat([getattr(row, name) for row in found]) for name in names}
+        )
     through_model = num_likely > 0 or bool(batch.model_inputs)
     decoder = None if through_model else target.model.get_decoder()
     module = target.model if decoder is None else decoder
@@ -113,7 +124,9 @@ def target_features(
             inputs["logits_to_keep"] = columns
     # What FSDP gathers for a forward it lets go of at that forward's end.
     ends_early = num_likely == 0 and not any(
-        base.__name__ == "FSDPModule" for part in target.parts.modules for base in type(part).__mro__
+        base.__name__ == "FSDPModule"
+        for part in target.parts.modules
+        for base in type(part).__mro__
     )
     kept: list[Tensor] = []
 
@@ -144,7 +157,9 @@ def likely_tokens(logits: Tensor, num_likely: int) -> tuple[Tensor, Tensor]:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         best, ids = wide.topk(min(num_likely, wide.shape[-1]), dim=-1)
         found.append((ids, best - wide.logsumexp(dim=-1, keepdim=True)))
-    ids, log_probs = (torch.cat(part).unflatten(0, logits.shape[:-1]) for part in zip(*found, strict=True))
+    ids, log_probs = (
+        torch.cat(part).unflatten(0, logits.shape[:-1]) for part in zip(*found, strict=True)
+    )
     return ids, log_probs
 
 
@@ -155,20 +170,31 @@ def check_packing(target: Target) -> None:
     advice = "train without packing"
     decoder: Any = target.model.get_decoder()
     if target.recurrences:
-        raise ValueError(f"expected a target without recurrent layers to pack examples, got {name}; {advice}")
+        raise ValueError(
+            f"expected a target without recurrent layers to pack examples, got {name}; {advice}"
+        )
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise ValueError(f"expected a target that takes position_ids to pack examples, got {name}; {advice}")
+        raise ValueError(
+            f"expected a target that takes position_ids to pack examples, got {name}; {advice}"
+        )
     ids = torch.arange(3, 27, device=target.device)[None] % target.vocab_size
     starts = torch.tensor([[0] * 11 + [11] * 13], device=target.device)
     packed, alone = (
-        Batch(input_ids=part, attention_mask=torch.ones_like(part).bool(), loss_mask=part > 0, starts=begins)
+        Batch(
+            input_ids=part,
+            attention_mask=torch.ones_like(part).bool(),
+            loss_mask=part > 0,
+            starts=begins,
+        )
         for part, begins in ((ids, starts), (ids[:, 11:], None))
     )
     last = [len(target.layers) - 1]
     one = target_features(target, last, packed).taps[:, 11:]
     other = target_features(target, last, alone).taps
     # Rounding may send a token of a mixture to other experts: most tokens count.
-    error = ((one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp_min(1e-9)).median()
+    error = (
+        (one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp_min(1e-9)
+    ).median()
     if not error < (1e-3 if other.dtype.itemsize >= 4 else 5e-2):
         raise ValueError(
             f"expected states of a packed example to be those of the example alone, got a relative difference of "
@@ -207,13 +233,17 @@ def run_blocks(
     starts_BQ = None
     positions = anchors.positions.flatten(1)
     if batch.starts is not None:
-        starts_BQ = batch.starts.gather(1, anchors.indices).repeat_interleave(anchors.block_size, dim=1)
+        starts_BQ = batch.starts.gather(1, anchors.indices).repeat_interleave(
+            anchors.block_size, dim=1
+        )
         positions = positions - starts_BQ
     ids = torch.full_like(anchors.positions, draft.config.mask_token_id)
     ids[:, :, 0] = batch.input_ids.gather(1, anchors.indices)
     ids = ids.flatten(1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and draft.embed_tokens is not None):
-        noise_embeds = draft.embed(ids if draft.embed_tokens is not None else ids.to(target.device), target.embedding)
+        noise_embeds = draft.embed(
+            ids if draft.embed_tokens is not None else ids.to(target.device), target.embedding
+        )
     rule = BlockMaskRule(batch.attention_mask[:, seen], anchors, starts_BQ)
 
     def run(flex: bool) -> Any:
@@ -233,11 +263,14 @@ def run_blocks(
         return run(True)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a compiler raises: what is not its fault SDPA raises again
+    # Whatever a compiler raises: what is not its fault SDPA raises again
+    except Exception as error:
         if attention == "flex":
             raise
         _flex_failures.append(one_line(error))
-    logger.warning_once(f"attention='auto' goes on with SDPA: FlexAttention failed with {_flex_failures[0]}")
+    logger.warning_once(
+        f"attention='auto' goes on with SDPA: FlexAttention failed with {_flex_failures[0]}"
+    )
     return run(False)
 
 
@@ -249,7 +282,9 @@ def _wants_flex(draft: DFlashDraftModel, attention: Attention, device: torch.dev
     if attention != "auto":
         return attention == "flex"
     if device.type == "cuda" and draft.training and draft.config.attention_dropout > 0:
-        logger.warning_once("attention='auto' takes SDPA: FlexAttention has no dropout, and the draft has some")
+        logger.warning_once(
+            "attention='auto' takes SDPA: FlexAttention has no dropout, and the draft has some"
+        )
         return False
     return device.type == "cuda" and not _flex_failures
 
@@ -298,7 +333,11 @@ def batch_loss(
     device = draft.fc.weight.device
     num_likely = LIKELY_TOKENS if objective == "kl" else int(target_labels)
     if features is None:
-        columns = _columns_before_labels(batch, anchors, int(config.sample_from_anchor)) if num_likely else None
+        columns = (
+            _columns_before_labels(batch, anchors, int(config.sample_from_anchor))
+            if num_likely
+            else None
+        )
         features = target_features(
             target,
             config.target_layer_ids,
@@ -331,16 +370,31 @@ def batch_loss(
         logits = logits_of(draft, target)
         selector = draft.candidate_selector
         found = block_loss(
-            hidden, labels, weights_K, logits, chunk_blocks, selector, objective=objective, known_V=known
+            hidden,
+            labels,
+            weights_K,
+            logits,
+            chunk_blocks,
+            selector,
+            objective=objective,
+            known_V=known,
         )
         sums = {field.name: getattr(found, field.name) for field in fields(found)}
-        if not bool(found.blocks):  # no label, no use of them: FSDP waits for their gradients in every process
-            unused = [p.sum() for part in (selector, draft.lm_head) if part is not None for p in part.parameters()]
+        # No label, no use of them: FSDP waits for their gradients in every process
+        if not bool(found.blocks):
+            unused = [
+                p.sum()
+                for part in (selector, draft.lm_head)
+                if part is not None
+                for p in part.parameters()
+            ]
             sums["loss"] = sums["loss"] + 0 * sum(unused)
         return sums
 
     # Within the draft's forward, and as a dictionary: where and how DDP and FSDP look for weights and gradients.
-    return BlockLoss(**run_blocks(draft, target, batch, features.taps, anchors, attention, module, sums_of))
+    return BlockLoss(
+        **run_blocks(draft, target, batch, features.taps, anchors, attention, module, sums_of)
+    )
 
 
 def _columns_before_labels(batch: Batch, anchors: Anchors, ahead: int) -> Tensor:
@@ -349,4 +403,8 @@ def _columns_before_labels(batch: Batch, anchors: Anchors, ahead: int) -> Tensor
     num_columns = batch.input_ids.shape[1]
     mask = block_labels(batch, anchors, ahead).mask.flatten()
     columns = (anchors.positions + ahead - 1).flatten().clamp(0, num_columns - 1)
-    return torch.zeros(num_columns, device=mask.device).index_add_(0, columns, mask.float()).nonzero()[:, 0]
+    return (
+        torch.zeros(num_columns, device=mask.device)
+        .index_add_(0, columns, mask.float())
+        .nonzero()[:, 0]
+    )

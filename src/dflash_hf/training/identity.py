@@ -34,7 +34,10 @@ def target_identity(target: PreTrainedModel) -> dict[str, str]:
     with torch.no_grad():
         for name, value in sorted(target.named_parameters()):
             weights.update(f"{name} {tuple(value.shape)} {_fingerprint(value)}\n".encode())
-    return {"config": hashlib.sha256(config.encode()).hexdigest()[:16], "weights": weights.hexdigest()[:16]}
+    return {
+        "config": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "weights": weights.hexdigest()[:16],
+    }
 
 
 def text_identity(text: str) -> str:

@@ -50,7 +50,9 @@ class BlockLabels:
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockLabels:
         """Returns labels of which each tensor is changed."""
         likely = None if self.likely is None else (change(self.likely[0]), change(self.likely[1]))
-        return BlockLabels(ids=change(self.ids), mask=change(self.mask), before=change(self.before), likely=likely)
+        return BlockLabels(
+            ids=change(self.ids), mask=change(self.mask), before=change(self.before), likely=likely
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,9 @@ class BlockLoss:
 def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> Tensor:
     """Returns `w` `[K]`, float64: 0 in the anchor's slot unless that proposes, then `exp(-(k - 1) / gamma)`."""
     first = 0 if from_anchor else 1
-    weights = torch.exp(-(torch.arange(block_size, dtype=torch.float64, device="cpu") - first) / gamma)
+    weights = torch.exp(
+        -(torch.arange(block_size, dtype=torch.float64, device="cpu") - first) / gamma
+    )
     weights[:first] = 0
     return weights
 
@@ -102,11 +106,15 @@ def block_labels(
         ids=batch.input_ids[rows, columns],
         mask=wanted,
         before=batch.input_ids[rows, before],
-        likely=None if likely_BSP is None else (likely_BSP[0][rows, before], likely_BSP[1][rows, before]),
+        likely=None
+        if likely_BSP is None
+        else (likely_BSP[0][rows, before], likely_BSP[1][rows, before]),
     )
 
 
-def loss_weight(labels: BlockLabels, weights_K: Tensor, objective: Objective = "cross_entropy") -> Tensor:
+def loss_weight(
+    labels: BlockLabels, weights_K: Tensor, objective: Objective = "cross_entropy"
+) -> Tensor:
     """Returns what the sums of a batch are divided by, before any forward: `sum(w)`, or under D-PACE the blocks."""
     if objective == "dpace":
         return labels.mask.any(dim=-1).sum()
@@ -154,7 +162,9 @@ class _FrozenHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, chunks: list[slice], losses_of: Callable[..., Any]) -> Any:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, chunks: list[slice], losses_of: Callable[..., Any]
+    ) -> Any:
         parts = []
         gradient = torch.empty_like(hidden_ND)
         for rows in chunks:
@@ -232,7 +242,9 @@ def block_loss(
     block_size = labels.ids.shape[2]
     device = hidden_BQD.device
     if objective == "kl" and labels.likely is None:
-        raise ValueError("expected labels with likely tokens for objective='kl', got none; take them of the target")
+        raise ValueError(
+            "expected labels with likely tokens for objective='kl', got none; take them of the target"
+        )
     scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
     places = scored.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
     slots = labels if objective == "kl" else replace(labels, likely=None)
@@ -244,7 +256,9 @@ def block_loss(
     right = torch.zeros_like(labels.mask)
     finite = torch.ones(len(scored), dtype=torch.bool, device=device)
     if len(hidden_ND):
-        losses, extra, best = _all_losses(hidden_ND, slots, logits_of, selector, chunk_blocks * (block_size - 1))
+        losses, extra, best = _all_losses(
+            hidden_ND, slots, logits_of, selector, chunk_blocks * (block_size - 1)
+        )
         table = losses.new_full(scored.shape, torch.inf)
         table.view(-1)[places] = losses.detach()
         weights_BAK = weights_K.to(device, losses.dtype).expand_as(table)

@@ -15,7 +15,8 @@ from typing import Any
 from dflash_hf.errors import shown
 
 Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages, bool], str]  # a conversation, and whether a generation prompt follows -> text
+# A conversation, and whether a generation prompt follows -> text
+Render = Callable[[Messages, bool], str]
 Span = tuple[int, int]  # of characters
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as Transformers looks for them
 REGENERATE = "let the target answer itself (`regenerate`), or add the markers"
@@ -26,7 +27,9 @@ def assistant_turns(messages: Messages) -> list[int]:
     return [at for at, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def answer_spans(render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]) -> list[Span]:
+def answer_spans(
+    render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]
+) -> list[Span]:
     """Returns where answers stand in the text of a conversation up to the last of them.
 
     Args:
@@ -53,7 +56,9 @@ def answer_spans(render: Render, messages: Messages, turns: Sequence[int], ends:
     return spans
 
 
-def _answer_span(render: Render, messages: Messages, turn: int, text: str, ends: Sequence[str]) -> Span:
+def _answer_span(
+    render: Render, messages: Messages, turn: int, text: str, ends: Sequence[str]
+) -> Span:
     """Where a turn stands in the text that ends with it."""
     prompt = render(messages[:turn], True)
     if not text.startswith(prompt):
@@ -66,7 +71,9 @@ def _answer_span(render: Render, messages: Messages, turn: int, text: str, ends:
     pieces = said(messages[turn])
     # Without a generation prompt what begins the assistant's turns is nowhere to be seen: there has to be nothing.
     has_prompt = prompt != render(messages[:turn], False)
-    if _end_of(pieces, written, 0) is None or not (has_prompt or written.startswith("".join(pieces[:1]))):
+    if _end_of(pieces, written, 0) is None or not (
+        has_prompt or written.startswith("".join(pieces[:1]))
+    ):
         raise ValueError(
             "expected a chat template with {% generation %} around assistant turns, or one that writes what they "
             f"say behind a generation prompt, got {shown(answer)} for turn {turn}; {REGENERATE}"
@@ -76,7 +83,9 @@ def _answer_span(render: Render, messages: Messages, turn: int, text: str, ends:
     return len(prompt), len(prompt) + (found.end() if found else len(answer.rstrip()))
 
 
-def groups_in_place(render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]) -> list[list[int]]:
+def groups_in_place(
+    render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]
+) -> list[list[int]]:
     """Returns turns in groups that can be trained on in one sequence, that of the group's last turn.
 
     One group where the template leaves turns as they were written; with Qwen3's, one of each turn.
@@ -139,7 +148,11 @@ def check_turns(text: str, messages: Messages) -> None:
 def said(message: Mapping[str, Any]) -> list[str]:
     """Returns a turn's texts without white space, which templates trim, and without thoughts, which they drop."""
     content = message.get("content") or ""
-    texts = [content] if isinstance(content, str) else [block["text"] for block in content if block["type"] == "text"]
+    texts = (
+        [content]
+        if isinstance(content, str)
+        else [block["text"] for block in content if block["type"] == "text"]
+    )
     if message["role"] == "assistant":
         texts = [text.rpartition("</think>")[2] for text in texts]
     return [squeezed(text) for text in texts]

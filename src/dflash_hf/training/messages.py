@@ -38,7 +38,9 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f"expected {form}, got turn {at} without a role; add it")
 
 
-def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
+def prepare_multimodal_messages(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
+) -> list[dict[str, Any]]:
     """Returns messages whose contents are lists of blocks, every image in the turn it belongs to.
 
     Name and behaviour are TRL's: plain strings become text blocks; blocks `{"type": "image"}` without an image of
@@ -57,9 +59,13 @@ def prepare_multimodal_messages(messages: Sequence[Mapping[str, Any]], images: S
     for message in messages:
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-        blocks = [{key: value for key, value in block.items() if value is not None} for block in blocks]
+        blocks = [
+            {key: value for key, value in block.items() if value is not None} for block in blocks
+        ]
         prepared.append({**message, "content": blocks})
-    places = [block for message in prepared for block in message["content"] if block["type"] == "image"]
+    places = [
+        block for message in prepared for block in message["content"] if block["type"] == "image"
+    ]
     first_user = next((message for message in prepared if message["role"] == "user"), None)
     if images and not places and first_user is not None:
         places = [{"type": "image"} for _ in images]
@@ -81,7 +87,11 @@ def _as_source(image: Any) -> Any:
     """An image as processors take it: paths as strings, undecoded bytes in base64; refused without pixels."""
     check_pixels(image)
     if isinstance(image, Mapping):
-        image = base64.b64encode(image["bytes"]).decode() if image.get("bytes") is not None else image["path"]
+        image = (
+            base64.b64encode(image["bytes"]).decode()
+            if image.get("bytes") is not None
+            else image["path"]
+        )
     return fspath(image) if isinstance(image, PathLike) else image
 
 
@@ -94,7 +104,9 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, processing_class: PreTrainedTokenizerBase | ProcessorMixin, options: Mapping[str, Any] | None = None
+        self,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.processing_class = processing_class
         self.options = dict(options or {})
@@ -104,7 +116,9 @@ class ChatTemplate:
         # Some folders have the template beside the tokenizer alone.
         found = getattr(processing_class, "chat_template", None) or self.tokenizer.chat_template
         if isinstance(found, dict):
-            found = found.get("tool_use" if self.options.get("tools") else "default", found.get("default"))
+            found = found.get(
+                "tool_use" if self.options.get("tools") else "default", found.get("default")
+            )
         if not found:
             raise ValueError(
                 f"expected a chat template, got a {type(processing_class).__name__} without one; take an instruct "
@@ -117,7 +131,9 @@ class ChatTemplate:
         """Whether it says itself what the assistant writes."""
         return MARKS.search(self.text) is not None
 
-    def messages(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
+    ) -> list[dict[str, Any]]:
         """Returns messages as it takes them, images in their places; see [`prepare_multimodal_messages`]."""
         if self.is_processor:
             return prepare_multimodal_messages(messages, images)
@@ -128,7 +144,9 @@ class ChatTemplate:
             )
         return [dict(message) for message in messages]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> str:
         """Returns the text of messages, each image one placeholder."""
         conversation: Any = list(messages)
         return self.tokenizer.apply_chat_template(
@@ -157,7 +175,12 @@ class ChatTemplate:
         if self.is_processor:
             messages = prepare_multimodal_messages(messages, [])
         before, place, behind = self.render(messages).partition(PLACE)
-        require(bool(place), f"a chat template that writes turns of role {role}", "one that does not", "name another")
+        require(
+            bool(place),
+            f"a chat template that writes turns of role {role}",
+            "one that does not",
+            "name another",
+        )
         return before, behind
 
     def end_of_turn(self, role: str) -> list[int]:
@@ -168,11 +191,16 @@ class ChatTemplate:
     def ends(self) -> list[str]:
         """Returns the texts of the tokens that can end a turn: the special ones."""
         added = self.tokenizer.added_tokens_decoder.values()
-        return sorted({*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)})
+        return sorted(
+            {*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        )
 
 
 def encode_messages(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], turns: Sequence[int] | None
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    images: Sequence[Any],
+    turns: Sequence[int] | None,
 ) -> tuple[Mapping[str, Any], list[int]]:
     """Applies the chat template to a conversation, and finds what the assistant writes: see `Example.from_messages`.
 
@@ -217,37 +245,58 @@ def _located(
 ) -> tuple[Mapping[str, Any], list[int]]:
     """Tokens and mask of messages whose template marks nothing."""
     what = "a fast tokenizer, which says where its tokens stand,"
-    require(template.tokenizer.is_fast, what, type(template.tokenizer).__name__, "load it with use_fast=True")
+    require(
+        template.tokenizer.is_fast,
+        what,
+        type(template.tokenizer).__name__,
+        "load it with use_fast=True",
+    )
     spans = answer_spans(template.render, messages, turns, template.ends())
     encoded = template.tokenizer(
-        template.render(messages), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        template.render(messages),
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        verbose=False,
     )
     return encoded, token_mask(encoded["offset_mapping"], spans)
 
 
 def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list[int]:
     """The runs of a mask that belong to some of the assistant's turns."""
-    runs = [list(run) for marked, run in itertools.groupby(range(len(mask)), mask.__getitem__) if marked]
+    runs = [
+        list(run) for marked, run in itertools.groupby(range(len(mask)), mask.__getitem__) if marked
+    ]
     what = f"a chat template that marks each of the assistant's {len(every)} turns"
-    require(len(runs) == len(every), what, f"{len(runs)} marks", "take all turns, or leave the row out")
+    require(
+        len(runs) == len(every), what, f"{len(runs)} marks", "take all turns, or leave the row out"
+    )
     kept = {at for run, turn in zip(runs, every, strict=True) if turn in turns for at in run}
     return [int(at in kept) for at in range(len(mask))]
 
 
-def _laid(template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]) -> list[int]:
+def _laid(
+    template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]
+) -> list[int]:
     """The mask of a text's tokens laid over `ids`, which are the same with each image's place expanded.
 
     The pieces of text between images are found from the last one to the first, each as far right as it fits.
     """
     name = type(template.processing_class).__name__
     tokens = list(plain["input_ids"])
-    place = template.tokenizer.convert_tokens_to_ids(getattr(template.processing_class, "image_token", None))
+    place = template.tokenizer.convert_tokens_to_ids(
+        getattr(template.processing_class, "image_token", None)
+    )
     aligned = [0] * len(ids)
     stop = len(ids)
     places = [at for at, token in enumerate(tokens) if token == place]
-    for start, end in reversed(list(zip([0, *(at + 1 for at in places)], [*places, len(tokens)], strict=True))):
+    for start, end in reversed(
+        list(zip([0, *(at + 1 for at in places)], [*places, len(tokens)], strict=True))
+    ):
         piece = tokens[start:end]
-        at = next((at for at in range(stop - len(piece), -1, -1) if ids[at : at + len(piece)] == piece), None)
+        at = next(
+            (at for at in range(stop - len(piece), -1, -1) if ids[at : at + len(piece)] == piece),
+            None,
+        )
         if at is None:
             raise ValueError(
                 f"expected {name} to keep the answers' tokens where it expands images, got a "

@@ -18,7 +18,9 @@ TABLES = ("_codebook", "embed_tokens.weight", "lm_head.weight")
 def matrix_names(model: nn.Module) -> list[str]:
     """Returns the names of the trainable weights that are maps between states: Muon's, and those with weight decay."""
     return [
-        name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and not name.endswith(TABLES)
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and not name.endswith(TABLES)
     ]
 
 
@@ -31,16 +33,22 @@ class MuonAndAdamW(Optimizer):
     def __init__(self, model: nn.Module, args: DFlashTrainingArguments) -> None:
         names = set(matrix_names(model))
         trainable = [(name in names, p) for name, p in model.named_parameters() if p.requires_grad]
-        matrices, others = ([p for is_matrix, p in trainable if is_matrix is wanted] for wanted in (True, False))
+        matrices, others = (
+            [p for is_matrix, p in trainable if is_matrix is wanted] for wanted in (True, False)
+        )
         lr = args.learning_rate
         decay = args.weight_decay
         betas = (args.adam_beta1, args.adam_beta2)
         self._parts: list[Optimizer] = []
         if matrices:
-            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            muon = torch.optim.Muon(
+                matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+            )
             self._parts.append(muon)
         if others:
-            adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=0.0)
+            adamw = torch.optim.AdamW(
+                others, lr=lr, betas=betas, eps=args.adam_epsilon, weight_decay=0.0
+            )
             self._parts.append(adamw)
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 

@@ -33,7 +33,8 @@ GB = 2**30
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Transformers renamed it: the name that this release prefers first.
 KINDS_OF_CHECKPOINTING = sorted(
-    ("activation", "gradient"), key=lambda name: not hasattr(TrainingArguments, f"{name}_checkpointing")
+    ("activation", "gradient"),
+    key=lambda name: not hasattr(TrainingArguments, f"{name}_checkpointing"),
 )
 # Beside what is counted: the CUDA context, cuBLAS's workspaces, what the allocator cannot use.
 RESERVED = 0.08
@@ -71,8 +72,12 @@ class Sizes:
         """Reads them out of `DFlashTrainingArguments`."""
         found: dict[str, Any] = {item.name: getattr(args, item.name, None) for item in fields(cls)}
         found |= {"max_length": max_length, "block_size": args.block_size or block_size}
-        found["checkpointing"] = any(getattr(args, f"{name}_checkpointing", False) for name in KINDS_OF_CHECKPOINTING)
-        found["mixed_precision"] = getattr(args, "bf16", False) or getattr(args, "mixed_precision", "no") == "bf16"
+        found["checkpointing"] = any(
+            getattr(args, f"{name}_checkpointing", False) for name in KINDS_OF_CHECKPOINTING
+        )
+        found["mixed_precision"] = (
+            getattr(args, "bf16", False) or getattr(args, "mixed_precision", "no") == "bf16"
+        )
         found["optim"] = str(getattr(args.optim, "value", args.optim))
         return cls(**found)
 
@@ -115,7 +120,9 @@ class Plan:
         self.width = bytes_of(target, target_dtype)
         self.steps = sizes.max_steps if sizes.max_steps > 0 else None
         if self.steps is None and num_examples is not None:
-            batches = math.ceil(math.ceil(num_examples / sizes.per_device_train_batch_size) / sizes.world_size)
+            batches = math.ceil(
+                math.ceil(num_examples / sizes.per_device_train_batch_size) / sizes.world_size
+            )
             steps = max(1, math.ceil(batches / sizes.gradient_accumulation_steps))
             self.steps = math.ceil(sizes.num_train_epochs * steps)
         self.bytes_by_part = self.memory(sizes)
@@ -137,13 +144,17 @@ class Plan:
         weights = sum(p.numel() for p in drafted.parameters())
         matrices = sum(p.numel() for p in drafted.parameters() if p.ndim == 2)
         tokens = sizes.per_device_train_batch_size * sizes.max_length
-        blocks = sizes.per_device_train_batch_size * min(sizes.num_anchors, max(1, sizes.max_length - 1))
+        blocks = sizes.per_device_train_batch_size * min(
+            sizes.num_anchors, max(1, sizes.max_length - 1)
+        )
         slots = blocks * sizes.block_size
         depth = draft.num_hidden_layers
         kept = {
             "target": weights_of(self.target, self.model, width),
             "draft in float32": 4 * weights,
-            "optimizer": 4 * matrices + 8 * (weights - matrices) if sizes.optim == "muon" else 8 * weights,
+            "optimizer": 4 * matrices + 8 * (weights - matrices)
+            if sizes.optim == "muon"
+            else 8 * weights,
         }
         gradients = {"gradients": 4 * weights}
         kept |= gradients if sizes.gradient_accumulation_steps > 1 else {}
@@ -161,17 +172,33 @@ class Plan:
         logits = rows * text.vocab_size * (8 + 2 * width)
         states = 8 * blocks * (sizes.block_size - 1) * draft.hidden_size
         moments: list[dict[str, int]] = [
-            {"features": 2 * width * features, "a layer of the target": tokens * width * _widest_of(text)},
-            {**copies, "features": given * features, "activations": layers + ends, "head": logits + states},
+            {
+                "features": 2 * width * features,
+                "a layer of the target": tokens * width * _widest_of(text),
+            },
+            {
+                **copies,
+                "features": given * features,
+                "activations": layers + ends,
+                "head": logits + states,
+            },
             # Where the layers ran at once, each one's activations make room for its gradients.
-            {**copies, "features": given * features, "activations": layers + ends + layer, **gradients}
+            {
+                **copies,
+                "features": given * features,
+                "activations": layers + ends + layer,
+                **gradients,
+            }
             if sizes.checkpointing
             else {},
             # AdamW that is not fused makes a list of its denominators.
             {**gradients, "update": 4 * weights if sizes.optim == "adamw_torch" else 0},
         ]
         if sizes.gradient_accumulation_steps > 1:
-            moments = [{name: size for name, size in moment.items() if name != "gradients"} for moment in moments]
+            moments = [
+                {name: size for name, size in moment.items() if name != "gradients"}
+                for moment in moments
+            ]
         fullest = max(moments, key=lambda moment: sum(moment.values()))
         return {name: size for name, size in (kept | fullest).items() if size}
 
@@ -199,12 +226,21 @@ class Plan:
         factor = 8 if sizes.checkpointing else 6
         keys = 2 * draft.num_key_value_heads * draft.head_dim * draft.hidden_size
         projected = (
-            draft.num_hidden_layers * keys + len(draft.target_layer_ids) * draft.target_hidden_size * draft.hidden_size
+            draft.num_hidden_layers * keys
+            + len(draft.target_layer_ids) * draft.target_hidden_size * draft.hidden_size
         )
-        per_layer = sum(p.numel() for name, p in self.drafted.named_parameters() if name.startswith("layers."))
+        per_layer = sum(
+            p.numel() for name, p in self.drafted.named_parameters() if name.startswith("layers.")
+        )
         width = draft.num_attention_heads * draft.head_dim * draft.num_hidden_layers
         seen = mean_length / 2 + sizes.block_size
-        head = 6 * (sizes.block_size - 1) * blocks * draft.hidden_size * (draft.draft_vocab_size or text.vocab_size)
+        head = (
+            6
+            * (sizes.block_size - 1)
+            * blocks
+            * draft.hidden_size
+            * (draft.draft_vocab_size or text.vocab_size)
+        )
         ours = factor * (slots * per_layer + tokens * projected + 2 * slots * width * seen) + head
         return theirs, ours
 
@@ -213,15 +249,23 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Builds a target without weights."""
     takes_images = type(config) in AutoModelForImageTextToText._model_mapping
     with torch.device("meta"):
-        return (AutoModelForImageTextToText if takes_images else AutoModelForCausalLM).from_config(config)
+        return (AutoModelForImageTextToText if takes_images else AutoModelForCausalLM).from_config(
+            config
+        )
 
 
 def _layer_bytes(draft: DFlashConfig, tokens: int, slots: int, mixed: bool) -> int:
     """What one layer of the draft keeps for its backward pass: normed states, queries, keys, values, the MLP's."""
-    queries, keys = (count * draft.head_dim for count in (draft.num_attention_heads, draft.num_key_value_heads))
+    queries, keys = (
+        count * draft.head_dim for count in (draft.num_attention_heads, draft.num_key_value_heads)
+    )
     # In bfloat16: residual, norm and their weight's input in float32, and a copy for each projection.
-    hidden, mlp, query, key, context, written = (26, 8, 16, 12, 4, 12) if mixed else (24, 16, 28, 24, 0, 24)
-    block = hidden * draft.hidden_size + mlp * draft.intermediate_size + query * queries + key * keys
+    hidden, mlp, query, key, context, written = (
+        (26, 8, 16, 12, 4, 12) if mixed else (24, 16, 28, 24, 0, 24)
+    )
+    block = (
+        hidden * draft.hidden_size + mlp * draft.intermediate_size + query * queries + key * keys
+    )
     return slots * block + tokens * (context * draft.hidden_size + written * keys)
 
 
@@ -246,9 +290,16 @@ def weights_of(config: PreTrainedConfig, model: nn.Module, width: int) -> int:
     if not quantised:
         return width * sum(counts.values())
     bits = quantised.get("bits") or (4 if quantised.get("load_in_4bit") else 8)
-    linear = {id(module.weight): module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)}
+    linear = {
+        id(module.weight): module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    }
     # A scale and an offset for every 32 to 128 weights.
-    return int(sum(linear.values()) * bits / 8 * 1.1 + width * sum(v for k, v in counts.items() if k not in linear))
+    return int(
+        sum(linear.values()) * bits / 8 * 1.1
+        + width * sum(v for k, v in counts.items() if k not in linear)
+    )
 
 
 # What can be lowered, in the order in which it costs least: down to which number it is halved, or the one value that
@@ -298,5 +349,12 @@ def _lowered(sizes: Sizes) -> Iterator[tuple[Sizes, str]]:
             if name == "per_device_train_batch_size":
                 changed["gradient_accumulation_steps"] = 2 * sizes.gradient_accumulation_steps
             sizes = replace(sizes, **changed)
-            said |= {f"{KINDS_OF_CHECKPOINTING[0]}_checkpointing": "true"} if name == "checkpointing" else changed
-            yield sizes, " ".join(f"--{option.replace('_', '-')} {value}" for option, value in said.items())
+            said |= (
+                {f"{KINDS_OF_CHECKPOINTING[0]}_checkpointing": "true"}
+                if name == "checkpointing"
+                else changed
+            )
+            yield (
+                sizes,
+                " ".join(f"--{option.replace('_', '-')} {value}" for option, value in said.items()),
+            )

@@ -95,8 +95,13 @@ class Prepared:
             f"{self.num_kept} of {self.num_rows} rows kept: {self.num_sequences} sequences, {self.num_tokens} tokens"
         ]
         if self.num_cut:
-            told.append(f"{self.num_cut} sequences are longer than the greatest length and will be cut")
-        told += [f"{count} left out: {reason} (first: {where})" for reason, (count, where) in self.left_out.items()]
+            told.append(
+                f"{self.num_cut} sequences are longer than the greatest length and will be cut"
+            )
+        told += [
+            f"{count} left out: {reason} (first: {where})"
+            for reason, (count, where) in self.left_out.items()
+        ]
         return told
 
 
@@ -116,9 +121,14 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
         what = "chat_template_kwargs that the chat template reads"
         require(name in template.text, what, name, "correct the name, or leave it out")
     # What the file is made of and how, to tell whether one that is there is the same.
-    sizes = [Path(name).stat().st_size if Path(name).is_file() else None for name in settings.datasets]
+    sizes = [
+        Path(name).stat().st_size if Path(name).is_file() else None for name in settings.datasets
+    ]
     of = {name: value for name, value in asdict(settings).items() if name != "output"}
-    of |= {"datasets": list(zip(settings.datasets, sizes, strict=True)), "chat_template": template.text}
+    of |= {
+        "datasets": list(zip(settings.datasets, sizes, strict=True)),
+        "chat_template": template.text,
+    }
     asked = json.loads(json.dumps(of))
     if settings.output.exists():
         known = read_meta(settings.output)
@@ -134,7 +144,12 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
     def rows() -> Iterator[dict[str, Any]]:
         yield from maker.rows()
         none = f"rows to train on in {listed(settings.datasets)}"
-        require(report.num_kept > 0, none, "; ".join(report.sentences()), "take other data, or a greater length")
+        require(
+            report.num_kept > 0,
+            none,
+            "; ".join(report.sentences()),
+            "take other data, or a greater length",
+        )
         counts = asdict(report)
         told = {"prepare": asked, "left_out": counts.pop("left_out"), "prepared": counts}
         # What it was made with comes first: a file without that is nobody's.
@@ -149,7 +164,9 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
 class _Maker:
     """Makes prepared rows."""
 
-    def __init__(self, settings: PrepareSettings, processing_class: Processing, report: Prepared) -> None:
+    def __init__(
+        self, settings: PrepareSettings, processing_class: Processing, report: Prepared
+    ) -> None:
         self.settings = settings
         self.processing_class = processing_class
         self.report = report
@@ -160,7 +177,9 @@ class _Maker:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields what is written, row by row."""
         for name in self.settings.datasets:
-            for row in source_rows(name, streaming=self.settings.streaming, num_rows=self.settings.num_rows):
+            for row in source_rows(
+                name, streaming=self.settings.streaming, num_rows=self.settings.num_rows
+            ):
                 self.report.num_rows += 1
                 try:
                     made = self._made(row)
@@ -186,7 +205,9 @@ class _Maker:
         turns = assistant_turns(messages) if self.settings.turns != "none" else []
         if self.settings.turns == "last":
             turns = turns[-1:] if turns and turns[-1] == len(messages) - 1 else []
-        if any(not messages[turn]["content"] and not messages[turn].get("tool_calls") for turn in turns):
+        if any(
+            not messages[turn]["content"] and not messages[turn].get("tool_calls") for turn in turns
+        ):
             return "an empty answer"
         if found["id"] in self.seen:
             return "a duplicate"
@@ -212,7 +233,9 @@ class _Maker:
         """Turns that are trained on together and how long that is; `None` where nothing is left at that length."""
         limit = self.settings.max_length
         dataset = ChatDataset([{**found, "trained_turns": turns}], self.processing_class)
-        has_images = "images" in found or any(isinstance(m["content"], list) for m in found["messages"])
+        has_images = "images" in found or any(
+            isinstance(m["content"], list) for m in found["messages"]
+        )
         example = None if has_images else dataset[0]
         size = dataset.lengths[0] if example is None else len(example.input_ids)
         if limit is not None and size > limit:
@@ -225,7 +248,10 @@ class _Maker:
     def _fits(self, found: Mapping[str, Any]) -> bool:
         """Whether a prompt leaves room for an answer."""
         limit = self.settings.max_length
-        return limit is None or ChatDataset([found], self.processing_class, answers=[[]]).lengths[0] < limit
+        return (
+            limit is None
+            or ChatDataset([found], self.processing_class, answers=[[]]).lengths[0] < limit
+        )
 
 
 def _sentence(error: Exception, where: str) -> str:
@@ -260,15 +286,24 @@ def load_rows(
         yield found if images is None else resolved(found, images.parent)
 
 
-def source_rows(source: str, *, streaming: bool = False, num_rows: int | None = None) -> Iterator[Row]:
+def source_rows(
+    source: str, *, streaming: bool = False, num_rows: int | None = None
+) -> Iterator[Row]:
     """Returns the rows of a set as they are, at most `num_rows` of them; see [`load_rows`]."""
-    require(num_rows is None or num_rows > 0, "at least 1 row of each set", num_rows, "ask for more")
+    require(
+        num_rows is None or num_rows > 0, "at least 1 row of each set", num_rows, "ask for more"
+    )
     if source.endswith(FILES):
         rows = file_rows([Path(source)], streaming=True)
     else:
         path, *parts = source.split(":")
         known = ("/" in path or Path(path).is_dir()) and len(parts) <= 2
-        require(known, f"a file ({', '.join(FILES)}) or a set as ORG/NAME:CONFIG:SPLIT", source, "fix the name")
+        require(
+            known,
+            f"a file ({', '.join(FILES)}) or a set as ORG/NAME:CONFIG:SPLIT",
+            source,
+            "fix the name",
+        )
         config, split = [part or None for part in (*parts, "", "")[:2]]
         rows = hub_rows(path, config, split or "train", streaming=streaming)
     return islice(rows, num_rows)
@@ -287,14 +322,18 @@ class _Sequences(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         row, number = self.chosen[index]
         found = resolved(self.file[row], self.file.path.parent)
-        return found if number < 0 else {**found, "trained_turns": found["sequences"][number]["turns"]}
+        return (
+            found if number < 0 else {**found, "trained_turns": found["sequences"][number]["turns"]}
+        )
 
     def where(self, index: int) -> str:
         """Returns what to call a row in a sentence."""
         return self.file.where(self.chosen[index][0])
 
 
-def read_examples(path: str | Path, processing_class: Processing, max_length: int | None = None) -> Sequence[Example]:
+def read_examples(
+    path: str | Path, processing_class: Processing, max_length: int | None = None
+) -> Sequence[Example]:
     """Returns the examples of a prepared or answered file, built when they are asked for, their lengths known before.
 
     Args:
@@ -308,7 +347,9 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
         ValueError: If there is no such file, a row is malformed (naming it), or no example is left.
     """
     file = RowFile(path := Path(path))
-    found = [(at, *each) for at, row in enumerate(file) for each in _lengths_in(row, file.where(at))]
+    found = [
+        (at, *each) for at, row in enumerate(file) for each in _lengths_in(row, file.where(at))
+    ]
     rows = _Sequences(file, [(at, number) for at, number, _ in found])
     lengths: Sequence[int | None] = [length for *_, length in found]
     if None in lengths:  # written by somebody else: their texts are counted
@@ -316,7 +357,11 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
     known = [length or 0 for length in lengths]
     if max_length is not None and any(length > max_length for length in known):
         whole = ChatDataset(rows, processing_class)
-        kept = [at for at, n in enumerate(known) if n <= max_length or _can_be_cut(whole, at, max_length)]
+        kept = [
+            at
+            for at, n in enumerate(known)
+            if n <= max_length or _can_be_cut(whole, at, max_length)
+        ]
         if len(kept) < len(known):
             logger.warning(
                 "%d of %d sequences of %s are left out: at %d tokens no answer would be left of them, or an image cut",
@@ -329,7 +374,11 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
         known = [min(known[at], max_length) for at in kept]
     num_prompts = len(file) - len({at for at, *_ in found})
     got = f"{num_prompts} prompts without one" if num_prompts else "none"
-    action = "let the target answer them (`regenerate`)" if num_prompts else "take other data, or a greater length"
+    action = (
+        "let the target answer them (`regenerate`)"
+        if num_prompts
+        else "take other data, or a greater length"
+    )
     require(len(rows) > 0, f"answers to train on in {path}", got, action)
     return ChatDataset(rows, processing_class, lengths=known, max_length=max_length)
 
@@ -337,26 +386,49 @@ def read_examples(path: str | Path, processing_class: Processing, max_length: in
 def _can_be_cut(examples: ChatDataset, at: int, max_length: int) -> bool:
     """Whether a token of an answer is left of an example at a length."""
     example = examples[at]
-    return len(example.input_ids) <= max_length or (not example.has_images and 1 in example.loss_mask[:max_length])
+    return len(example.input_ids) <= max_length or (
+        not example.has_images and 1 in example.loss_mask[:max_length]
+    )
 
 
 def _lengths_in(row: Mapping[str, Any], where: str) -> list[tuple[int, int | None]]:
     """The sequences of a row, by their number (-1: the row itself), and how long they are as far as it says."""
-    require(isinstance(row.get("messages"), list), f"messages in {where}", listed(row), "run `prepare`")
+    require(
+        isinstance(row.get("messages"), list), f"messages in {where}", listed(row), "run `prepare`"
+    )
     if "answer_ids" in row:
         ids: Any = row["answer_ids"]
-        good = isinstance(ids, list) and all(isinstance(token, int) and token >= 0 for token in ids) and bool(ids)
+        good = (
+            isinstance(ids, list)
+            and all(isinstance(token, int) and token >= 0 for token in ids)
+            and bool(ids)
+        )
         require(good, f"answer_ids, a list of token ids, in {where}", ids, "leave the row out")
         return [(-1, _count(row, "num_tokens", where))]
     if "sequences" not in row:
-        return [(-1, None)] if any(message.get("role") == "assistant" for message in row["messages"]) else []
-    good = isinstance(row["sequences"], list) and all(isinstance(entry, dict) for entry in row["sequences"])
-    require(good, f"sequences as `prepare` writes them in {where}", row["sequences"], "run it again")
+        return (
+            [(-1, None)]
+            if any(message.get("role") == "assistant" for message in row["messages"])
+            else []
+        )
+    good = isinstance(row["sequences"], list) and all(
+        isinstance(entry, dict) for entry in row["sequences"]
+    )
+    require(
+        good, f"sequences as `prepare` writes them in {where}", row["sequences"], "run it again"
+    )
     for entry in row["sequences"]:
         turns = entry.get("turns")
-        good = isinstance(turns, list) and bool(turns) and all(turn in range(len(row["messages"])) for turn in turns)
+        good = (
+            isinstance(turns, list)
+            and bool(turns)
+            and all(turn in range(len(row["messages"])) for turn in turns)
+        )
         require(good, f"turns of the row's in {where}", turns, "run `prepare` again")
-    return [(number, _count(entry, "num_tokens", where)) for number, entry in enumerate(row["sequences"])]
+    return [
+        (number, _count(entry, "num_tokens", where))
+        for number, entry in enumerate(row["sequences"])
+    ]
 
 
 def _count(row: Mapping[str, Any], name: str, where: str) -> int | None:
@@ -385,5 +457,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             f"expected {meta} beside {path}, which says what that was made of, got {one_line(error)}; "
             "remove both, or name another file"
         ) from error
-    require(isinstance(found, dict), f"a JSON object in {meta}", shown(found), "remove it and its file")
+    require(
+        isinstance(found, dict), f"a JSON object in {meta}", shown(found), "remove it and its file"
+    )
     return found

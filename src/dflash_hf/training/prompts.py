@@ -60,13 +60,25 @@ class PromptSettings:
             ValueError: Naming the first of them.
         """
         for name in ("num_prompts", "max_new_tokens", "batch_size"):
-            require(getattr(self, name) > 0, f"at least 1 as {name}", getattr(self, name), "give a larger one")
+            require(
+                getattr(self, name) > 0,
+                f"at least 1 as {name}",
+                getattr(self, name),
+                "give a larger one",
+            )
         what = "above 0 as temperature: greedy ones would all be the same"
         require(0 < self.temperature < float("inf"), what, self.temperature, "give a larger one")
-        require(0 < self.top_p <= 1, "above 0 and at most 1 as top_p", self.top_p, "1 is the whole vocabulary")
+        require(
+            0 < self.top_p <= 1,
+            "above 0 and at most 1 as top_p",
+            self.top_p,
+            "1 is the whole vocabulary",
+        )
 
 
-def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_class: Processing) -> int:
+def write_prompts(
+    settings: PromptSettings, target: PreTrainedModel, processing_class: Processing
+) -> int:
     """Lets the target write prompts, as many as asked for in all; goes on with a file that is there.
 
     Those that are empty, unfinished or written before are left out.
@@ -84,17 +96,27 @@ def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_
     ends = template.end_of_turn("user")[:1]
     own = getattr(target.generation_config, "eos_token_id", None)
     ends += [own] if isinstance(own, int) else list(own or ())
-    require(bool(ends), "a chat template that ends turns with a special token", "one that does not", "give prompts")
+    require(
+        bool(ends),
+        "a chat template that ends turns with a special token",
+        "one that does not",
+        "give prompts",
+    )
     prefix = Example.from_pair(template.tokens(before), [])
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     batch = collate([prefix] * settings.batch_size, padding).to(target.device)
-    options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "pad_token_id": padding, "top_k": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": settings.max_new_tokens,
+        "pad_token_id": padding,
+        "top_k": 0,
+    }
     options |= {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     repair(settings.output)
     known = list(RowFile(settings.output)) if settings.output.is_file() else []
     seen = {row["id"] for row in known}
-    number = max((row.get("batch", 0) for row in known), default=0)  # once more: not all of it may be there
+    # Once more: not all of it may be there
+    number = max((row.get("batch", 0) for row in known), default=0)
     empty = 0
     while len(seen) < settings.num_prompts:
         with torch.random.fork_rng():
@@ -102,7 +124,11 @@ def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_
             written = generated(target, batch, ends, **options)
         rows: list[dict[str, Any]] = []
         for ids in written:
-            text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip() if ids[-1] in ends else ""
+            text = (
+                tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
+                if ids[-1] in ends
+                else ""
+            )
             row: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
             name = content_id(row)
             if text and name not in seen and len(seen) < settings.num_prompts:
@@ -113,6 +139,11 @@ def write_prompts(settings: PromptSettings, target: PreTrainedModel, processing_
         empty = 0 if rows else empty + 1
         what = f"a target that writes what a user says within {settings.max_new_tokens} tokens"
         got = f"nothing new in {MAX_EMPTY_BATCHES} batches"
-        require(empty < MAX_EMPTY_BATCHES, what, got, "raise max_new_tokens or the temperature, or give prompts")
+        require(
+            empty < MAX_EMPTY_BATCHES,
+            what,
+            got,
+            "raise max_new_tokens or the temperature, or give prompts",
+        )
         logger.info("%d prompts of %d", len(seen), settings.num_prompts)
     return len(seen)

@@ -55,7 +55,9 @@ def regenerate_answers(
         raise ValueError(
             f"expected {len(prompts)} guesses (one per prompt), got {len(guesses)}; an empty guess is none"
         )
-    examples: Any = prompts if hasattr(prompts, "lengths") else [as_prompt(prompt) for prompt in prompts]
+    examples: Any = (
+        prompts if hasattr(prompts, "lengths") else [as_prompt(prompt) for prompt in prompts]
+    )
     lengths = example_lengths(examples)
     confirmed = _confirmed_guesses(target, prompts, lengths, guesses, pad_token_id, batch_size)
     answers = [
@@ -66,8 +68,14 @@ def regenerate_answers(
     expected = [(len(guess), length) for guess, length in zip(guesses, lengths, strict=True)]
     missing = [i for i, answer in enumerate(answers) if answer is None]
     for chosen in sorted_batches(missing, expected, batch_size):
-        batch = collate([as_prompt(prompts[i]) for i in chosen], pad_token_id, padding_side="left").to(target.device)
-        options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
+        batch = collate(
+            [as_prompt(prompts[i]) for i in chosen], pad_token_id, padding_side="left"
+        ).to(target.device)
+        options = {
+            "do_sample": False,
+            "max_new_tokens": max_new_tokens,
+            "pad_token_id": pad_token_id,
+        }
         written = generated(target, batch, eos_token_id, draft, **options)
         for index, answer in zip(chosen, written, strict=True):
             answers[index] = answer
@@ -100,7 +108,9 @@ def generated(
     )
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
     rows: list[list[int]] = output[:, batch.input_ids.shape[1] :].tolist()
-    lengths = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    lengths = [
+        next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows
+    ]
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -126,8 +136,12 @@ def _confirmed_guesses(
     """Returns for each guess True if it is the target's argmax at every position."""
     confirmed = [False] * len(prompts)
     whole = [length + len(guess) for length, guess in zip(lengths, guesses, strict=True)]
-    for chosen in sorted_batches((i for i, guess in enumerate(guesses) if guess), whole, batch_size):
-        batch = collate([as_prompt(prompts[i]).with_answer(guesses[i]) for i in chosen], pad_token_id)
+    for chosen in sorted_batches(
+        (i for i, guess in enumerate(guesses) if guess), whole, batch_size
+    ):
+        batch = collate(
+            [as_prompt(prompts[i]).with_answer(guesses[i]) for i in chosen], pad_token_id
+        )
         batch = batch.to(target.device)
         output = target(**forward_inputs(target, batch), use_cache=False)
         best = output.logits.argmax(dim=-1)[:, :-1]

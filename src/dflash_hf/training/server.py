@@ -66,15 +66,24 @@ class AnswerServer:
         bodies: list[dict[str, Any]] = []
         for row in rows:
             prepared = template.messages(row["messages"], row.get("images") or ())
-            messages = [{**message, "content": sent_content(message["content"])} for message in prepared]
-            told = {"chat_template_kwargs": row["chat_template_kwargs"]} if row.get("chat_template_kwargs") else {}
+            messages = [
+                {**message, "content": sent_content(message["content"])} for message in prepared
+            ]
+            told = (
+                {"chat_template_kwargs": row["chat_template_kwargs"]}
+                if row.get("chat_template_kwargs")
+                else {}
+            )
             bodies.append({"model": self.model, "messages": messages, **sampling, **told})
         try:
             with ThreadPoolExecutor(max_workers=len(rows)) as pool:
                 answers = list(pool.map(self._ask, bodies))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        return [self._answer(template, each, length) for each, length in zip(answers, lengths, strict=True)]
+        return [
+            self._answer(template, each, length)
+            for each, length in zip(answers, lengths, strict=True)
+        ]
 
     def _unreachable(self, error: httpx.HTTPError) -> ValueError:
         return ValueError(
@@ -88,7 +97,9 @@ class AnswerServer:
             raise httpx.HTTPStatusError(told, request=response.request, response=response)
         return response.json()
 
-    def _answer(self, template: ChatTemplate, told: Mapping[str, Any], length: int | None) -> Answer:
+    def _answer(
+        self, template: ChatTemplate, told: Mapping[str, Any], length: int | None
+    ) -> Answer:
         choice: Any = (told.get("choices") or [None])[0]
         is_answer = isinstance(choice, dict) and isinstance(told.get("usage"), dict)
         require(is_answer, f"a choice and usage in what {self.url} answers", told, "see its log")

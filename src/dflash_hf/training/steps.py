@@ -31,7 +31,10 @@ class EpochBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, batches_of: Callable[[int], list[list[int]]], args: TrainingArguments, next_step: Callable[[], int]
+        self,
+        batches_of: Callable[[int], list[list[int]]],
+        args: TrainingArguments,
+        next_step: Callable[[], int],
     ) -> None:
         self.batches_of = batches_of
         self.args = args
@@ -71,17 +74,27 @@ class Collator:
             workers, while a step is under way.
     """
 
-    def __init__(self, packing_length: int | None = None, cache: FeatureCache | None = None) -> None:
+    def __init__(
+        self, packing_length: int | None = None, cache: FeatureCache | None = None
+    ) -> None:
         self.packing_length = packing_length
         self.cache = cache
 
     def __call__(self, rows: Sequence[tuple[int, Example]]) -> dict[str, Any]:
         examples = [example for _, example in rows]
-        batch = collate(examples) if self.packing_length is None else collate_packed(examples, self.packing_length)
+        batch = (
+            collate(examples)
+            if self.packing_length is None
+            else collate_packed(examples, self.packing_length)
+        )
         features = None if self.cache is None else self.cache.read(examples, batch)
         if rows[0][0] < 0:
             batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
-        return {"batch": batch, "features": features, "rows": [max(index, ~index) for index, _ in rows]}
+        return {
+            "batch": batch,
+            "features": features,
+            "rows": [max(index, ~index) for index, _ in rows],
+        }
 
 
 def share_of(examples: Sequence[Example], rank: int, world_size: int) -> Sequence[Example]:

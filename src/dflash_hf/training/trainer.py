@@ -105,12 +105,16 @@ class DFlashTrainer(Trainer):
         require(self.block_size <= draft.config.block_size, what, self.block_size, "leave it out")
         self.lengths = [] if train_dataset is None else example_lengths(train_dataset)
         gamma = args.gamma or default_gamma(self.block_size)
-        self.weights = decay_weights(self.block_size, gamma, draft.config.sample_from_anchor).float()
+        self.weights = decay_weights(
+            self.block_size, gamma, draft.config.sample_from_anchor
+        ).float()
         self.draft_dtype = draft.dtype
         if draft.dtype in (torch.bfloat16, torch.float16):  # small updates would be rounded away
             model.float()
         target.requires_grad_(False)
-        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+        if getattr(target, "hf_device_map", None) is None and not getattr(
+            target, "is_quantized", False
+        ):
             target.to(args.device)  # type: ignore[arg-type]
         self.target: Target = find_target(target.eval())
         # Transformers would write its special tokens into the draft's config, where they are the target's.
@@ -136,7 +140,9 @@ class DFlashTrainer(Trainer):
 
     # ---- what is to be done
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
         """Trains to the last step; the draft is trained in place and left in eval mode.
 
         Overrides: `args.resume_from_checkpoint` counts too, checkpoints that were not written to their end are passed
@@ -152,7 +158,11 @@ class DFlashTrainer(Trainer):
             FloatingPointError: At a step whose gradients are not finite, before it changes anything.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
-        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        asked = (
+            self.args.resume_from_checkpoint
+            if resume_from_checkpoint is None
+            else resume_from_checkpoint
+        )
         checkpoint = whole_checkpoint(asked, Path(str(self.args.output_dir)))
         self._window = {}
         set_seed(self.args.seed)
@@ -171,7 +181,9 @@ class DFlashTrainer(Trainer):
         seed = args.seed if args.data_seed is None else args.data_seed
 
         def batches_of(epoch: int) -> list[list[int]]:
-            return epoch_batches(self.lengths, self._train_batch_size, seed, epoch, args.packing_length)
+            return epoch_batches(
+                self.lengths, self._train_batch_size, seed, epoch, args.packing_length
+            )
 
         return DataLoader(
             Rows(dataset),  # type: ignore[arg-type]
@@ -220,15 +232,23 @@ class DFlashTrainer(Trainer):
         for micro, inputs in enumerate(batches):
             anchors = self._anchors(inputs["batch"], micro)
             inputs["anchors"] = anchors
-            labels = block_labels(inputs["batch"], anchors, int(self.draft.config.sample_from_anchor))
+            labels = block_labels(
+                inputs["batch"], anchors, int(self.draft.config.sample_from_anchor)
+            )
             weight += loss_weight(labels, self.weights.double(), self.args.loss)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
         alone = self.args.world_size == 1
-        total: Any = weight if alone else self.accelerator.reduce(weight.to(device), reduction="mean")
+        total: Any = (
+            weight if alone else self.accelerator.reduce(weight.to(device), reduction="mean")
+        )
         return batches, max(float(total), 1e-9)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Overrides: the loss of many random blocks of each row, under the frozen target's features."""
         args = self.args
@@ -261,16 +281,23 @@ class DFlashTrainer(Trainer):
         for part in (args.seed, self.state.global_step, place):
             seed = (seed * 1_000_003 + part) % 2**63
         generator = torch.Generator().manual_seed(seed)
-        return sample_anchors(batch.loss_mask, args.num_anchors, self.block_size, generator, batch.starts)
+        return sample_anchors(
+            batch.loss_mask, args.num_anchors, self.block_size, generator, batch.starts
+        )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Overrides: a step that is not finite ends the run, in every process, where the library would take it."""
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not math.isfinite(norm) and not self.args.fp16:  # that one's scaler leaves such steps out
-            bad = [row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())]
+        # That one's scaler leaves such steps out
+        if not math.isfinite(norm) and not self.args.fp16:
+            bad = [
+                row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())
+            ]
             what = (
-                f"losses that are no numbers in rows {listed(bad)} of train_dataset" if bad else "finite losses here"
+                f"losses that are no numbers in rows {listed(bad)} of train_dataset"
+                if bad
+                else "finite losses here"
             )
             raise FloatingPointError(
                 f"expected finite gradients at step {self.state.global_step + 1}, got a norm of {float(norm)} and "
@@ -288,7 +315,8 @@ class DFlashTrainer(Trainer):
             weight = max(float(total["weight"]), 1e-9)
             logs["loss"] = float(total["loss"]) / weight
             shares = (total["correct"] / total["count"].clamp_min(1)).tolist()
-            slots = enumerate(shares, int(self.draft.config.sample_from_anchor))  # the anchor's proposes, or does not
+            # The anchor's proposes, or does not
+            slots = enumerate(shares, int(self.draft.config.sample_from_anchor))
             logs |= {f"accuracy_{slot}": round(share, 4) for slot, share in slots if slot}
             logs["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
             if self.draft.candidate_selector is not None:
@@ -317,11 +345,15 @@ class DFlashTrainer(Trainer):
                 on_batch=self._on_batch,
             )
         counts = [sum(map(sum, walked.committed)), sum(map(len, walked.committed))]
-        total: Any = self.accelerator.reduce(torch.tensor(counts, device=self.args.device), reduction="sum")
+        total: Any = self.accelerator.reduce(
+            torch.tensor(counts, device=self.args.device), reduction="sum"
+        )
         tokens, verifies = total.tolist()
         metrics = {f"{metric_key_prefix}_acceptance_length": tokens / verifies if verifies else 0.0}
         nothing: Any = None
-        return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=len(examples))
+        return EvalLoopOutput(
+            predictions=nothing, label_ids=None, metrics=metrics, num_samples=len(examples)
+        )
 
     def _on_batch(self, done: int) -> None:
         """Moves the progress bar."""
@@ -338,7 +370,9 @@ class DFlashTrainer(Trainer):
         if wrapped is not draft:  # PEFT's, of which the draft has modules within
             type(wrapped)(whole, copy.deepcopy(wrapped.active_peft_config), wrapped.active_adapter)
         whole = whole.to(self.args.device, draft.dtype)
-        whole.load_state_dict({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()})
+        whole.load_state_dict(
+            {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+        )
         return whole
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -347,8 +381,12 @@ class DFlashTrainer(Trainer):
             self._saved_beside.save_pretrained(output_dir or str(self.args.output_dir))
         draft = self.draft
         own = self.draft.dtype
-        as_loaded = self.args.save_dtype == "auto" and not _internal_call and own != self.draft_dtype
-        kept = [(parameter, parameter.data) for parameter in draft.parameters()] if as_loaded else []
+        as_loaded = (
+            self.args.save_dtype == "auto" and not _internal_call and own != self.draft_dtype
+        )
+        kept = (
+            [(parameter, parameter.data) for parameter in draft.parameters()] if as_loaded else []
+        )
         try:
             for parameter, data in kept:
                 parameter.data = data.to(self.draft_dtype)
@@ -388,8 +426,12 @@ def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
         ("target", target, PreTrainedModel),
         ("args", args, DFlashTrainingArguments),
     ):
-        if not isinstance(value, kind) or (name == "target" and isinstance(value, DFlashDraftModel)):
-            raise ValueError(f"expected a {kind.__name__} as {name}, got a {type(value).__name__}; {order}")
+        if not isinstance(value, kind) or (
+            name == "target" and isinstance(value, DFlashDraftModel)
+        ):
+            raise ValueError(
+                f"expected a {kind.__name__} as {name}, got a {type(value).__name__}; {order}"
+            )
     if args.n_gpu > 1:
         raise ValueError(
             f"expected one GPU per process, got {args.n_gpu} in this one; start it with `accelerate launch`, or set "

@@ -15,7 +15,9 @@ from dflash_hf.training.data import Example
 logger: Any = logging.get_logger(__name__)
 
 
-def frequent_tokens(examples: Sequence[Example], size: int, always: Iterable[int] = ()) -> list[int]:
+def frequent_tokens(
+    examples: Sequence[Example], size: int, always: Iterable[int] = ()
+) -> list[int]:
     """Chooses the tokens of a reduced vocabulary by how often the target wrote them, and logs what they cover.
 
     A smaller head makes a draft's step shorter; a token that it lacks is never proposed, and ends each block in which
@@ -35,12 +37,21 @@ def frequent_tokens(examples: Sequence[Example], size: int, always: Iterable[int
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(itertools.compress(example.input_ids, example.loss_mask))
-    require(bool(counts), "examples with answer tokens", 0, "give prompts with the target's answers")
+    require(
+        bool(counts), "examples with answer tokens", 0, "give prompts with the target's answers"
+    )
     chosen = set(always)
-    require(size >= max(1, len(chosen)), f"a size of at least {max(1, len(chosen))}", size, "choose more tokens")
+    require(
+        size >= max(1, len(chosen)),
+        f"a size of at least {max(1, len(chosen))}",
+        size,
+        "choose more tokens",
+    )
     # Of equally frequent ones the lower ids, which a byte-pair vocabulary learned first.
     ranked = sorted(counts.keys() - chosen, key=lambda token: (-counts[token], token))
     chosen.update(ranked[: size - len(chosen)])
     covered = sum(counts[token] for token in chosen) / counts.total()
-    logger.warning(f"The {len(chosen)} tokens of the reduced vocabulary are {covered:.2%} of what the answers hold.")
+    logger.warning(
+        f"The {len(chosen)} tokens of the reduced vocabulary are {covered:.2%} of what the answers hold."
+    )
     return sorted(chosen)

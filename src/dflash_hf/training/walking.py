@@ -101,7 +101,9 @@ def accepted_at_anchors(
     batch = batch.to(draft.fc.weight.device)
     if features is None:
         deep = config.tap_after_deepstack
-        features = target_features(target, config.target_layer_ids, batch, after_deepstack=deep).taps
+        features = target_features(
+            target, config.target_layer_ids, batch, after_deepstack=deep
+        ).taps
     # Only as many slots as a verify would look at go through the head.
     slots = slice(1 - ahead, verify_width - ahead)
     anchors = all_anchors(batch.loss_mask.cpu(), block_size)
@@ -112,10 +114,13 @@ def accepted_at_anchors(
         labels = block_labels(batch, part, ahead)
         truth = labels.ids.masked_fill(~labels.mask, -1)[:, :, slots]
         hidden = run_blocks(draft, target, batch, features, part)
-        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, slots]  # every block is a row of its own
+        # Every block is a row of its own
+        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, slots]
         heads = batch.input_ids.gather(1, part.indices).flatten()
         if is_tree:
-            right = _along_tree(draft, hidden, logits(hidden), heads, truth.flatten(0, 1)).view_as(part.indices)
+            right = _along_tree(draft, hidden, logits(hidden), heads, truth.flatten(0, 1)).view_as(
+                part.indices
+            )
         else:
             proposals = draft.best_path(hidden, logits(hidden), heads)
             proposals = proposals.view(*part.indices.shape, verify_width - 1).to(hidden.device)
@@ -131,9 +136,15 @@ def _along_tree(
     batch, depth = truth_BD.shape
     device = logits_BDV.device
     selector = draft.candidate_selector
-    trees = TreeBuilder(depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device)
-    nodes, block = (torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((4,), ()))
-    candidates, scores = (None, logits_BDV) if selector is None else selector(hidden, logits_BDV, heads)
+    trees = TreeBuilder(
+        depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device
+    )
+    nodes, block = (
+        torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((4,), ())
+    )
+    candidates, scores = (
+        (None, logits_BDV) if selector is None else selector(hidden, logits_BDV, heads)
+    )
     trees.build(scores, nodes, block, candidates)
     return DraftTree(*nodes[:3]).agree(block, truth_BD.to(device)).to(truth_BD.device)
 
@@ -164,7 +175,9 @@ def walked_acceptance(
     done = 0
     for chosen in sorted_batches(range(len(examples)), example_lengths(examples), batch_size):
         part = [examples[i] for i in chosen]
-        accepted = accepted_at_anchors(draft, target, collate(part), block_size=block_size, verify_width=verify_width)
+        accepted = accepted_at_anchors(
+            draft, target, collate(part), block_size=block_size, verify_width=verify_width
+        )
         for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
             first = example.prompt_length()
             mask = example.loss_mask

@@ -19,9 +19,13 @@ def _check(given: Given, size: Sizes) -> None:
             continue
         check_dtype(given, dtypes.get(name, (torch.int64, torch.int32)), name)
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(f"expected {name} with unit stride in its last dimension, got {tensor.stride()}; copy it")
+            raise ValueError(
+                f"expected {name} with unit stride in its last dimension, got {tensor.stride()}; copy it"
+            )
     if size["F"] != NUM_FIGURES + size["W"]:
-        raise ValueError(f"expected record_FB with {NUM_FIGURES} + {size['W']} lines, got {size['F']}; allocate it so")
+        raise ValueError(
+            f"expected record_FB with {NUM_FIGURES} + {size['W']} lines, got {size['F']}; allocate it so"
+        )
 
 
 @operation(check=_check, mutates=COUNTS + TABLES, covers=lambda *_: True)
@@ -88,7 +92,9 @@ def accept_and_prepare(
     # Where nothing is kept, or the buffer has ended, what is there already is written again.
     column = (cursor_B[:, None] + index) % size
     kept = index < torch.minimum(committed, size - cursor_B)[:, None]
-    ids_BT.scatter_(1, column, torch.where(kept, tokens_BW.to(ids_BT.dtype), ids_BT.gather(1, column)))
+    ids_BT.scatter_(
+        1, column, torch.where(kept, tokens_BW.to(ids_BT.dtype), ids_BT.gather(1, column))
+    )
     anchor = torch.cat([block_BW[:, :1], tokens_BW], dim=1).gather(1, committed[:, None])
 
     cursor_B += committed

@@ -59,7 +59,9 @@ def _accept_and_prepare_kernel(
     else:
         proposed = index < width - 1
         proposal = tl.load(block + row * stride_block_b + 1 + index, mask=proposed, other=0)
-        num_accepted = tl.min(tl.where(proposed & (proposal != token), index, width - 1), axis=0).to(tl.int64)
+        num_accepted = tl.min(
+            tl.where(proposed & (proposal != token), index, width - 1), axis=0
+        ).to(tl.int64)
 
     first = tl.load(cursor + row).to(tl.int64)
     left = tl.load(remaining + row).to(tl.int64)
@@ -76,7 +78,11 @@ def _accept_and_prepare_kernel(
     committed = tl.where(was_done, 0, committed)
 
     column = first + index
-    tl.store(ids + row.to(tl.int64) * stride_ids_b + column, token, mask=(index < committed) & (column < num_ids))
+    tl.store(
+        ids + row.to(tl.int64) * stride_ids_b + column,
+        token,
+        mask=(index < committed) & (column < num_ids),
+    )
     last = tl.sum(tl.where(index == committed - 1, token, 0), axis=0)
     anchor = tl.where(committed > 0, last, anchor)
     # With one warp every lane has loaded before one of them stores.

@@ -19,7 +19,9 @@ def _check(given: Given, size: Sizes) -> None:
     check_dtype(given, [states.dtype], "update")
 
 
-@operation(check=_check, fake=lambda states, *_: states.new_empty((2, *states.shape)), covers=covers)
+@operation(
+    check=_check, fake=lambda states, *_: states.new_empty((2, *states.shape)), covers=covers
+)
 def add_norm(states: Tensor, update: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`[x, norm(x)]` of the sum `x = states + update`, rounded to their dtype; `norm` is that of `rms_norm`.
 

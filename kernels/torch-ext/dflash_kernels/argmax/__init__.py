@@ -12,7 +12,9 @@ from ..operation import Given, Sizes, operation
 def _check(given: Given, size: Sizes) -> None:
     shape = tuple(given["logits"].shape)
     if not shape or not 0 < shape[-1] < 2**31:
-        raise ValueError(f"expected logits [..., V] with 0 < V < 2^31, got shape {shape}; pass at least one column")
+        raise ValueError(
+            f"expected logits [..., V] with 0 < V < 2^31, got shape {shape}; pass at least one column"
+        )
 
 
 @operation(

@@ -35,14 +35,26 @@ def pack(value, column):
 
 @triton.jit(do_not_specialize=["num_columns", "num_chunks"])
 def _argmax_chunk_kernel(
-    logits, partial, num_columns, vocab_size, num_chunks, stride_b, stride_k, stride_v, BLOCK_V: tl.constexpr
+    logits,
+    partial,
+    num_columns,
+    vocab_size,
+    num_chunks,
+    stride_b,
+    stride_k,
+    stride_v,
+    BLOCK_V: tl.constexpr,
 ):
     """`partial[row, chunk] = max over the chunk of pack(logits[v], v)`."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    start = (row // num_columns).to(tl.int64) * stride_b + (row % num_columns).to(tl.int64) * stride_k
+    start = (row // num_columns).to(tl.int64) * stride_b + (row % num_columns).to(
+        tl.int64
+    ) * stride_k
     # Columns past the end lose against every other one: they are the last of the smallest value.
-    value = tl.load(logits + start + column * stride_v, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+    value = tl.load(
+        logits + start + column * stride_v, mask=column < vocab_size, other=float("-inf")
+    ).to(tl.float32)
     tl.store(partial + row * num_chunks + chunk, tl.max(pack(value, column), axis=0))
 
 
@@ -66,8 +78,12 @@ def launch(given: Given) -> Tensor:
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     out = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     sizes = (num_columns, vocab_size, num_chunks)
-    _argmax_chunk_kernel[(num_rows, num_chunks)](rows, partial, *sizes, *rows.stride(), BLOCK_V=BLOCK_V, num_warps=8)
-    argmax_row_kernel[(num_rows,)](partial, out, num_chunks, BLOCK_C=power_of_two(num_chunks), num_warps=1)
+    _argmax_chunk_kernel[(num_rows, num_chunks)](
+        rows, partial, *sizes, *rows.stride(), BLOCK_V=BLOCK_V, num_warps=8
+    )
+    argmax_row_kernel[(num_rows,)](
+        partial, out, num_chunks, BLOCK_C=power_of_two(num_chunks), num_warps=1
+    )
     return out
 
 

@@ -31,7 +31,8 @@ def _check(given: Given, size: Sizes) -> None:
             "cache must hold the block"
         )
     if (given["depths_BW"] is None) != (given["ancestors_BW"] is None) or (
-        given["depths_BW"] is not None and (width > MAX_NODES or given["from_anchor"] or not given["causal"])
+        given["depths_BW"] is not None
+        and (width > MAX_NODES or given["from_anchor"] or not given["causal"])
     ):
         raise ValueError(
             f"expected depths and ancestors together, for a causal block of at most {MAX_NODES} tokens, got width "
@@ -39,7 +40,9 @@ def _check(given: Given, size: Sizes) -> None:
         )
     window, softcap = given["window"], given["softcap"]
     if (window is not None and window < 0) or (softcap is not None and softcap <= 0):
-        raise ValueError(f"expected window >= 0 and softcap > 0, got {window} and {softcap}; pass None for none")
+        raise ValueError(
+            f"expected window >= 0 and softcap > 0, got {window} and {softcap}; pass None for none"
+        )
 
 
 def seen_by(
@@ -68,7 +71,9 @@ def seen_by(
         node = held - lengths_B[:, None, None]
         is_node, node = node >= 0, node.clamp_min(0)
         position = lengths_B[:, None, None] + depths_BW[:, :, None]
-        held = torch.where(is_node, lengths_B[:, None, None] + depths_BW.gather(1, node[:, 0])[:, None], held)
+        held = torch.where(
+            is_node, lengths_B[:, None, None] + depths_BW.gather(1, node[:, 0])[:, None], held
+        )
         seen = seen & (~is_node | ((ancestors_BW[:, :, None] >> node) & 1).bool())
     if causal:
         seen = seen & (held <= position)
@@ -83,7 +88,9 @@ def seen_by(
 
 @operation(
     check=_check,
-    fake=lambda query, key, value, *_: query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3]),
+    fake=lambda query, key, value, *_: query.new_empty(
+        *query.transpose(1, 2).shape[:3], value.shape[3]
+    ),
     covers=covers,
 )
 def block_attention(
@@ -142,10 +149,14 @@ def block_attention(
     groups, ring = key_BGRE.shape[1], key_BGRE.shape[2]
     wide = torch.promote_types(query_BHWE.dtype, torch.float32)
     query = query_BHWE.to(wide).unflatten(1, (groups, num_heads // groups))
-    seen, filled = seen_by(lengths_B, width, ring, causal, window, from_anchor, depths_BW, ancestors_BW)
+    seen, filled = seen_by(
+        lengths_B, width, ring, causal, window, from_anchor, depths_BW, ancestors_BW
+    )
     # Slots that nothing was written to may hold anything, and 0 * NaN is NaN.
     empty = ~filled[:, None, :, None]
-    key, value = (states.to(wide).masked_fill(empty, 0)[:, :, None] for states in (key_BGRE, value_BGRF))
+    key, value = (
+        states.to(wide).masked_fill(empty, 0)[:, :, None] for states in (key_BGRE, value_BGRF)
+    )
     scores = query @ key.mT * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

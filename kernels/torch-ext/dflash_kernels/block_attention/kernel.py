@@ -212,7 +212,9 @@ def _block_attention_kernel(
     size_k, size_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     at = query + batch * stride_query_b + head * stride_query_h + index * stride_query_w
     q = tl.load(
-        at[:, None] + size_k[None, :] * stride_query_e, mask=is_row[:, None] & (size_k[None, :] < KEY_SIZE), other=0.0
+        at[:, None] + size_k[None, :] * stride_query_e,
+        mask=is_row[:, None] & (size_k[None, :] < KEY_SIZE),
+        other=0.0,
     )
     if UPCAST:
         q = q.to(tl.float32)
@@ -234,7 +236,9 @@ def _block_attention_kernel(
     position, low, high = length + index, index, index
     if HAS_TREE:
         depths += batch * stride_depths_b
-        position = length + tl.load(depths + index * stride_depths_w, mask=is_row, other=0).to(tl.int32)
+        position = length + tl.load(depths + index * stride_depths_w, mask=is_row, other=0).to(
+            tl.int32
+        )
         at = ancestors + batch * stride_ancestors_b + index * stride_ancestors_w
         bits = tl.load(at, mask=is_row, other=0)
         low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
@@ -259,7 +263,11 @@ def _block_attention_kernel(
         tl.store(tops + line, top, mask=is_row)
         tl.store(totals + line, total, mask=is_row)
         # A share without slots leaves its part unwritten: the reduction reads none whose total is 0.
-        tl.store(partial + line[:, None] * VALUE_SIZE + size_v[None, :], acc, mask=is_out & (total > 0)[:, None])
+        tl.store(
+            partial + line[:, None] * VALUE_SIZE + size_v[None, :],
+            acc,
+            mask=is_out & (total > 0)[:, None],
+        )
     else:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
@@ -267,7 +275,11 @@ def _block_attention_kernel(
             decay = tl.exp2(top - new_top)
             acc, total = acc * decay[:, None], total * decay + tl.exp2(sink - new_top)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + line[:, None] * VALUE_SIZE + size_v[None, :], acc.to(out.dtype.element_ty), mask=is_out)
+        tl.store(
+            out + line[:, None] * VALUE_SIZE + size_v[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=is_out,
+        )
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -302,7 +314,9 @@ def _reduce_kernel(
     at = partial + (line * splits + split)[:, None] * VALUE_SIZE + size[None, :]
     parts = tl.load(at, mask=(total > 0)[:, None] & (size[None, :] < VALUE_SIZE), other=0.0)
     joined = tl.sum(parts * share[:, None], axis=0) / tl.where(norm > 0, norm, 1.0)
-    tl.store(out + line * VALUE_SIZE + size, joined.to(out.dtype.element_ty), mask=size < VALUE_SIZE)
+    tl.store(
+        out + line * VALUE_SIZE + size, joined.to(out.dtype.element_ty), mask=size < VALUE_SIZE
+    )
 
 
 @functools.cache
@@ -364,7 +378,9 @@ def launch(given: Given) -> Tensor:
     out = query.new_empty(batch, width, num_heads, value_size)
     lines = (batch, width, num_heads, splits)
     partial = out if splits == 1 else out.new_empty(*lines, value_size, dtype=torch.float32)
-    tops, totals = (out, out) if splits == 1 else out.new_empty(2, *lines, dtype=torch.float32).unbind(0)
+    tops, totals = (
+        (out, out) if splits == 1 else out.new_empty(2, *lines, dtype=torch.float32).unbind(0)
+    )
     shared: Given = {
         "sinks": sinks,
         "out": out,
@@ -405,7 +421,9 @@ def launch(given: Given) -> Tensor:
     )
     if splits > 1:
         num_warps = 4 if splits <= 64 else 8  # the partial results of a line are in registers
-        _reduce_kernel[(batch * width * num_heads,)](**shared, BLOCK_S=power_of_two(splits), num_warps=num_warps)
+        _reduce_kernel[(batch * width * num_heads,)](
+            **shared, BLOCK_S=power_of_two(splits), num_warps=num_warps
+        )
     return out
 
 

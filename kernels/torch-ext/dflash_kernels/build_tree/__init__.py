@@ -32,11 +32,15 @@ def _check(given: Given, size: Sizes) -> None:
     check_dtype(given, (torch.float32,), "log_probs_BDSR", "follows_FM")
     for name in ("log_probs_BDSR", "order_BDSR", "candidates_BDC"):
         if given[name] is not None and not given[name].is_contiguous():
-            raise ValueError(f"expected {name} to be contiguous, got strides {given[name].stride()}; copy it")
+            raise ValueError(
+                f"expected {name} to be contiguous, got strides {given[name].stride()}; copy it"
+            )
     for name in ("nodes_XBN", "block_BN", "ids_BT", "follows_FM"):
         if given[name] is not None and given[name].stride(-1) != 1:
             strides = given[name].stride()
-            raise ValueError(f"expected {name} with unit stride in its last dimension, got {strides}; copy it")
+            raise ValueError(
+                f"expected {name} with unit stride in its last dimension, got {strides}; copy it"
+            )
     if size["X"] != 4 or not 2 <= size["N"] <= min(MAX_NODES, num_paths(size["D"], size["R"]) + 1):
         raise ValueError(
             f"expected nodes_XBN [4, B, N] with N from 2 to {MAX_NODES} and to one more than there are paths of "
@@ -48,7 +52,9 @@ def _check(given: Given, size: Sizes) -> None:
         )
     is_given = [name for name in ("ids_BT", "cursor_B", "follows_FM") if given[name] is not None]
     if 0 < len(is_given) < 3:
-        raise ValueError(f"expected ids_BT, cursor_B and follows_FM, got {' and '.join(is_given)}; pass all or none")
+        raise ValueError(
+            f"expected ids_BT, cursor_B and follows_FM, got {' and '.join(is_given)}; pass all or none"
+        )
 
 
 @operation(check=_check, mutates=("nodes_XBN", "block_BN"))
@@ -113,10 +119,14 @@ def build_tree(
         draft = Draft(log_probs[row], order[row], None if candidates is None else candidates[row])
         text, totals = list[int](), list[float]()
         if ids_BT is not None and cursor_B is not None:
-            text, num_same = continuation(ids_BT[row, : int(cursor_B[row])], len(draft.order), len(likely) - 1)
+            text, num_same = continuation(
+                ids_BT[row, : int(cursor_B[row])], len(draft.order), len(likely) - 1
+            )
             totals = draft.totals_of(text, *likely[num_same])
         trees.append(draft.grow(text, totals, block_BN.shape[1]))
-    nodes_XBN.copy_(torch.tensor([[tree[part] for tree in trees] for part in range(4)], device="cpu"))
+    nodes_XBN.copy_(
+        torch.tensor([[tree[part] for tree in trees] for part in range(4)], device="cpu")
+    )
     block_BN[:, 1:] = torch.tensor([tree.tokens[1:] for tree in trees], device="cpu")
 
 
@@ -135,7 +145,9 @@ class Tree(NamedTuple):
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         # The last bit of an int64 is its sign.
-        self.ancestors.append(self.ancestors[parent] | (1 << node if node < MAX_NODES - 1 else -(1 << node)))
+        self.ancestors.append(
+            self.ancestors[parent] | (1 << node if node < MAX_NODES - 1 else -(1 << node))
+        )
         self.sources.append(source)
         self.tokens.append(token)
         return node
@@ -194,12 +206,20 @@ class Draft(NamedTuple):
             total, state, alike, before = reached[parent]
             level = tree.depths[parent]
             token, behind = self.choice(level, state, rank)
-            continues = level < len(text) and on_text[level : level + 1] == [parent] and token == text[level]
-            node = on_text[level + 1] if continues and level < reach else tree.place(parent, token, 0)
+            continues = (
+                level < len(text)
+                and on_text[level : level + 1] == [parent]
+                and token == text[level]
+            )
+            node = (
+                on_text[level + 1] if continues and level < reach else tree.place(parent, token, 0)
+            )
             if continues and level == reach:
                 on_text.append(node)
             if rank + 1 < num_ranks and before + alike * (rank + 2) < num:
-                heapq.heappush(offers, (-total - self.cost(level, state, rank + 1), parent, rank + 1))
+                heapq.heappush(
+                    offers, (-total - self.cost(level, state, rank + 1), parent, rank + 1)
+                )
             its_alike = alike * (rank + 1)
             its_before = before + its_alike
             reached[node] = (-negative, behind, its_alike, its_before)

@@ -82,10 +82,16 @@ def _doubt(
     """Returns the level at which `ids[0 ... last]` leaves the draft's first choices, and `DOUBT log(1 - exp(cost))` of
     the one that it leaves. Where it does not, that is 0.
     """
-    leaves_at, doubt, state = tl.full([], -1, tl.int32), tl.full([], 0, tl.float32), tl.full([], 0, tl.int32)
+    leaves_at, doubt, state = (
+        tl.full([], -1, tl.int32),
+        tl.full([], 0, tl.float32),
+        tl.full([], 0, tl.int32),
+    )
     for level in range(num_first):
         place = ((first_row + level) * num_states + state) * num_ranks
-        token, state = _choice(order, candidates, first_row + level, num_states, place, num_first > 0, HAS_CANDIDATES)
+        token, state = _choice(
+            order, candidates, first_row + level, num_states, place, num_first > 0, HAS_CANDIDATES
+        )
         leaves = (leaves_at < 0) & (tl.load(ids + level, mask=level <= last, other=-1) != token)
         cost = _cost(log_probs, place, num_first > 0, LEVEL, LEAST)
         doubt = tl.where(leaves, DOUBT * tl.log(1 - tl.exp(cost)), doubt)
@@ -159,31 +165,42 @@ def _build_tree_kernel(
         tries += 1
         best = tl.max(offer, axis=0)
         parent = tl.minimum(tl.min(tl.where(offer == best, lane, BLOCK_N), axis=0), placed - 1)
-        reach = tl.max(tl.where(is_text, depth, 0), axis=0)  # of the text's guess, that is in the tree
+        # Of the text's guess, that is in the tree
+        reach = tl.max(tl.where(is_text, depth, 0), axis=0)
         is_guess = placed < 0
         if NUM_SAME > 0:
-            its_total = its_first + its_further * reach.to(tl.float32) - LEVEL * (reach + 1).to(tl.float32)
+            its_total = (
+                its_first + its_further * reach.to(tl.float32) - LEVEL * (reach + 1).to(tl.float32)
+            )
             its_total += tl.where(reach >= leaves_at, doubt, 0)
             is_guess = (reach < num_levels) & (start + reach <= last) & (its_total > best)
-            parent = tl.where(is_guess, tl.max(tl.where(is_text & (depth == reach), lane, 0), axis=0), parent)
+            parent = tl.where(
+                is_guess, tl.max(tl.where(is_text & (depth == reach), lane, 0), axis=0), parent
+            )
         level = _at(depth, lane, parent)
         its_rank, its_alike = _at(rank, lane, parent), _at(alike, lane, parent)
         its_before = _at(before, lane, parent)
         place = ((first_row + level) * num_states + _at(state, lane, parent)) * num_ranks + its_rank
         drafted = (is_guess == 0) & (level < num_levels)
-        token, choice = _choice(order, candidates, first_row + level, num_states, place, drafted, HAS_CANDIDATES)
+        token, choice = _choice(
+            order, candidates, first_row + level, num_states, place, drafted, HAS_CANDIDATES
+        )
         continues = is_guess
         if NUM_SAME > 0:
             said = tl.load(ids + start + level, mask=start + level <= last, other=-1)
             token = tl.where(is_guess, said, token)
             continues = (token == said) & (_at(is_text.to(tl.int32), lane, parent) > 0)
         is_there = continues & (level < reach)
-        node = tl.where(is_there, tl.max(tl.where(is_text & (depth == level + 1), lane, 0), axis=0), placed)
+        node = tl.where(
+            is_there, tl.max(tl.where(is_text & (depth == level + 1), lane, 0), axis=0), placed
+        )
 
         # The parent's next child, and the first one of what it had.
         is_parent, is_node = (lane == parent) & drafted, (lane == node) & drafted
         its_alike_now = its_alike * (its_rank + 1)
-        goes_on = drafted & (its_rank + 1 < num_ranks) & (its_before + its_alike_now + its_alike < num)
+        goes_on = (
+            drafted & (its_rank + 1 < num_ranks) & (its_before + its_alike_now + its_alike < num)
+        )
         following = _at(total, lane, parent) + _cost(log_probs, place + 1, goes_on, LEVEL, LEAST)
         deepens = drafted & (level + 1 < num_levels) & (its_before + 2 * its_alike_now < num)
         below = ((first_row + level + 1) * num_states + choice) * num_ranks

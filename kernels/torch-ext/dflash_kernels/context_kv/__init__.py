@@ -21,7 +21,9 @@ def _check(given: Given, size: Sizes) -> None:
         )
     sides = given["key_buffers"], given["value_buffers"]
     if any(len(buffers) != num_layers for buffers in sides):
-        raise ValueError(f"expected buffers of {num_layers} layers, got {[len(side) for side in sides]}; pass all")
+        raise ValueError(
+            f"expected buffers of {num_layers} layers, got {[len(side) for side in sides]}; pass all"
+        )
     for buffers in sides:
         for buffer, keys in zip(buffers, sides[0], strict=True):
             ring = keys.shape[1]
@@ -70,7 +72,9 @@ def context_kv(
         ValueError: If shapes, dtypes or strides are not as said.
     """
     cos, sin = cos_BWE[:, :, None], sin_BWE[:, :, None]
-    positions = lengths_B[:, None] + torch.arange(projected_BWLAGE.shape[1], device=lengths_B.device)
+    positions = lengths_B[:, None] + torch.arange(
+        projected_BWLAGE.shape[1], device=lengths_B.device
+    )
     for index, (keys, values) in enumerate(zip(key_buffers, value_buffers, strict=True)):
         key, value = projected_BWLAGE[:, :, index].unbind(2)
         write_slots(keys, norm_and_rotate(key, weight_LE[index], cos, sin, eps), positions)

@@ -86,7 +86,9 @@ def _context_kv_kernel(
             E,
             BLOCK,
         )
-        keys = _address(key_buffers, layer, L).to(tl.pointer_type(buffer_dtype)) + (start + head) * E
+        keys = (
+            _address(key_buffers, layer, L).to(tl.pointer_type(buffer_dtype)) + (start + head) * E
+        )
         # Rounded as the key is first, where the buffer has another dtype.
         tl.store(keys + lane, key1.to(dtype).to(buffer_dtype), mask=written)
         tl.store(keys + HALF + lane, key2.to(dtype).to(buffer_dtype), mask=written)
@@ -96,7 +98,9 @@ def _context_kv_kernel(
         projected += stride_projected_a + group * stride_projected_g
         value1 = tl.load(projected + lane * stride_projected_e, mask=written)
         value2 = tl.load(projected + (HALF + lane) * stride_projected_e, mask=written)
-        values = _address(value_buffers, layer, L).to(tl.pointer_type(value_dtype)) + (start + group) * E
+        values = (
+            _address(value_buffers, layer, L).to(tl.pointer_type(value_dtype)) + (start + group) * E
+        )
         tl.store(values + lane, value1.to(value_dtype), mask=written)
         tl.store(values + HALF + lane, value2.to(value_dtype), mask=written)
 

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from ..operation import Given, Sizes, check_dtype, operation
 
-INTEGERS = ("parents_BN", "depths_BN", "ancestors_BN", "block_BN", "tokens_BN", "node_ids_BN", "path_BN")
+INTEGERS = (
+    "parents_BN",
+    "depths_BN",
+    "ancestors_BN",
+    "block_BN",
+    "tokens_BN",
+    "node_ids_BN",
+    "path_BN",
+)
 
 
 def _check(given: Given, size: Sizes) -> None:
@@ -21,7 +29,11 @@ def _check(given: Given, size: Sizes) -> None:
             )
 
 
-@operation(check=_check, mutates=("block_BN", "tokens_BN", "node_ids_BN", "path_BN"), covers=lambda *_: True)
+@operation(
+    check=_check,
+    mutates=("block_BN", "tokens_BN", "node_ids_BN", "path_BN"),
+    covers=lambda *_: True,
+)
 def follow_tree(
     parents_BN: Tensor,
     depths_BN: Tensor,
@@ -53,7 +65,9 @@ def follow_tree(
         ValueError: If shapes or dtypes are not as said.
     """
     num, rows = block_BN.shape[1], list[list[list[int]]]()
-    for parents, block, tokens in zip(parents_BN.tolist(), block_BN.tolist(), tokens_BN.tolist(), strict=True):
+    for parents, block, tokens in zip(
+        parents_BN.tolist(), block_BN.tolist(), tokens_BN.tolist(), strict=True
+    ):
         children = {(parents[node], block[node]): node for node in range(1, num)}
         path, node = [0], children.get((0, tokens[0]))
         while node is not None:

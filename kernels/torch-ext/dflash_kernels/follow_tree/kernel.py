@@ -67,7 +67,9 @@ def _follow_tree_kernel(
 def launch(given: Given) -> None:
     """Launches the kernel, one program per row."""
     batch, num = given["block_BN"].shape
-    run_kernel(_follow_tree_kernel, (batch,), given, num=num, BLOCK_N=power_of_two(num), num_warps=1)
+    run_kernel(
+        _follow_tree_kernel, (batch,), given, num=num, BLOCK_N=power_of_two(num), num_warps=1
+    )
 
 
 __all__ = ["launch"]

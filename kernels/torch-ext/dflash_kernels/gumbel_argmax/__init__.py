@@ -21,7 +21,9 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 32) & 0xFFFFFFFF)
 
 
-def exponential_noise(seed: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = 0) -> Tensor:
+def exponential_noise(
+    seed: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = 0
+) -> Tensor:
     """Returns independent Exp(1) variables, one for each row, position and token.
 
     Args:
@@ -39,15 +41,25 @@ def exponential_noise(seed: Tensor, positions_BK: Tensor, tokens: Tensor, stream
     # 32 bits at the middle of their cell: never 0, and a resolution of 2^-32 where the winners of a Gumbel draw are.
     # Near 1 float32 would round up to 1, whose exponential is infinite: where one token is left, it would tie with
     # the forbidden ones.
-    uniform = ((bits >> 20) & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    uniform = (
+        ((bits >> 20) & 0xFFFFFFFF)
+        .to(torch.float32)
+        .add_(0.5)
+        .mul_(2.0**-32)
+        .clamp_(max=1 - 2.0**-24)
+    )
     return -torch.log1p(-uniform)
 
 
 def _check(given: Given, size: Sizes) -> None:
     if not 0 < size["V"] < 2**31:
-        raise ValueError(f"expected a vocabulary of 1 to 2^31 - 1 tokens, got {size['V']}; pass at least one column")
+        raise ValueError(
+            f"expected a vocabulary of 1 to 2^31 - 1 tokens, got {size['V']}; pass at least one column"
+        )
     if not given["temperature"] > 0:
-        raise ValueError(f"expected a temperature above 0, got {given['temperature']}; 1 leaves logits as they are")
+        raise ValueError(
+            f"expected a temperature above 0, got {given['temperature']}; 1 leaves logits as they are"
+        )
     check_dtype(given, (torch.int64,), "seed", "positions_BK")
     check_dtype(given, (torch.float32,), "least_BK")
 
@@ -86,7 +98,9 @@ def gumbel_argmax(
     if least_BK is not None:
         scores = scores.masked_fill(scores < (least_BK / temperature)[..., None], float("-inf"))
     tokens = torch.arange(scores.shape[-1], device=scores.device)
-    return (scores - torch.log(exponential_noise(seed, positions_BK, tokens, stream))).argmax(dim=-1)
+    return (scores - torch.log(exponential_noise(seed, positions_BK, tokens, stream))).argmax(
+        dim=-1
+    )
 
 
 __all__ = ["ROW_BITS", "exponential_noise", "gumbel_argmax"]

@@ -29,7 +29,9 @@ def _mix(bits):
     return bits ^ ((bits >> 32) & 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["num_columns", "vocab_size", "num_chunks", "temperature", "noise_stream"])
+@triton.jit(
+    do_not_specialize=["num_columns", "vocab_size", "num_chunks", "temperature", "noise_stream"]
+)
 def _gumbel_chunk_kernel(
     logits,
     seed,
@@ -53,7 +55,12 @@ def _gumbel_chunk_kernel(
     line, chunk = tl.program_id(0), tl.program_id(1)
     row, column = (line // num_columns).to(tl.int64), (line % num_columns).to(tl.int64)
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    at = logits + row * stride_logits_b + column * stride_logits_k + token.to(tl.int64) * stride_logits_v
+    at = (
+        logits
+        + row * stride_logits_b
+        + column * stride_logits_k
+        + token.to(tl.int64) * stride_logits_v
+    )
     score = tl.load(at, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     score = tl.div_rn(score, tl.full((BLOCK_V,), 1.0, tl.float32) * temperature)
     if HAS_LEAST:
@@ -66,7 +73,9 @@ def _gumbel_chunk_kernel(
     uniform = tl.minimum(uniform, 0.99999994)  # 1 - 2^-24
     # -log1p(-u). What wins a draw is small, and there a logarithm of 1 - u has lost its digits: a series below 1/16.
     series = uniform * (
-        1.0 + uniform * (0.5 + uniform * (1 / 3 + uniform * (0.25 + uniform * (0.2 + uniform * (1 / 6)))))
+        1.0
+        + uniform
+        * (0.5 + uniform * (1 / 3 + uniform * (0.25 + uniform * (0.2 + uniform * (1 / 6)))))
     )
     noise = tl.where(uniform < 0.0625, series, -tl.log(1.0 - uniform))
     value = tl.where(token < vocab_size, score - tl.log(noise), float("-inf"))
@@ -95,7 +104,9 @@ def launch(given: Given) -> Tensor:
         BLOCK_V=BLOCK_V,
         num_warps=8,
     )
-    argmax_row_kernel[(num_lines,)](partial, out, num_chunks, BLOCK_C=power_of_two(num_chunks), num_warps=1)
+    argmax_row_kernel[(num_lines,)](
+        partial, out, num_chunks, BLOCK_C=power_of_two(num_chunks), num_warps=1
+    )
     return out
 
 

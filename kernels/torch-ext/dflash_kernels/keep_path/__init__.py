@@ -51,7 +51,9 @@ def keep_path(path_BN: Tensor, lengths_B: Tensor, buffers: Sequence[Tensor]) -> 
         ring = buffer.shape[1]
         if ring not in moves:
             rows = torch.arange(batch, device=path_BN.device)[:, None] * ring
-            source, target = ((rows + (first + at) % ring).flatten() for at in (path_BN[:, 1:], depths))
+            source, target = (
+                (rows + (first + at) % ring).flatten() for at in (path_BN[:, 1:], depths)
+            )
             moves[ring] = source, target
         source, target = moves[ring]
         slots = buffer.flatten(0, 1)

@@ -14,7 +14,9 @@ def _check(given: Given, size: Sizes) -> None:
     check_dtype(given, [given["query_BWHE"].dtype], *alike)
     has_norm = [given[name] is not None for name in ("query_weight_E", "key_weight_E")]
     if any(has_norm) != all(has_norm):
-        raise ValueError("expected norms of queries and keys or of neither, got one weight; pass both or None twice")
+        raise ValueError(
+            "expected norms of queries and keys or of neither, got one weight; pass both or None twice"
+        )
     if size["E"] % 2 or size["R"] < size["W"]:
         raise ValueError(
             f"expected an even E and R >= W, got E {size['E']}, R {size['R']}, W {size['W']}; the cache must hold it"

@@ -117,19 +117,37 @@ def _norm_rope_write_kernel(
             )
             dtype: tl.constexpr = key.dtype.element_ty
             key_dtype: tl.constexpr = key_buffer.dtype.element_ty
-            key_buffer += row * stride_key_buffer_b + slot * stride_key_buffer_r + group * stride_key_buffer_g
+            key_buffer += (
+                row * stride_key_buffer_b + slot * stride_key_buffer_r + group * stride_key_buffer_g
+            )
             # Rounded as the key is first, where the buffer has another dtype.
-            tl.store(key_buffer + lane * stride_key_buffer_e, key1.to(dtype).to(key_dtype), mask=written)
-            tl.store(key_buffer + (HALF + lane) * stride_key_buffer_e, key2.to(dtype).to(key_dtype), mask=written)
+            tl.store(
+                key_buffer + lane * stride_key_buffer_e, key1.to(dtype).to(key_dtype), mask=written
+            )
+            tl.store(
+                key_buffer + (HALF + lane) * stride_key_buffer_e,
+                key2.to(dtype).to(key_dtype),
+                mask=written,
+            )
         else:
             pair = head - H - G
             value_dtype: tl.constexpr = value_buffer.dtype.element_ty
             value += row * stride_value_b + index * stride_value_w + pair * stride_value_g
-            value_buffer += row * stride_value_buffer_b + slot * stride_value_buffer_r + pair * stride_value_buffer_g
+            value_buffer += (
+                row * stride_value_buffer_b
+                + slot * stride_value_buffer_r
+                + pair * stride_value_buffer_g
+            )
             value1 = tl.load(value + lane * stride_value_e, mask=inside)
             value2 = tl.load(value + (HALF + lane) * stride_value_e, mask=inside)
-            tl.store(value_buffer + lane * stride_value_buffer_e, value1.to(value_dtype), mask=written)
-            tl.store(value_buffer + (HALF + lane) * stride_value_buffer_e, value2.to(value_dtype), mask=written)
+            tl.store(
+                value_buffer + lane * stride_value_buffer_e, value1.to(value_dtype), mask=written
+            )
+            tl.store(
+                value_buffer + (HALF + lane) * stride_value_buffer_e,
+                value2.to(value_dtype),
+                mask=written,
+            )
 
 
 def launch(given: Given) -> Tensor:

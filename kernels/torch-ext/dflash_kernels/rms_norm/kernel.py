@@ -18,7 +18,16 @@ from ..rotary_kernel import rounded
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    states, update, weight, out, num_rows, eps, stride_weight, D: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr
+    states,
+    update,
+    weight,
+    out,
+    num_rows,
+    eps,
+    stride_weight,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     """`y = x`, or `x + update` which goes to `out[0]`; `out[-1] = weight * y / sqrt(mean(y^2) + eps)`, row by row."""
     dtype: tl.constexpr = states.dtype.element_ty
@@ -32,9 +41,9 @@ def _rms_norm_kernel(
         tl.store(out + at, value.to(dtype), mask=inside)
         out += num_rows.to(tl.int64) * D
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
-    normed = rounded(value * scale, dtype) * tl.load(weight + column * stride_weight, mask=inside, other=0.0).to(
-        tl.float32
-    )
+    normed = rounded(value * scale, dtype) * tl.load(
+        weight + column * stride_weight, mask=inside, other=0.0
+    ).to(tl.float32)
     tl.store(out + at, normed.to(dtype), mask=inside)
 
 
@@ -42,7 +51,11 @@ def run(states: Tensor, update: Tensor | None, weight_D: Tensor, eps: float) -> 
     """Launches the kernel; returns what `rms_norm` does, or with an update what `add_norm` does."""
     size = states.shape[-1]
     rows = states.contiguous()
-    out = torch.empty(states.shape if update is None else (2, *states.shape), dtype=states.dtype, device=states.device)
+    out = torch.empty(
+        states.shape if update is None else (2, *states.shape),
+        dtype=states.dtype,
+        device=states.device,
+    )
     num_rows = rows.numel() // size
     _rms_norm_kernel[(num_rows,)](
         rows,

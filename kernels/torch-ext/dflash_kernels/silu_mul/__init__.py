@@ -12,7 +12,9 @@ from ..operation import Given, Sizes, check_dtype, operation
 def _check(given: Given, size: Sizes) -> None:
     gate, up = given["gate"], given["up"]
     if gate.shape != up.shape:
-        raise ValueError(f"expected up of shape {list(gate.shape)}, got {list(up.shape)}; pass one that fits")
+        raise ValueError(
+            f"expected up of shape {list(gate.shape)}, got {list(up.shape)}; pass one that fits"
+        )
     check_dtype(given, [gate.dtype], "up")
 
 

@@ -34,7 +34,9 @@ def launch(given: Given) -> Tensor:
     """Launches the kernel."""
     gate, up = given["gate"].contiguous(), given["up"].contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _silu_mul_kernel[(cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=4)
+    _silu_mul_kernel[(cdiv(gate.numel(), BLOCK),)](
+        gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=4
+    )
     return out
 
 

@@ -26,7 +26,9 @@ def _check(given: Given, size: Sizes) -> None:
 
 def _fake(scores_BDSV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     shape = (*scores_BDSV.shape[:-1], num)
-    return scores_BDSV.new_empty(shape, dtype=torch.float32), scores_BDSV.new_empty(shape, dtype=torch.int64)
+    return scores_BDSV.new_empty(shape, dtype=torch.float32), scores_BDSV.new_empty(
+        shape, dtype=torch.int64
+    )
 
 
 @operation(
@@ -61,7 +63,9 @@ def top_tokens(scores_BDSV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     # The same from fewer looks: `num` tokens that no other exceeds are in the `num` blocks with the greatest maxima.
     blocks = scores.unflatten(-1, (num_blocks, BLOCK))
     at = blocks.amax(dim=-1).topk(num, dim=-1).indices
-    best, inside = blocks.gather(-2, at[..., None].expand(*at.shape, BLOCK)).flatten(-2).topk(num, dim=-1)
+    best, inside = (
+        blocks.gather(-2, at[..., None].expand(*at.shape, BLOCK)).flatten(-2).topk(num, dim=-1)
+    )
     order = at.gather(-1, inside // BLOCK) * BLOCK + inside % BLOCK
     # At most one copy of all scores: a second one would take longer than all else.
     shifted = scores - best[..., :1] if scores is scores_BDSV else scores.sub_(best[..., :1])

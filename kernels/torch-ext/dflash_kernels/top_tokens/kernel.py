@@ -68,8 +68,12 @@ def _top_tokens_block_kernel(
     line, chunk = tl.program_id(0), tl.program_id(1)
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None]
-    at = _row(scores, line, num_levels, num_states, stride_scores_b, stride_scores_d, stride_scores_s)
-    value = tl.load(at + token.to(tl.int64) * stride_scores_v, mask=token < vocab_size, other=float("-inf"))
+    at = _row(
+        scores, line, num_levels, num_states, stride_scores_b, stride_scores_d, stride_scores_s
+    )
+    value = tl.load(
+        at + token.to(tl.int64) * stride_scores_v, mask=token < vocab_size, other=float("-inf")
+    )
     value = value.to(tl.float32)
     order = tl.max(order_of(value), axis=1)
     tl.store(greatest + line.to(tl.int64) * num_blocks + block, order, mask=block < num_blocks)
@@ -107,21 +111,31 @@ def _top_tokens_row_kernel(
     block, chunk = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_C)
     is_block = block < num_blocks
     its_order = tl.load(greatest + line.to(tl.int64) * num_blocks + block, mask=is_block, other=0)
-    keys = tl.where(is_block, (its_order.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64), _NONE)
+    keys = tl.where(
+        is_block, (its_order.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64), _NONE
+    )
     found = _greatest(keys, num, BLOCK_R)
     most = _value_of((tl.max(keys) >> 32).to(tl.int32))
-    log_sum = tl.load(partial + line.to(tl.int64) * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
+    log_sum = tl.load(
+        partial + line.to(tl.int64) * num_chunks + chunk,
+        mask=chunk < num_chunks,
+        other=float("-inf"),
+    )
     log_total = tl.log(tl.sum(tl.exp(log_sum - most), axis=0))
 
     token = (0x7FFFFFFF - (found & 0x7FFFFFFF))[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None]
     is_token = (found > _NONE)[:, None] & (token < vocab_size)
-    at = _row(scores, line, num_levels, num_states, stride_scores_b, stride_scores_d, stride_scores_s)
+    at = _row(
+        scores, line, num_levels, num_states, stride_scores_b, stride_scores_d, stride_scores_s
+    )
     value = tl.load(at + token * stride_scores_v, mask=is_token, other=0).to(tl.float32)
     found = _greatest(tl.where(is_token, pack(value, token), _NONE), num, BLOCK_R)
 
     rank = tl.arange(0, BLOCK_R)
     place = line.to(tl.int64) * num + rank
-    tl.store(log_probs + place, _value_of((found >> 32).to(tl.int32)) - most - log_total, mask=rank < num)
+    tl.store(
+        log_probs + place, _value_of((found >> 32).to(tl.int32)) - most - log_total, mask=rank < num
+    )
     tl.store(order + place, 0x7FFFFFFF - (found & 0x7FFFFFFF), mask=rank < num)
 
 
@@ -147,8 +161,14 @@ def launch(given: Given) -> tuple[Tensor, Tensor]:
         "BLOCK_V": length,
         "num_warps": 8,
     }
-    run_kernel(_top_tokens_block_kernel, (num_rows, num_chunks), given, BLOCKS=CHUNK // length, **shared)
-    sizes = {"BLOCK_B": power_of_two(num_blocks), "BLOCK_C": power_of_two(num_chunks), "BLOCK_R": power_of_two(num)}
+    run_kernel(
+        _top_tokens_block_kernel, (num_rows, num_chunks), given, BLOCKS=CHUNK // length, **shared
+    )
+    sizes = {
+        "BLOCK_B": power_of_two(num_blocks),
+        "BLOCK_C": power_of_two(num_chunks),
+        "BLOCK_R": power_of_two(num),
+    }
     run_kernel(
         _top_tokens_row_kernel,
         (num_rows,),
