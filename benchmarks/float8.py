@@ -28,10 +28,10 @@ from harness.machine import provenance
 from harness.report import Column, show
 from torch import Tensor
 
-from dflash_hf.evaluation.harness import answer
-from dflash_hf.evaluation.loading import load_pair
-from dflash_hf.evaluation.prompt_files import read_prompts
+from dflash_hf.data.prompt_files import read_prompts
 from dflash_hf.generation import float8
+from dflash_hf.pair.answers import answer
+from dflash_hf.pair.loading import load_pair
 
 TOY = Path(__file__).resolve().parents[1] / "demos" / "toy"
 DTYPES = (None, "float8_e4m3fn")

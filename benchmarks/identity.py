@@ -1,7 +1,7 @@
 """How often a text with a draft is plain `generate`'s in half precision, and by how little it is not.
 
 A verify is a wider forward than plain's and rounds in another order, so in bfloat16 a near tie may fall the other way.
-For every text that differs, `dflash_hf.evaluation.agreement` measures the `margin` at the first token that does, by a
+For every text that differs, `dflash_hf.pair.agreement` measures the `margin` at the first token that does, by a
 float32 copy of the target: it has to be a tie, and under 0.25. A graph has to give exactly the text of the same step
 launched eagerly (`static`): the same operations and widths.
 
@@ -31,7 +31,7 @@ from harness.report import Column, finish, show
 from harness.rows import Row
 
 from dflash_hf import free_buffers
-from dflash_hf.evaluation.agreement import Agreement, agreement, reference_for
+from dflash_hf.pair.agreement import Agreement, agreement, reference_for
 
 MAX_MARGIN = 0.25
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

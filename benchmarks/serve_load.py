@@ -41,7 +41,7 @@ from openai import OpenAI
 
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import BUNDLED, load_pair, named_pair
-from dflash_hf.evaluation.harness import encode_prompt
+from dflash_hf.pair.answers import encode_prompt
 
 TIMEOUT = 300  # seconds after which a client takes the server for hung: it waits for all before it
 NUM_BROKEN = 5  # ways to break off

@@ -38,7 +38,7 @@ from harness.rows import Row
 from harness.shapes import SHAPES, Shape, build_pair, tiny
 from identity import alone, keeps, real_tokens
 
-from dflash_hf.evaluation.agreement import agreement, first_difference, reference_for
+from dflash_hf.pair.agreement import agreement, first_difference, reference_for
 
 LAYERS = 4
 TAPS = (0, 1, 2)

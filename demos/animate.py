@@ -18,7 +18,7 @@ import torch
 import typer
 
 from dflash_hf import load_draft
-from dflash_hf.evaluation.loading import load_target
+from dflash_hf.pair.loading import load_target
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS, LINE, LETTER, MARGIN, TOP = 44, 17, 7.22, 14, 66  # letters of a line; the rest in px

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import rms_norm as rms_norm_of_torch
 
 import dflash_kernels
-from dflash_hf.attention import RaggedBlock, attend, mask_repeats
+from dflash_hf.block.attention import RaggedBlock, attend, mask_repeats
 from dflash_kernels import (
     accept_and_prepare,
     add_norm,

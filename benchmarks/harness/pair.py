@@ -21,7 +21,7 @@ from transformers import (
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.evaluation.prompt_files import as_messages, image_names
+from dflash_hf.data.prompt_files import as_messages, image_names
 
 from .machine import ROOT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash_hf.figures import new_figure
+from dflash_hf.plot_style import new_figure
 
 from .rows import Row
 

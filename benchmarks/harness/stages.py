@@ -25,7 +25,7 @@ from dflash_hf.generation.cuda_graph import GraphStep, uncaptured
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
-from dflash_hf.scopes import held
+from dflash_hf.undo import held
 
 from .clock import Marks, synchronize
 from .gaps import gaps_between, spans_of

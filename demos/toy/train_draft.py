@@ -21,9 +21,9 @@ from rich import print as rich_print
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.positions import build_target_layer_ids
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example, walked_acceptance
 

@@ -6,13 +6,13 @@ they are first used, and so are the package's modules.
 
 from typing import TYPE_CHECKING, Any
 
-from dflash_hf.registration import disable, enable, register
+from dflash_hf.patching import disable, enable, register
 
 __version__ = "0.1.0"  # the one place: the build reads it
 
 if TYPE_CHECKING:
+    from dflash_hf.checkpoints.drafts import load_draft, save_draft
     from dflash_hf.configuration_dflash import DFlashConfig
-    from dflash_hf.drafts import load_draft, save_draft
     from dflash_hf.generation.buffers import free_buffers
     from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
     from dflash_hf.generation.iterate import DFlashStep, iterate
@@ -33,8 +33,8 @@ else:
         "SpeculativeStats": "generation.stats",
         "free_buffers": "generation.buffers",
         "iterate": "generation.iterate",
-        "load_draft": "drafts",
-        "save_draft": "drafts",
+        "load_draft": "checkpoints.drafts",
+        "save_draft": "checkpoints.drafts",
     }
 
     def __getattr__(name: str) -> Any:

@@ -8,9 +8,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.errors import is_a, one_line, require
-from dflash_hf.positions import build_target_layer_ids
 
 T = TypeVar("T")
 # Types of fields that `__post_init__` fills in: for readers of a config, who find them filled, and for @strict, which

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from dflash_hf.scopes import shared
+from dflash_hf.undo import shared
 
 logger: Any = logging.get_logger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
 
+from dflash_hf.block.tree import MAX_MATCHING
 from dflash_hf.errors import is_a, one_line, require, shown
 from dflash_hf.ops import MAX_NODES
-from dflash_hf.tree import MAX_MATCHING
 
 Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]

@@ -16,17 +16,17 @@ from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dflash_hf import ops
-from dflash_hf.attention import CombinedMasks, Mask
+from dflash_hf.block.attention import CombinedMasks, Mask
+from dflash_hf.block.cache_name import CACHE_NAME, one_cache
 from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
-from dflash_hf.cache_name import CACHE_NAME, one_cache
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
 from dflash_hf.devices import execution_device, raw_embeddings
-from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
-from dflash_hf.draft_layers import (
+from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
+from dflash_hf.draft_model.layers import (
     BlockProjector,
     CombinedProjector,
     ContextProjector,
@@ -34,8 +34,8 @@ from dflash_hf.draft_layers import (
     DFlashDecoderLayer,
     Projector,
 )
+from dflash_hf.draft_model.norm_and_rope import DFlashRMSNorm, DFlashRotaryEmbedding
 from dflash_hf.generation_config import DFlashGenerationConfig
-from dflash_hf.norm_and_rope import DFlashRMSNorm, DFlashRotaryEmbedding
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):

@@ -11,7 +11,7 @@ import pytest
 from dflash_hf.bench import run as run_module
 from dflash_hf.bench.cells import Cell, RunSettings
 from dflash_hf.bench.methods import Method, Models
-from dflash_hf.evaluation.loading import load_pair
+from dflash_hf.pair.loading import load_pair
 from helpers.bench_runs import TOY, Asked, Pretended
 
 

@@ -12,8 +12,8 @@ from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.methods import WAYS, Models, local_method
 from dflash_hf.bench.zlab import zlab_way
-from dflash_hf.evaluation.harness import encode_prompt
 from dflash_hf.generation.checks import check_static_stock
+from dflash_hf.pair.answers import encode_prompt
 
 NEW = 64
 

@@ -16,7 +16,7 @@ from PIL import Image
 from dflash_hf.bench.prepare import prepare
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.sets import SETS, draw, load_questions
-from dflash_hf.evaluation.rows import Row, filled
+from dflash_hf.data.rows import Row, filled
 from helpers.bench_sets import ROWS, load, upstream_rows, write
 
 UPSTREAM = Path(__file__).resolve().parents[3] / "shared" / "data"

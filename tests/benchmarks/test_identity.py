@@ -16,7 +16,7 @@ from harness.methods import Outcome
 from harness.pair import Pair
 from typer.testing import CliRunner, Result
 
-from dflash_hf.evaluation.agreement import Agreement
+from dflash_hf.pair.agreement import Agreement
 
 CPU = torch.device("cpu")
 

@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 
+from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.generation import step as step_module
-from dflash_hf.positions import build_target_layer_ids
 from dflash_hf.target_model.parts import find_target
 
 HAS_ZLAB = importlib.util.find_spec("dflash") is not None

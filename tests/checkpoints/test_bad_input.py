@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
-from dflash_hf.drafts import load_draft, save_draft
+from dflash_hf.checkpoints.drafts import load_draft, save_draft
 
 TINY: dict[str, Any] = {
     "vocab_size": 48,

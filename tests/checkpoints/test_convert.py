@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dflash_hf.checkpoints import detect_format
+from dflash_hf.checkpoints.drafts import load_draft, save_draft
+from dflash_hf.checkpoints.formats import detect_format
 from dflash_hf.cli.main import app
-from dflash_hf.drafts import load_draft, save_draft
 from tiny import DEPTH, VOCAB, tiny_draft, tiny_target
 
 

@@ -12,9 +12,9 @@ import pytest
 from transformers import GenerationConfig
 
 from dflash_hf import DFlashConfig, DFlashGenerationConfig
+from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from dflash_hf.checkpoints.files import MAX_JSON_BYTES
 from dflash_hf.configuration_dflash import MAX_BLOCK_SIZE
-from dflash_hf.drafts import load_draft, save_draft
 from helpers.layouts import TINY, make_draft
 
 LAYOUTS = {

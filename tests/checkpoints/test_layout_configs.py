@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dflash_hf import DFlashConfig
-from dflash_hf.checkpoints import detect_format, make_config
-from dflash_hf.drafts import save_draft
+from dflash_hf.checkpoints.drafts import save_draft
+from dflash_hf.checkpoints.formats import detect_format, make_config
 from helpers.layouts import (
     CONFIGS,
     CONV,

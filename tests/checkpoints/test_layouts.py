@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, Qwen3Model
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
-from dflash_hf.checkpoints import FORMATS, detect_format, explain_foreign_draft
-from dflash_hf.drafts import load_draft, save_draft
+from dflash_hf.checkpoints.drafts import load_draft, save_draft
+from dflash_hf.checkpoints.formats import FORMATS, detect_format, explain_foreign_draft
 from helpers.layouts import CONFIGS, DFLASH2, OWN, content, make_draft
 from tiny import DEPTH, VOCAB, tiny_draft, tiny_target
 

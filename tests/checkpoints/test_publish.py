@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from dflash_hf.checkpoints import FORMATS
+from dflash_hf.checkpoints.drafts import inspect_draft, load_draft, save_draft
 from dflash_hf.checkpoints.files import StoredTensor
+from dflash_hf.checkpoints.formats import FORMATS
 from dflash_hf.cli.drafts import published_drafts
 from dflash_hf.cli.main import app
-from dflash_hf.drafts import inspect_draft, load_draft, save_draft
 from helpers.source_tree import ROOT
 from tiny import tiny_draft, tiny_target
 

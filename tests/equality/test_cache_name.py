@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf import iterate
-from dflash_hf.cache_name import ACCEPTED_NAMES, CACHE_NAME, given_cache
+from dflash_hf.block.cache_name import ACCEPTED_NAMES, CACHE_NAME, given_cache
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}

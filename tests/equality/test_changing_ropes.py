@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import changing_ropes
 from helpers.changing_ropes import BOUNDARY, DEFAULT, TARGETS, check, draw, flat, per_layer

@@ -24,8 +24,8 @@ from transformers.generation import BaseStreamer, GenerationMixin
 
 import dflash_hf
 from dflash_hf import DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target_model.reentry import RAGGED_BLOCK
 from tiny import COMMON, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf import iterate, load_draft, save_draft
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.source_tree import read_modules
 from helpers.static import set_engine, tensor_oracle
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
@@ -29,9 +29,9 @@ ENGINES = ("eager", "static")
 # Weights and buffers go where the model is built, as Transformers' own do.
 BUILT = {
     "dflash_hf.modeling_dflash",
-    "dflash_hf.draft_layers",
-    "dflash_hf.norm_and_rope",
-    "dflash_hf.dflash2",
+    "dflash_hf.draft_model.layers",
+    "dflash_hf.draft_model.norm_and_rope",
+    "dflash_hf.draft_model.dflash2",
 }
 MAKERS = "empty|zeros|ones|full|arange|linspace|eye|rand|randn|randint|randperm|tensor|as_tensor"
 

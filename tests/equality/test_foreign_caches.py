@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.reentry import KEYWORD
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, tiny_target, truth_of

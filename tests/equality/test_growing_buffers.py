@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf import iterate
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers, run
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN

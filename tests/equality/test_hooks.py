@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 from helpers.half import half
 from helpers.hybrid import use_float64_rules

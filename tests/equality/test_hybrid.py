@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dflash_hf import iterate
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import RecurrentGroup
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import step as step_module
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.collators import Batch

@@ -21,8 +21,8 @@ from transformers import (
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.recurrence import RULES
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import check_caches

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_hf.scopes import Hook, calling, hooked, undo_stale, undoing
+from dflash_hf.undo import Hook, calling, hooked, undo_stale, undoing
 from fuzz.cases import Case, Turn
 from fuzz.check import Conversation, check_left, sequences_of
 from fuzz.interrupts import check_unchanged

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation import user_cache
 from helpers.turns import (
     GREEDY,

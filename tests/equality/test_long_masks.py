@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import iterate
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.families import build
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle

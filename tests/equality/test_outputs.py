@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.half import half, pairs
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of

@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation import BaseStreamer
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation import user_cache
 from helpers.half import half, pairs
 from helpers.turns import (

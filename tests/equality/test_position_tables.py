@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from dflash_hf import iterate
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle

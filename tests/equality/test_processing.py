@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl import processing_qwen3_vl
 from transformers.utils import import_utils
 from transformers.utils.import_utils import is_torchvision_available
 
-from dflash_hf import registration
+from dflash_hf import patching
 from dflash_hf.processing_qwen3_vl import Qwen2_5_VLProcessor, Qwen3VLProcessor
 
 pytest.importorskip("PIL")
@@ -267,6 +267,6 @@ def test_nothing_changes_where_torchvision_is_installed(monkeypatch: pytest.Monk
         ("qwen2_5_vl", "Qwen2_5_VLProcessor", processing_qwen2_5_vl.Qwen2_5_VLProcessor),
     ):
         monkeypatch.setitem(auto.PROCESSOR_MAPPING_NAMES, model_type, name)
-        registration.register()
+        patching.register()
         assert auto.PROCESSOR_MAPPING_NAMES[model_type] == name
         assert auto.processor_class_from_name(name) is theirs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from dflash_hf.dflash2 import follow_path
+from dflash_hf.draft_model.dflash2 import follow_path
 from dflash_hf.generation import candidate_generator
 from dflash_hf.generation.sampling import gumbel_noise
 from dflash_hf.ops import exponential_noise

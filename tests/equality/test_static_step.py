@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, TextStr
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.half import pairs
 from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes

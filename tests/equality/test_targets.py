@@ -12,7 +12,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.devices import Inventory, eagerly, execution_device, is_compiled
 from dflash_hf.target_model.parts import find_target
 from helpers.half import pairs

@@ -12,9 +12,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
+from dflash_hf.block.tree import TreeBuilder
 from dflash_hf.generation.widths import WidthChooser, _kept
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.tree import TreeBuilder
 from fuzz.targets import Oracle, arm
 from helpers.half import pairs
 from helpers.static import set_engine, use_tapes

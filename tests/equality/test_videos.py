@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.vision import END, IMAGE, PATCH, START, VIDEO, WORDS, vision_target
 from tiny import oracle_draft, tiny_draft, truth_of
 

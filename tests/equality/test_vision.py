@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dflash_hf import DFlashCandidateGenerator, iterate
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.collators import Batch

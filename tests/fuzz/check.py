@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from fuzz.cases import EOS, Case, Turn
 from fuzz.pieces import Seen, hooks_that_call, on_engine, settings_of, within
 from fuzz.targets import (

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf import attention, ops, scopes
-from dflash_hf.attention import RaggedBlock
+from dflash_hf import ops, undo
+from dflash_hf.block import attention
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentGroup
 from dflash_hf.generation import accept, generate, prefill, sampling, step
@@ -154,7 +155,7 @@ def hook_left_behind(patches: Patches) -> None:
     def kept(hooked: Any, *hooks: Any) -> Any:
         open_for_ever.append(hooked(*hooks))
         open_for_ever[-1].__enter__()
-        scopes._open.changes.clear()  # the next call must not take them off either
+        undo._open.changes.clear()  # the next call must not take them off either
         return nullcontext()
 
     _wrapped(patches, hidden_states, "hooked", kept)

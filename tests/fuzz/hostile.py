@@ -23,8 +23,8 @@ import torch
 from hypothesis import strategies as st
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.drafts import load_draft
-from dflash_hf.evaluation.prompt_files import image_names, read_prompts, text_of
+from dflash_hf.checkpoints.drafts import load_draft
+from dflash_hf.data.prompt_files import image_names, read_prompts, text_of
 from dflash_hf.generation_config import TYPES, DFlashGenerationConfig
 from fuzz.hostile_files import (
     BASES,

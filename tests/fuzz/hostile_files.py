@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.drafts import save_draft
+from dflash_hf.checkpoints.drafts import save_draft
 from helpers.layouts import DFLASH2, FULL, OWN, SLIDING, make_draft
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

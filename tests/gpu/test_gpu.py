@@ -19,14 +19,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.attention import RaggedBlock, attend, mask_repeats
+from dflash_hf.block.attention import RaggedBlock, attend, mask_repeats
+from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.block.positions import slot_positions, visible
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import decode
 from dflash_hf.generation.run import Run, tapped
 from dflash_hf.generation.step import accept, report, verify
 from dflash_hf.generation.step import draft as draft_block
-from dflash_hf.positions import slot_positions, visible
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import forward
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors

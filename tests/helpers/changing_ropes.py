@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from tiny import COMMON, prompts, tiny_target, truth_of

@@ -12,7 +12,7 @@ from types import FrameType
 # Whose frames stand between a call and what is logged about it.
 BETWEEN = {"contextlib", "functools", "helpers", "logging", "torch", "transformers"}
 # Functions of this package that hand on calls of `generate` as they are: the caller's arguments, not ours.
-SHIM = ("dflash_hf.registration", "generate")
+SHIM = ("dflash_hf.patching", "generate")
 HANDED_ON = {SHIM, ("dflash_hf.generation.generate", "generate_with")}
 
 

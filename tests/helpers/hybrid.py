@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.recurrent import RecurrentGroup
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation import buffers, checks, cuda_graph, decode
 from dflash_hf.generation.cuda_graph import Captured, GraphStep, uncaptured
-from dflash_hf.scopes import held
+from dflash_hf.undo import held
 from tiny import OracleDraft, draft_config, randomise_dflash2
 
 DECIMALS = 43758.5453

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from dflash_hf import DFlashConfig, DFlashDraftModel, attention
+from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.block import attention
 from dflash_hf.configuration_dflash import AttentionKind
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache_name import CACHE_NAME
 from helpers.hybrid import check_recurrent
 from tiny import VOCAB, OracleDraft, draft_config, prompts, tiny_target
 

@@ -28,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation.widths import CHAIN, WidthChooser
 from helpers.forked_ranks import run_ranks
 from helpers.static import tensor_oracle

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_hf.attention import RaggedBlock, attend
-from dflash_hf.tree import DraftTree
+from dflash_hf.block.attention import RaggedBlock, attend
+from dflash_hf.block.tree import DraftTree
 from dflash_kernels import block_attention
 from dflash_kernels._dispatch import runs_kernel
 from helpers.kernel_checks import CUDA, DEVICES, DTYPES, INTERPRETED, check_raises, poisoned

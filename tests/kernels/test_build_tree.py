@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf.tree import FOLLOWS, GOES_ON
+from dflash_hf.block.tree import FOLLOWS, GOES_ON
 from dflash_kernels import build_tree
 from helpers.kernel_checks import DEVICES, Guarded, assert_same_writes, check_raises
 

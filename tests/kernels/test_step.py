@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf import ops
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedLayer
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair

@@ -301,7 +301,7 @@ def test_options_reach_prompt_template_and_draft(monkeypatch: pytest.MonkeyPatch
         )
         raise ValueError("enough")
 
-    monkeypatch.setattr("dflash_hf.evaluation.harness.answer", look)
+    monkeypatch.setattr("dflash_hf.pair.answers.answer", look)
     options = [
         "--block-size",
         8,
@@ -340,7 +340,7 @@ def test_the_drafted_answer_comes_first_and_is_compared_on_request(
     sampling: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    harness = importlib.import_module("dflash_hf.evaluation.harness")
+    harness = importlib.import_module("dflash_hf.pair.answers")
     for name in ("answer", "compare_with_plain"):
         monkeypatch.setattr(harness, name, noting(order, name, getattr(harness, name)))
     asked = ("generate", PROMPT, "--max-new-tokens", "24", *sampling)

@@ -24,11 +24,11 @@ from typer.testing import CliRunner, Result
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.main import app
-from dflash_hf.evaluation import diagnosis as doctor_module
-from dflash_hf.evaluation.diagnosis import Diagnosis, diagnose, write_answers
-from dflash_hf.evaluation.harness import encode_prompt
-from dflash_hf.evaluation.probe import Measurement, Probe, variant
-from dflash_hf.evaluation.prompt_files import image_names, read_prompts
+from dflash_hf.data.prompt_files import image_names, read_prompts
+from dflash_hf.doctor import diagnosis as doctor_module
+from dflash_hf.doctor.diagnosis import Diagnosis, diagnose, write_answers
+from dflash_hf.doctor.probe import Measurement, Probe, variant
+from dflash_hf.pair.answers import encode_prompt
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.data import Example
 from helpers.whole_blocks import use_whole_blocks

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cli.demo import read_prompts
 from helpers.half import half
 from helpers.static import set_engine, use_tapes

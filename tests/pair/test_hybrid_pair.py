@@ -24,7 +24,7 @@ from transformers import (
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.evaluation.harness import encode_prompt
+from dflash_hf.pair.answers import encode_prompt
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import Example, walked_acceptance
 from helpers.whole_blocks import use_whole_blocks

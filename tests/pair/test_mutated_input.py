@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from dflash_hf.cli.main import app
-from dflash_hf.evaluation import loading
+from dflash_hf.pair import loading
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"

@@ -20,11 +20,11 @@ from transformers import (
 from typer.testing import CliRunner
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
-from dflash_hf.evaluation.harness import encode_prompt
-from dflash_hf.evaluation.prompt_files import image_names
+from dflash_hf.data.prompt_files import image_names
+from dflash_hf.pair.answers import encode_prompt
 from helpers.whole_blocks import use_whole_blocks
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"

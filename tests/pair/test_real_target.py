@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.positions import build_target_layer_ids
+from dflash_hf.block.positions import build_target_layer_ids
 from tiny import oracle_draft, tiny_draft, truth_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from dflash_hf.chat.conversation import Conversation, Settings
 from dflash_hf.chat.model import ChatModel
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
-from dflash_hf.evaluation.agreement import agreement
-from dflash_hf.evaluation.harness import encode_prompt
+from dflash_hf.pair.agreement import agreement
+from dflash_hf.pair.answers import encode_prompt
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 PROMPT = "Compute 41 + 80 - 99 + 14."

@@ -21,7 +21,7 @@ from dflash.model import _draft_value, _raw_input_embeddings
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3Config
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 
 GOLDENS = Path(__file__).parent / "goldens" / "zlab"
 # (new context tokens, block) per call: a prompt, then what the last block committed.

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.context import NewContext
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.dflash2 import follow_path
+from dflash_hf.draft_model.dflash2 import follow_path
 from helpers.activations import recorded, relative_error
 
 GOLDENS = Path(__file__).parent / "goldens" / "dflash2"

@@ -13,8 +13,8 @@ from transformers.models.muse_glimmer_assistant import (
 )
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
-from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.drafts import load_draft, save_draft
+from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from helpers.activations import recorded, relative_error
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.context import NewContext
 from dflash_hf.cache.ragged import RaggedCache
 from helpers.activations import relative_error

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from tiny import DFLASH2, draft_config, prompts, randomise_dflash2, tiny_target
 
 BLOCK = 6

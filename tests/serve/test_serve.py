@@ -22,7 +22,7 @@ from dflash_hf.bench.cells import Options
 from dflash_hf.bench.server import Server
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import load_pair, named_pair
-from dflash_hf.evaluation.harness import encode_prompt, tokenizer_of
+from dflash_hf.pair.answers import encode_prompt, tokenizer_of
 from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.server import AnswerServer
 from helpers.served import Served

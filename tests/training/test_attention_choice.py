@@ -12,7 +12,7 @@ from torch._functorch import config as lowering
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import Qwen3ForCausalLM
 
-from dflash_hf import attention
+from dflash_hf.block import attention
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training import anchors as anchors_module

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Qwen3ForCausalLM
 
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target, find_target

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dflash_hf.dflash2 import CandidateSelector
+from dflash_hf.draft_model.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.arguments import DFlashTrainingArguments, default_gamma
 from dflash_hf.training.collators import Batch

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from dflash_hf import DFlashConfig
-from dflash_hf.positions import build_target_layer_ids
+from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.training.plan import GB, Plan, Sizes
 from helpers.training_memory import peak_memory
 

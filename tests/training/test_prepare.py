@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoProcessor
 
-from dflash_hf.evaluation.rows import Row
+from dflash_hf.data.rows import Row
 from dflash_hf.training import Example, PrepareSettings, load_rows, read_examples
 from dflash_hf.training.conversations import ConversationReader
 from dflash_hf.training.prepare import Prepared, prepare, read_meta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_hf.evaluation.probe import Probe
+from dflash_hf.doctor.probe import Probe
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.data import Example
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of

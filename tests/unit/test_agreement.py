@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.evaluation import agreement as module
-from dflash_hf.evaluation.agreement import Agreement, agreement, first_difference, reference_for
+from dflash_hf.pair import agreement as module
+from dflash_hf.pair.agreement import Agreement, agreement, first_difference, reference_for
 from tiny import VOCAB, draft_config, prompts, tiny_target
 
 GREEDY: dict[str, Any] = {"do_sample": False}

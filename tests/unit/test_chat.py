@@ -29,8 +29,8 @@ from dflash_hf.chat.model import RunStreamer, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli import pair
 from dflash_hf.cli.chat import converse
-from dflash_hf.evaluation.agreement import Agreement
-from dflash_hf.evaluation.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, read_image
+from dflash_hf.data.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, read_image
+from dflash_hf.pair.agreement import Agreement
 from helpers.processors import picture, qwen_tokenizer
 
 STATES: tuple[State, ...] = get_args(State)

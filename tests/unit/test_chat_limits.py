@@ -25,7 +25,7 @@ from dflash_hf.chat.conversation import (
 )
 from dflash_hf.chat.model import MAX_CHARACTERS, MAX_IMAGES, ChatModel
 from dflash_hf.chat.page import Page
-from dflash_hf.evaluation.image_files import KEPT_PIXELS, ChatImage, ImageError, read_image
+from dflash_hf.data.image_files import KEPT_PIXELS, ChatImage, ImageError, read_image
 from helpers.processors import picture
 
 # ---- names of this machine

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
-from dflash_hf.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
+from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
 from tiny import DFLASH2, draft_config, randomise_dflash2, tiny_target
 
 HIDDEN, GROUP, VOCAB, RANK, TOP = 8, 4, 12, 3, 5

@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils.deprecation import deprecate_kwarg
 
 from dflash_hf import iterate, ops
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model import fast_on_cpu, known_layers
 from dflash_hf.target_model.fast_layers import fast_layers
 from dflash_hf.target_model.fast_on_cpu import (

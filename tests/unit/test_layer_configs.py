@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, MambaConfig, Qwen3Config
 
+from dflash_hf.checkpoints.fresh import fresh_config
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.fresh import fresh_config
 from dflash_hf.layer_configs import attention_sizes, commonest, layer_config, layer_values
 from dflash_hf.training.plan import Plan, Sizes
 from helpers.families import build

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_hf.attention import RaggedBlock
-from dflash_hf.tree import DraftTree, TreeBuilder
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.tree import DraftTree, TreeBuilder
 
 
 @pytest.mark.parametrize("length", [0, 1, 9])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_hf.cli.demo import read_prompts as read_held_out
-from dflash_hf.evaluation.prompt_files import (
+from dflash_hf.data.prompt_files import (
     MAX_BYTES,
     MAX_PROMPTS,
     image_names,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_hf.block.tree import DraftTree, TreeBuilder, along
 from dflash_hf.ops import MAX_NODES
-from dflash_hf.tree import DraftTree, TreeBuilder, along
 from dflash_kernels.build_tree import DOUBT, LEVEL, continuation
 
 CPU = torch.device("cpu")

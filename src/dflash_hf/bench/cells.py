@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from dflash_hf.bench.questions import fields_in
 from dflash_hf.errors import require
-from dflash_hf.evaluation.loading import check_place
+from dflash_hf.pair.loading import check_place
 
 METHODS = (
     "plain",
@@ -241,8 +241,8 @@ def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
     """Per option a test of a value, what it tests in words, and what to do about another."""
     import torch
 
+    from dflash_hf.block.tree import MAX_MATCHING
     from dflash_hf.ops import MAX_NODES
-    from dflash_hf.tree import MAX_MATCHING
 
     def is_dtype(value: str) -> bool:
         found = getattr(torch, value, None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from dflash_hf.drafts import load_draft
+from dflash_hf.checkpoints.drafts import load_draft
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 try:

@@ -14,8 +14,8 @@ from dflash_hf.bench.methods import Models
 from dflash_hf.bench.questions import Key, Question
 from dflash_hf.bench.run_files import MARGINS, read_run
 from dflash_hf.bench.summary import baseline_pairs
-from dflash_hf.evaluation.agreement import agreement, reference_for
-from dflash_hf.evaluation.row_files import write_rows
+from dflash_hf.data.row_files import write_rows
+from dflash_hf.pair.agreement import agreement, reference_for
 
 
 def write_margins(folder: Path, models: Mapping[str, Models]) -> Path:
@@ -53,7 +53,7 @@ def margins(
 
     Returns:
         `list[dict]`: Lines of `margins.jsonl`, one per answer that differs: `model_id`, `dataset`, `question_id`,
-        `repeat`, `turn`, and of [`~dflash_hf.evaluation.agreement.Agreement`] `token`, `margin`, `tolerance`,
+        `repeat`, `turn`, and of [`~dflash_hf.pair.agreement.Agreement`] `token`, `margin`, `tolerance`,
         `measured_in`, `is_tie` and `sentence`.
     """
     reference: PreTrainedModel | None = None

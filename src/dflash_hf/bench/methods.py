@@ -22,8 +22,11 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
+from dflash_hf.data.prompt_files import Message
 from dflash_hf.errors import require
-from dflash_hf.evaluation.harness import (
+from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.answers import (
     Processor,
     changed,
     encode_prompts,
@@ -31,9 +34,6 @@ from dflash_hf.evaluation.harness import (
     synchronize,
     tokenizer_of,
 )
-from dflash_hf.evaluation.prompt_files import Message
-from dflash_hf.generation.stats import SpeculativeStats
-from dflash_hf.modeling_dflash import DFlashDraftModel
 
 LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
 
@@ -66,7 +66,7 @@ class Models:
         """Turns conversations into inputs of the target; without a chat template they are their messages' texts.
 
         Raises:
-            ValueError: See [`~dflash_hf.evaluation.harness.encode_prompts`].
+            ValueError: See [`~dflash_hf.pair.answers.encode_prompts`].
         """
         has_template = self.processor.chat_template is not None
         device = self.target.device

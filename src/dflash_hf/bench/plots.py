@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_hf import figures as shared
+from dflash_hf import plot_style as shared
 
 # Variables of the page, and the colours that a figure on its own has in their place. The numbered ones are Okabe and
 # Ito's, which those who see colours differently can tell apart; every line has its own marker too.

@@ -10,9 +10,9 @@ from typing import Any
 
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.sets import load_questions
+from dflash_hf.data.image_files import content_name, store_image
+from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import require
-from dflash_hf.evaluation.image_files import content_name, store_image
-from dflash_hf.evaluation.row_files import write_whole
 
 IMAGES = "images"
 

@@ -13,7 +13,7 @@ from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.plots import Figure, figures
 from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import read_scores, summarize
-from dflash_hf.evaluation.row_files import write_whole
+from dflash_hf.data.row_files import write_whole
 
 MAX_DIFFERING = 50  # rows
 MAX_TEXT = 4000  # characters of an answer that is shown

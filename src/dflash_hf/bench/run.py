@@ -35,10 +35,10 @@ from dflash_hf.bench.questions import Question
 from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
 from dflash_hf.bench.server import Server
 from dflash_hf.errors import one_line, require
-from dflash_hf.evaluation.harness import tokenizer_of
-from dflash_hf.evaluation.loading import load_target
 from dflash_hf.generation.checks import check_static_stock, check_stock
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.answers import tokenizer_of
+from dflash_hf.pair.loading import load_target
 
 # What a method may fail with, so that the run goes on without it. Torch's out of memory and `NotImplementedError` are
 # kinds of `RuntimeError`; Transformers and z-lab's package raise the others of settings that they do not expect.

@@ -20,8 +20,8 @@ from typing import Any
 from dflash_hf.bench.answers import Answer, Which
 from dflash_hf.bench.cells import Cell
 from dflash_hf.bench.questions import Key, Question
+from dflash_hf.data.row_files import line_of, parsed, parsed_object, write_rows, write_whole
 from dflash_hf.errors import listed, one_line, require, shown
-from dflash_hf.evaluation.row_files import line_of, parsed, parsed_object, write_rows, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ import httpx
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.methods import Conversation
+from dflash_hf.data.openai_client import TIMEOUT, first_model, sent_content
 from dflash_hf.errors import one_line, require
-from dflash_hf.evaluation.server_requests import TIMEOUT, first_model, sent_content
 
 # A line of Prometheus' text format: a name, labels, a value.
 _METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")

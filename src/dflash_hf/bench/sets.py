@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from dflash_hf.bench.questions import Question, Score
-from dflash_hf.errors import listed, require, shown
-from dflash_hf.evaluation.image_files import ImageError, content_name, read_image, store_image
-from dflash_hf.evaluation.prompt_files import text_of
-from dflash_hf.evaluation.rows import (
+from dflash_hf.data.image_files import ImageError, content_name, read_image, store_image
+from dflash_hf.data.prompt_files import text_of
+from dflash_hf.data.rows import (
     CONVERSATION,
     FIX,
     ImageSource,
@@ -32,6 +31,7 @@ from dflash_hf.evaluation.rows import (
     filled,
     hub_rows,
 )
+from dflash_hf.errors import listed, require, shown
 
 FILES: Final = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP: Final = "\nPlease reason step by step, and put your final answer within \\boxed{}."

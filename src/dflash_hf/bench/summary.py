@@ -18,7 +18,7 @@ from dflash_hf.bench.cells import Cell
 from dflash_hf.bench.counting import DEFINITIONS, Pair, accuracy, first_difference, measure, speedup
 from dflash_hf.bench.questions import Key, Question
 from dflash_hf.bench.run_files import Run, by_answer, read_run
-from dflash_hf.evaluation.row_files import write_rows, write_whole
+from dflash_hf.data.row_files import write_rows, write_whole
 
 Score = Callable[[Question, Answer], float | None]
 # By `model_id`, question and repeat; only of answers that have one

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf import ops
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 
 

@@ -21,7 +21,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from dflash_hf import ops
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups

@@ -24,7 +24,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from dflash_hf.cache.recurrence import RecordedBlock, Recurrence, Rule
-from dflash_hf.scopes import Hook, hooked
+from dflash_hf.undo import Hook, hooked
 
 # The name, beside those of the projections, under which a layer waits for the input of its convolution.
 _CONVOLUTION = ""

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf.chat.branches import Tried
+from dflash_hf.data.image_files import ChatImage
 from dflash_hf.errors import require
-from dflash_hf.evaluation.agreement import Agreement
-from dflash_hf.evaluation.image_files import ChatImage
 from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.pair.agreement import Agreement
 
 MAX_SESSIONS = 64
 MAX_CACHES = 8

@@ -21,14 +21,14 @@ from transformers.cli.serving.utils import InferenceThread
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.chat.branches import BROKEN, VerifiedTree
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
+from dflash_hf.data.image_files import ChatImage, ImageError
 from dflash_hf.errors import require
-from dflash_hf.evaluation.agreement import agreement
-from dflash_hf.evaluation.harness import Processor, encode_prompt, tokenizer_of
-from dflash_hf.evaluation.image_files import ChatImage, ImageError
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.agreement import agreement
+from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of
 
 MAX_CHARACTERS = 200_000
 MAX_IMAGES = 16  # of a conversation

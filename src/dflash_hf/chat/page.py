@@ -18,7 +18,7 @@ from transformers.utils import logging
 from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings, Turn
 from dflash_hf.chat.model import ChatModel, Race
 from dflash_hf.chat.render import find_examples, render
-from dflash_hf.evaluation.image_files import (
+from dflash_hf.data.image_files import (
     EXTENSIONS,
     MAX_FILE_BYTES,
     ChatImage,

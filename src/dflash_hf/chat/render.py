@@ -11,8 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from dflash_hf.chat.branches import Tried
-from dflash_hf.evaluation.image_files import read_image
-from dflash_hf.evaluation.prompt_files import as_messages, read_rows, text_of
+from dflash_hf.data.image_files import read_image
+from dflash_hf.data.prompt_files import as_messages, read_rows, text_of
 
 MAX_EXAMPLES = 4
 # Gradio's own templates read `${}` and `{{}}`: what was written must never reach them as such.

@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-from dflash_hf.cache_name import CACHE_NAME
-from dflash_hf.checkpoints import FIELDS, CheckpointFormat, detect_format, make_config
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.checkpoints.files import (
     FLOAT_DTYPES,
     PathOrRepo,
@@ -29,9 +28,10 @@ from dflash_hf.checkpoints.files import (
     read_json,
     stored_tensors,
 )
+from dflash_hf.checkpoints.formats import FIELDS, CheckpointFormat, detect_format, make_config
+from dflash_hf.checkpoints.fresh import Tokenizer, fresh_config, set_first_values
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, one_line, require
-from dflash_hf.fresh import Tokenizer, fresh_config, set_first_values
 from dflash_hf.generation_config import DFlashGenerationConfig
 
 # The arguments of `from_pretrained` that say which files are meant.

@@ -23,7 +23,7 @@ from dflash_hf.cli.pair import (
     given_or_bundled,
     load_pair,
 )
-from dflash_hf.evaluation.image_files import ChatImage, ImageError, read_image
+from dflash_hf.data.image_files import ChatImage, ImageError, read_image
 
 HELP = """\
 /help lists the commands; Ctrl-C ends an answer, arrow keys bring questions back
@@ -85,7 +85,7 @@ def chat(
 
     from dflash_hf.chat.conversation import Settings
     from dflash_hf.chat.model import ChatModel
-    from dflash_hf.evaluation.harness import warm_up
+    from dflash_hf.pair.answers import warm_up
 
     console = Console()
     if threads or Path(target).resolve().is_relative_to(BUNDLED):

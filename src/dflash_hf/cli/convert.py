@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.evaluation.loading import check_place, takes_images
-from dflash_hf.formats import FormatName
+from dflash_hf.checkpoints.names import FormatName
+from dflash_hf.pair.loading import check_place, takes_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,8 +50,8 @@ def convert(
         check_place("--target", target)
     from transformers.utils import logging
 
+    from dflash_hf.checkpoints.drafts import load_draft, save_draft
     from dflash_hf.checkpoints.files import stored_tensors, widest_dtype
-    from dflash_hf.drafts import load_draft, save_draft
 
     logging.disable_progress_bar()
     with Console(stderr=True).status(f"converting {escape(source)}"):
@@ -74,7 +74,7 @@ def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> Pre
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from dflash_hf.checkpoints import FORMATS
+    from dflash_hf.checkpoints.formats import FORMATS
 
     config = AutoConfig.from_pretrained(target)
     model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM

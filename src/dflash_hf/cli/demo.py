@@ -13,10 +13,10 @@ from rich.progress import track
 
 from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
 from dflash_hf.cli.table import prompt_line, show_comparisons
-from dflash_hf.evaluation.prompt_files import image_names, read_rows
+from dflash_hf.data.prompt_files import image_names, read_rows
 
 if TYPE_CHECKING:
-    from dflash_hf.evaluation.harness import Comparison
+    from dflash_hf.pair.answers import Comparison
 
 
 def demo(
@@ -44,7 +44,7 @@ def demo(
     """
     import torch
 
-    from dflash_hf.evaluation.harness import pool
+    from dflash_hf.pair.answers import pool
 
     torch.set_num_threads(threads)
     console = Console(stderr=as_json)
@@ -78,7 +78,7 @@ def _answer(
     """Loads a pair, streams an answer to its first prompt (with an image, if one has), and compares all of them."""
     from transformers import TextStreamer
 
-    from dflash_hf.evaluation.harness import answer, compare_with_plain, tokenizer_of, warm_up
+    from dflash_hf.pair.answers import answer, compare_with_plain, tokenizer_of, warm_up
 
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"), dtype)

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
-from dflash_hf.evaluation.prompt_files import read_prompts
+from dflash_hf.data.prompt_files import read_prompts
 
 if TYPE_CHECKING:
-    from dflash_hf.evaluation.diagnosis import Diagnosis
+    from dflash_hf.doctor.diagnosis import Diagnosis
 
 EXPLAINED = (
     "The table's figures are of blocks that begin at every token of the answers, not only where generate would begin "
@@ -49,7 +49,7 @@ def doctor(
 ) -> None:
     """Find what ruins a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
     given = None if prompts is None else read_prompts(prompts)
-    from dflash_hf.evaluation.diagnosis import diagnose
+    from dflash_hf.doctor.diagnosis import diagnose
 
     with Console(stderr=True).status("loading the pair") as status:
         model, assistant, processor = load_pair(target, draft, dtype, device)

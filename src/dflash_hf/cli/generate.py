@@ -21,7 +21,7 @@ from dflash_hf.cli.pair import (
     width_of,
 )
 from dflash_hf.cli.table import prompt_line, show_comparisons
-from dflash_hf.evaluation.prompt_files import (
+from dflash_hf.data.prompt_files import (
     MAX_BYTES,
     Prompt,
     as_messages,
@@ -32,8 +32,8 @@ from dflash_hf.evaluation.prompt_files import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TextStreamer
 
-    from dflash_hf.evaluation.harness import Answer, Processor
     from dflash_hf.modeling_dflash import DFlashDraftModel
+    from dflash_hf.pair.answers import Answer, Processor
 
 
 def generate(
@@ -123,7 +123,7 @@ def generate(
     target, draft = given_or_bundled(target, draft, "vision" if image else "text")
     import torch
 
-    from dflash_hf.evaluation.harness import Comparison
+    from dflash_hf.pair.answers import Comparison
 
     console = Console(stderr=True)
     with console.status("loading the pair"):
@@ -215,7 +215,7 @@ def show_answer(
     as_json: bool,
 ) -> Answer:
     """Answers a prompt, with the answer on stdout as it comes, or all of it as JSON; if asked for, compares."""
-    from dflash_hf.evaluation.harness import answer, check_comparable, compare_with_plain, warm_up
+    from dflash_hf.pair.answers import answer, check_comparable, compare_with_plain, warm_up
 
     model, assistant, processor = pair
     if is_compared:
@@ -255,7 +255,7 @@ def text_streamer(processor: Processor, status: Status) -> TextStreamer:
     """Returns what writes an answer on stdout; the first of it ends what stands on stderr meanwhile."""
     from transformers import TextStreamer
 
-    from dflash_hf.evaluation.harness import tokenizer_of
+    from dflash_hf.pair.answers import tokenizer_of
 
     class Streamer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash_hf.evaluation.loading import check_place
+from dflash_hf.pair.loading import check_place
 
 
 def inspect(
@@ -20,7 +20,7 @@ def inspect(
 ) -> None:
     """Say what a draft is and which target it wants; no weights are loaded."""
     check_place("DRAFT", draft)
-    from dflash_hf.drafts import inspect_draft
+    from dflash_hf.checkpoints.drafts import inspect_draft
 
     found = inspect_draft(draft)
     if as_json:
@@ -35,7 +35,7 @@ def inspect(
 
 
 def described(found: dict[str, Any]) -> dict[str, str]:
-    """Returns the lines of the table, in words, of what [`~dflash_hf.drafts.inspect_draft`] found."""
+    """Returns the lines of the table, in words, of what [`~dflash_hf.checkpoints.drafts.inspect_draft`] found."""
     wanted = [] if found["target"] is None else [found["target"]]
     if found["num_target_layers"]:
         wanted.append(f"{found['num_target_layers']} layers")

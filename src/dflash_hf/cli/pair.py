@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_hf.errors import require
-from dflash_hf.evaluation.loading import load_pair
+from dflash_hf.pair.loading import load_pair
 
 # If the package is read where it was written: `pip install -e`, the tests
 CLONE = Path(__file__).resolve().parents[3]

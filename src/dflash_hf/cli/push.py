@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.evaluation.loading import check_place
-from dflash_hf.formats import FormatName
+from dflash_hf.checkpoints.names import FormatName
+from dflash_hf.pair.loading import check_place
 
 CUSTOM_GENERATE = '''\
 """Decoding with this repository's draft: `generate(..., custom_generate=DRAFT, trust_remote_code=True)`."""
@@ -101,8 +101,8 @@ def write_repository(
     """
     from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+    from dflash_hf.checkpoints.drafts import inspect_draft
     from dflash_hf.checkpoints.files import find_file, stored_tensors
-    from dflash_hf.drafts import inspect_draft
     from dflash_hf.training.export import CARD
 
     found = inspect_draft(draft)
@@ -138,7 +138,7 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
         text = own.read_text(encoding="utf-8").replace(UNPLACED, place)
         text = text.replace(f'"{draft}"', f'"{place}"').replace(f'"{own.parent}"', f'"{place}"')
     else:
-        from dflash_hf.drafts import load_draft
+        from dflash_hf.checkpoints.drafts import load_draft
 
         text = card(
             load_draft(draft, dtype="auto"),

@@ -60,7 +60,7 @@ def serve(
         parts = server_parts()
         import torch
 
-        from dflash_hf.evaluation.harness import warm_up
+        from dflash_hf.pair.answers import warm_up
 
         if threads or Path(target).resolve().is_relative_to(BUNDLED):
             torch.set_num_threads(threads or 1)

@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dflash_hf.evaluation.prompt_files import Prompt, as_messages, image_names, text_of
+from dflash_hf.data.prompt_files import Prompt, as_messages, image_names, text_of
 
 if TYPE_CHECKING:
-    from dflash_hf.evaluation.harness import Comparison
+    from dflash_hf.pair.answers import Comparison
 
 
 def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     """Prints a table, of a line per kind of prompt and one over several kinds, and where answers differ."""
-    from dflash_hf.evaluation.harness import pool
+    from dflash_hf.pair.answers import pool
 
     # Narrow enough for 60 columns.
     table = Table(

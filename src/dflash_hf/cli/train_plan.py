@@ -12,14 +12,14 @@ from rich.table import Table
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig
 
-from dflash_hf.checkpoints import detect_format, make_config
 from dflash_hf.checkpoints.files import read_config, stored_tensors
+from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.fresh import fresh_config
 from dflash_hf.cli.train_settings import TrainSettings
 from dflash_hf.cli.train_stages import make_arguments
 from dflash_hf.cli.train_state import FOLDERS
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.devices import accelerator
-from dflash_hf.fresh import fresh_config
 from dflash_hf.training.plan import GB, Plan, Sizes, check_fits, meta_model
 
 BYTES_PER_TOKEN = 4  # of English text, about

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import typer
 
+from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.errors import listed, one_line, require, shown
-from dflash_hf.evaluation.loading import check_place
-from dflash_hf.formats import FormatName
+from dflash_hf.pair.loading import check_place
 
 Stage = Literal["prepare", "regenerate", "run", "bench", "export"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -19,16 +19,16 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from dflash_hf.bench.cells import RunSettings
 from dflash_hf.bench.provenance import PACKAGES, version
 from dflash_hf.bench.run import Processes, run
+from dflash_hf.checkpoints.drafts import load_draft
 from dflash_hf.cli.convert import load_target_for
 from dflash_hf.cli.push import upload, write_repository
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
 from dflash_hf.cli.train_state import RunState
-from dflash_hf.drafts import load_draft
+from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import one_line, require
-from dflash_hf.evaluation.harness import tokenizer_of
-from dflash_hf.evaluation.loading import load_target, takes_images
-from dflash_hf.evaluation.row_files import write_whole
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.answers import tokenizer_of
+from dflash_hf.pair.loading import load_target, takes_images
 from dflash_hf.training.answering import RegenerateSettings, regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.conversations import resolved

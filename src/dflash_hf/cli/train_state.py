@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
+from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import listed, require, shown
-from dflash_hf.evaluation.row_files import write_whole
 
 STAGES_FILE = "stages.json"
 SETTINGS_FILE = "settings.yaml"

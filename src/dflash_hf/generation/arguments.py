@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-from dflash_hf.cache_name import given_cache
+from dflash_hf.block.cache_name import given_cache
 from dflash_hf.target_model.parts import Target
 
 _DEFAULTS = GenerationConfig._get_default_generation_params()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from dflash_hf import ops
+from dflash_hf.block.tree import TreeBuilder
 from dflash_hf.cache.ragged import RaggedCache, kept_rows
 from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
@@ -28,7 +29,6 @@ from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.layer_configs import attention_sizes
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
-from dflash_hf.tree import TreeBuilder
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.tree import TreeBuilder
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.dflash2 import follow_path
+from dflash_hf.draft_model.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.newest_context import NewestContext
 from dflash_hf.generation.sampling import (
@@ -24,7 +25,6 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
-from dflash_hf.tree import TreeBuilder
 
 ProposalRule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_hf.block.tree import DraftTree, along
 from dflash_hf.generation.sampling import (
     BlockProcessors,
     accept_rejection,
@@ -19,7 +20,6 @@ from dflash_hf.generation.sampling import (
     likeliest_from_logits,
 )
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.tree import DraftTree, along
 
 
 def choose_block(

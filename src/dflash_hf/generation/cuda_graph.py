@@ -35,10 +35,10 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import WidthChooser, useful_widths
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.scopes import held
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import is_harmless
+from dflash_hf.undo import held
 
 logger: Any = logging.get_logger(__name__)
 Settings = tuple[object, ...]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.devices import eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.capture import device_errors_explained

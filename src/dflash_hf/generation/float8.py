@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf.devices import free_memory, plain_tensors
-from dflash_hf.draft_layers import DFlashAttention, DFlashDecoderLayer, DFlashMLP
+from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DFlashMLP
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target

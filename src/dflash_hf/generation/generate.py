@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from dflash_hf.cache_name import given_cache
-from dflash_hf.checkpoints import explain_foreign_draft
+from dflash_hf.block.cache_name import given_cache
+from dflash_hf.checkpoints.formats import explain_foreign_draft
 from dflash_hf.devices import Inventory
 from dflash_hf.generation.arguments import Settings, keep_new_images, use_tokenizer
 from dflash_hf.generation.checks import (
@@ -33,11 +33,11 @@ from dflash_hf.generation.decode import decode
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.run import Request
 from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.tested_versions import warn_if_newer
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.scopes import calling
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair, check_target
-from dflash_hf.tested import warn_if_newer
+from dflash_hf.undo import calling
 
 _signature = functools.cache(inspect.signature)
 

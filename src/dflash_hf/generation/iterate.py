@@ -29,7 +29,7 @@ from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.scopes import calling
+from dflash_hf.undo import calling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.tree import along
 from dflash_hf.cache.context import ContextWeights, NewContext
 from dflash_hf.cache.ragged import kept_rows
 from dflash_hf.generation.state import BufferShape
-from dflash_hf.tree import along
 
 
 class NewestContext:

@@ -13,8 +13,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.errors import require
 from dflash_hf.generation.accept import rule_for
 from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers

@@ -33,7 +33,7 @@ from transformers.generation.logits_process import (
 )
 
 from dflash_hf import ops
-from dflash_hf.tree import along
+from dflash_hf.block.tree import along
 
 STATELESS = (
     TemperatureLogitsWarper,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
+from dflash_hf.block.tree import DraftTree, along
 from dflash_hf.cache.ragged import kept_rows
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.tree import DraftTree, along
 
 NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
 # End-of-sequence ids are padded to a multiple of this.

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dflash_hf.figures import BLUE, ORANGE, legend_above, module_of_research, new_figure, styled
+from dflash_hf.plot_style import BLUE, ORANGE, legend_above, module_of_research, new_figure, styled
 
 Definition = Literal["zlab", "vllm", "sglang"]
 Part = Literal["prepare", "prefill", "draft", "verify", "accept", "rest"]

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from dflash_hf.attention import RaggedBlock
-from dflash_hf.cache_name import CACHE_NAME
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.block.tree import is_in_place
 from dflash_hf.generation.accept import commit
 from dflash_hf.generation.run import Reported, Run, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED, TreeReport
 from dflash_hf.generation.widths import along_chain
 from dflash_hf.target_model.reentry import KEYWORD
-from dflash_hf.tree import is_in_place
 
 logger: Any = logging.get_logger(__name__)
 

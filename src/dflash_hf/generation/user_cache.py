@@ -26,14 +26,14 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import logging
 
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.positions import slot_positions
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.ragged import RaggedCache, RaggedLayer, stored_columns
 from dflash_hf.cache.recurrent import RecurrentLayer
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.positions import slot_positions
 
 logger: Any = logging.get_logger(__name__)
 # A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.

@@ -16,10 +16,10 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cli.serving.utils import GenerateManager
 
+from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
 from dflash_hf.errors import require, shown
-from dflash_hf.evaluation.harness import Processor, tokenizer_of
-from dflash_hf.evaluation.image_files import MAX_FILE_BYTES, read_image
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.answers import Processor, tokenizer_of
 
 MAX_BODY = 64 * 2**20  # bytes
 MAX_CHARACTERS = 4_000_000  # of all texts: a tokenizer reads them before anyone else is answered

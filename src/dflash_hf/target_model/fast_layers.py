@@ -22,7 +22,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dflash_hf import ops
-from dflash_hf.scopes import Current, shared, undoing
 from dflash_hf.target_model import fast_by_kernels, fast_on_cpu
 from dflash_hf.target_model.code import Code
 from dflash_hf.target_model.fast_on_cpu import (
@@ -35,6 +34,7 @@ from dflash_hf.target_model.fast_on_cpu import (
 )
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.user_code import MARK, has_own_forward, is_harmless, is_unmodified
+from dflash_hf.undo import Current, shared, undoing
 
 
 class _Running(NamedTuple):

@@ -20,9 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf import ops
-from dflash_hf.attention import attend
+from dflash_hf.block.attention import attend
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.layer_configs import layer_config
 from dflash_hf.target_model.known_layers import (
     attention_agrees,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_hf.scopes import Hook, hooked
+from dflash_hf.undo import Hook, hooked
 
 
 class Taps:

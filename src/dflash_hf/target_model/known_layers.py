@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Cache, DynamicCache
 
 from dflash_hf import ops
-from dflash_hf.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
-from dflash_hf.cache_name import CACHE_NAME
 from dflash_hf.target_model.code import Code
 from dflash_hf.target_model.reentry import KEYWORD, RAGGED_BLOCK
 from dflash_hf.target_model.user_code import is_published

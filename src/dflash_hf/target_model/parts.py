@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence
+from dflash_hf.checkpoints.fresh import vocabulary_of
 from dflash_hf.devices import Inventory, execution_device
-from dflash_hf.fresh import vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)

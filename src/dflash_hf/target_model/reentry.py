@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dflash_hf.attention import RaggedMask, attend
+from dflash_hf.block.attention import RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.scopes import Current, Hook, hooked
 from dflash_hf.target_model.parts import Target
+from dflash_hf.undo import Current, Hook, hooked
 
 KEYWORD = "ragged"
 RAGGED_BLOCK = "ragged_block"

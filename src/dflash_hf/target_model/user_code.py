@@ -76,7 +76,7 @@ def is_harmless(hook: Any) -> bool:
     """Returns True for hooks that change nothing: Transformers' recorders, and this package's, which listen."""
     return getattr(hook, "__module__", None) in (
         "transformers.utils.output_capturing",
-        "dflash_hf.scopes",
+        "dflash_hf.undo",
     )
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from dflash_hf.block.positions import visible
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
-from dflash_hf.positions import visible
 from dflash_hf.training.collators import Movable
 
 Mask = Tensor | BlockMask

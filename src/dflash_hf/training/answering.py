@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from dflash_hf.data.row_files import RowFile, append_rows, repair, write_rows
 from dflash_hf.errors import require
-from dflash_hf.evaluation.row_files import RowFile, append_rows, repair, write_rows
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.collators import POOL_BATCHES, collate, sorted_batches
 from dflash_hf.training.conversations import content_id, resolved

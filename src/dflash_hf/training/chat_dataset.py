@@ -7,9 +7,9 @@ from typing import Any, overload
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from dflash_hf.data.image_files import image_size
+from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.errors import require
-from dflash_hf.evaluation.image_files import image_size
-from dflash_hf.evaluation.prompt_files import SOURCES
 from dflash_hf.training.data import Example
 from dflash_hf.training.masks import assistant_turns
 from dflash_hf.training.messages import ChatTemplate, check_messages

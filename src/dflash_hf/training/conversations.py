@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_hf.data.image_files import image_size, store_image
+from dflash_hf.data.prompt_files import SOURCES, check_text
+from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
-from dflash_hf.evaluation.image_files import image_size, store_image
-from dflash_hf.evaluation.prompt_files import SOURCES, check_text
-from dflash_hf.evaluation.rows import FIX, Row, filled
 
 # What sets call who speaks -> what chat templates do.
 ROLES = {

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dflash_hf.drafts import save_draft
+from dflash_hf.checkpoints.drafts import save_draft
+from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.errors import one_line
-from dflash_hf.formats import FormatName
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 CARD = "README.md"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash_hf.dflash2 import CandidateSelector
+from dflash_hf.draft_model.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors
 from dflash_hf.training.collators import Batch
 

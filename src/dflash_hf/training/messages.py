@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.errors import require, shown
-from dflash_hf.evaluation.prompt_files import SOURCES
 from dflash_hf.processing_qwen3_vl import check_pixels
 from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token_mask
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from dflash_hf.data.row_files import RowFile, write_rows, write_whole
+from dflash_hf.data.rows import Row, file_rows, hub_rows
 from dflash_hf.errors import listed, one_line, require, shown
-from dflash_hf.evaluation.row_files import RowFile, write_rows, write_whole
-from dflash_hf.evaluation.rows import Row, file_rows, hub_rows
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import ConversationReader, resolved
 from dflash_hf.training.data import Example

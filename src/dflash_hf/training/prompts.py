@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from dflash_hf.data.row_files import RowFile, append_rows, repair
 from dflash_hf.errors import require
-from dflash_hf.evaluation.row_files import RowFile, append_rows, repair
 from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.data import Example

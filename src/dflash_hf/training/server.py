@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
+from dflash_hf.data.openai_client import TIMEOUT, first_model, sent_content
 from dflash_hf.errors import one_line, require
-from dflash_hf.evaluation.server_requests import TIMEOUT, first_model, sent_content
 from dflash_hf.training.messages import ChatTemplate
 
 Answer = tuple[list[int], bool]  # token ids, and whether it came to its end

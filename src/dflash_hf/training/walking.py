@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_hf.block.tree import DraftTree, TreeBuilder
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.anchors import all_anchors
@@ -19,7 +20,6 @@ from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.loss import block_labels
-from dflash_hf.tree import DraftTree, TreeBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.errors import listed, one_line, require, shown
-from dflash_hf.evaluation.prompt_files import (
+from dflash_hf.data.prompt_files import (
     Message,
     check_text,
     image_names,
     prompt_of,
     read_lines,
 )
-from dflash_hf.evaluation.row_files import parsed
+from dflash_hf.data.row_files import parsed
+from dflash_hf.errors import listed, one_line, require, shown
 
 FIX = "fix the row, or take the upstream file"
 # NVIDIA publishes more than half of SPEED-Bench's rows without their text.

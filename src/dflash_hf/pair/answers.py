@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf.data.prompt_files import Prompt, as_messages, image_names, text_of
 from dflash_hf.errors import one_line
-from dflash_hf.evaluation.agreement import Agreement, agreement
-from dflash_hf.evaluation.prompt_files import Prompt, as_messages, image_names, text_of
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.agreement import Agreement, agreement
 
 Processor = PreTrainedTokenizerBase | ProcessorMixin
 

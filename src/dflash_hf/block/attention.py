@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_hf import ops
+from dflash_hf.block.positions import slot_positions, visible
+from dflash_hf.block.tree import DraftTree
 from dflash_hf.configuration_dflash import AttentionKind
-from dflash_hf.positions import slot_positions, visible
-from dflash_hf.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dflash_hf.data.image_files import check_pillow
 from dflash_hf.errors import one_line, require
-from dflash_hf.evaluation.image_files import check_pillow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from dflash_hf.evaluation.harness import Processor
     from dflash_hf.modeling_dflash import DFlashDraftModel
+    from dflash_hf.pair.answers import Processor
 
 Loaded = TypeVar("Loaded")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")

@@ -15,11 +15,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dflash_hf import ops
-from dflash_hf.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
+from dflash_hf.block.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
-from dflash_hf.dflash2 import GroupedDynamicConvolution
-from dflash_hf.norm_and_rope import CosSin, DFlashRMSNorm, rotate
+from dflash_hf.draft_model.dflash2 import GroupedDynamicConvolution
+from dflash_hf.draft_model.norm_and_rope import CosSin, DFlashRMSNorm, rotate
 
 # The operands of attention: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
 Operands = tuple[Tensor, Tensor, Tensor, Mask]

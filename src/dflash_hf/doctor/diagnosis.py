@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash_hf.evaluation.harness import Processor, encode_prompt, end_tokens, tokenizer_of
-from dflash_hf.evaluation.probe import Measurement, Probe, Setup
-from dflash_hf.evaluation.prompt_files import Prompt, image_names
-from dflash_hf.fresh import rope_of
+from dflash_hf.checkpoints.fresh import rope_of
+from dflash_hf.data.prompt_files import Prompt, image_names
+from dflash_hf.doctor.probe import Measurement, Probe, Setup
+from dflash_hf.draft_model.norm_and_rope import DFlashRMSNorm
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.norm_and_rope import DFlashRMSNorm
+from dflash_hf.pair.answers import Processor, encode_prompt, end_tokens, tokenizer_of
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.target_model.support import check_pair, check_target
 from dflash_hf.training.data import Example

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_hf.data.row_files import parsed_object
 from dflash_hf.errors import one_line, require, shown
-from dflash_hf.evaluation.row_files import parsed_object
 
 # Keys of an image block that say where its image is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")

@@ -8,7 +8,7 @@ import types
 import pytest
 
 import dflash_hf
-from dflash_hf import registration
+from dflash_hf import patching
 from helpers.source_tree import ROOT
 
 DRAFT, TARGET = (str(ROOT / "demos/toy" / name) for name in ("draft", "target"))
@@ -105,6 +105,6 @@ def test_registering_again_changes_nothing() -> None:
     from transformers import GenerationMixin
 
     generate, finders = GenerationMixin.generate, list(sys.meta_path)
-    registration.register()
+    patching.register()
     assert GenerationMixin.generate is generate
     assert sys.meta_path == finders

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from dflash_hf.checkpoints import FORMATS, CheckpointFormat
 from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file
+from dflash_hf.checkpoints.formats import FORMATS, CheckpointFormat
+from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, require
-from dflash_hf.formats import FormatName
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair

@@ -64,7 +64,7 @@ def _wrap_generate(utils: Any) -> None:
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from dflash_hf.scopes import undo_stale
+        from dflash_hf.undo import undo_stale
 
         undo_stale()
         if not args and "assistant_model" not in kwargs:

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from dflash_hf import tested
+from dflash_hf.generation import tested_versions as tested
 from tiny import prompts, tiny_draft, tiny_target
 
 

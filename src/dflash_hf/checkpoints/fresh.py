@@ -13,12 +13,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
 
+from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.checkpoints.mapping import FIELDS
 from dflash_hf.configuration_dflash import ROPE_TYPES, DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
 from dflash_hf.errors import listed, require, shown
 from dflash_hf.layer_configs import attention_sizes, commonest, layer_values
-from dflash_hf.positions import build_target_layer_ids
 
 logger: Any = logging.get_logger(__name__)
 

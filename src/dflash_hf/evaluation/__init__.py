@@ -1,1 +1,0 @@
-"""Measuring a pair of target and draft on prompts."""

@@ -1,0 +1,1 @@
+"""A target with its draft: loaded together, answering prompts, compared with the target alone."""
