@@ -335,7 +335,10 @@ def test_attention_equals_the_formula(
     sinks = torch.randn(heads).to(device, dtype) if has_sinks else None
     block = RaggedBlock.at(torch.tensor([0, 7, 19], device=device), width)
     mask = block.mask(
-        num_slots, (window, causal, False), mask_repeats(heads // groups, query.device), dtype
+        num_slots,
+        (window, causal, False),
+        mask_repeats(heads // groups, query.device, dtype),
+        dtype,
     )
     last = block.lengths[:, None, None] + width - 1
     held = slot_positions(last, torch.arange(num_slots, device=device), num_slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock, RaggedMask, attend, mask_repeats
 from dflash_hf.block.tree import DraftTree, TreeBuilder
 
 
@@ -41,3 +41,20 @@ def test_one_row_is_masked_as_a_row_of_many(
     assert torch.equal(seen, masks[0])
     if causal and width > 1:
         assert torch.isinf(seen).any()
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_half_precision_attends_as_float32_does(width: int, is_exact: bool) -> None:
+    # In half precision the query heads of a key head are packed along the token axis.
+    torch.manual_seed(width)
+    positions = 11 + torch.arange(width)[None]
+    block = RaggedBlock(positions, 11 + width, is_exact)
+    mask = RaggedMask(block, (None, True, False))
+    query = torch.randn(1, 6, width, 16)
+    key = torch.randn(1, 2, 11 + width, 16)
+    value = torch.randn(1, 2, 11 + width, 16)
+    expected = attend(query, key, value, mask, 0.25)
+    packed = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), mask, 0.25)
+    assert mask_repeats(3, query.device, torch.bfloat16) == 3
+    torch.testing.assert_close(packed.float(), expected, atol=0.05, rtol=0.05)

@@ -216,9 +216,8 @@ class CombinedMasks:
         """Returns the additive form of a boolean mask, and a `BlockMask` as it is."""
         if not isinstance(mask, Tensor):
             return mask
-        return _repeated(
-            additive_mask(~mask, self._dtype), mask_repeats(heads_per_key, mask.device)
-        )
+        repeats = mask_repeats(heads_per_key, mask.device, self._dtype)
+        return _repeated(additive_mask(~mask, self._dtype), repeats)
 
     def _built(
         self, padding: Tensor | None, kind: AttentionKind, num_keys: int, heads_per_key: int
@@ -227,7 +226,8 @@ class CombinedMasks:
         # Padding counts as a token here, so that all rows are alike and the last key is the block's last.
         keys = torch.arange(num_keys, device=self._device)
         block = RaggedBlock(keys[None, -self._num_queries :])
-        mask = block.mask(num_keys, kind, mask_repeats(heads_per_key, self._device), self._dtype)
+        repeats = mask_repeats(heads_per_key, self._device, self._dtype)
+        mask = block.mask(num_keys, kind, repeats, self._dtype)
         assert mask is not None, "the host knows no bound"
         if padding is None:
             return mask
@@ -245,14 +245,16 @@ class RaggedMask(NamedTuple):
 Mask = Tensor | BlockMask | RaggedMask
 
 
-def mask_repeats(heads_per_key: int, device: torch.device) -> int:
+def mask_repeats(heads_per_key: int, device: torch.device, dtype: torch.dtype) -> int:
     """Returns how often a mask's rows are repeated: once, or once per query head of a key head.
 
-    On CUDA the query heads of one key head are laid along the token axis, because a mask together with `enable_gqa`
-    is said to leave SDPA only its slowest kernel there (not measured here). On a CPU `enable_gqa` is as fast and
-    copies nothing.
+    Repeated rows mean that the query heads of one key head are laid along the token axis. On CUDA that is done because
+    a mask together with `enable_gqa` is said to leave SDPA only its slowest kernel there (not measured here). On a CPU
+    a half-precision product of a single query with the keys is slow: packed, three heads to a key head, one token
+    takes an eighth to a fifth of the time and eight tokens two thirds (docs/log.md). In float32 both take as long.
     """
-    if device.type == "cuda":
+    is_half = dtype.itemsize < 4
+    if device.type == "cuda" or is_half:
         return heads_per_key
     return 1
 
@@ -294,7 +296,8 @@ def attend(
             return _attend_by_kernel(
                 query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks
             )
-        repeats = mask_repeats(query_BHKE.shape[1] // key_BGRE.shape[1], key_BGRE.device)
+        heads_per_key = query_BHKE.shape[1] // key_BGRE.shape[1]
+        repeats = mask_repeats(heads_per_key, key_BGRE.device, query_BHKE.dtype)
         mask = block.mask(key_BGRE.shape[2], kind, repeats, query_BHKE.dtype)
     if isinstance(mask, BlockMask):
         if not is_plain or dropout > 0:
@@ -368,7 +371,7 @@ def _attend_by_sdpa(
     batch, num_heads, width, _ = query_BHKE.shape
     groups = key_BGRE.shape[1]
     repeats = num_heads // groups
-    is_packed = mask_repeats(repeats, query_BHKE.device) > 1
+    is_packed = mask_repeats(repeats, query_BHKE.device, query_BHKE.dtype) > 1
     query = query_BHKE
     if is_packed:
         # The query heads of a key head follow each other, each with all its tokens, as in the repeated mask.
