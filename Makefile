@@ -30,7 +30,8 @@ FIRST_TESTS ?= tests/docs/test_readme.py::test_python_examples_run \
 # What is about our own step alone, and the same on every Transformers.
 RELEASE_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_static_step.py test_together.py \
   test_interrupts.py test_growing_buffers.py test_sampling.py test_ranks.py test_trees.py test_own_vocabulary.py \
-  test_iterate.py test_draft_context.py test_dropped_rows.py)
+  test_iterate.py test_draft_context.py test_dropped_rows.py test_hooks.py test_float8.py test_default_device.py \
+  test_threads.py)
 
 # The newest torch that the index has a build for CPUs of: a bare `torch` is a CUDA build of 6.6 GB.
 LATEST_TORCH ?= torch==2.13.0
@@ -50,7 +51,7 @@ need = @for path in $(1); do test -e "$${path%%::*}" || { \
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz docs release-check test-kernels test-docs test-oldest test-latest versions
+.PHONY: fuzz docs release-check test-types-and-browser test-kernels test-docs test-oldest test-latest versions
 .PHONY: toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
@@ -64,7 +65,11 @@ chat: $(VENV)/.stamp-dev  ## a web page, on this machine only: SmolLM2 after mak
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
 
-test: lint types test-cpu test-browser test-kernels test-oldest test-latest  ## all checks, cheap ones first
+test: lint test-types-and-browser test-cpu test-kernels test-oldest test-latest  ## all checks
+
+# Pyright has one thread, and the browser tests wait most of the time: at once they take as long as the longer one.
+test-types-and-browser:
+	$(MAKE) types & types=$$!; $(MAKE) test-browser; browser=$$?; wait $$types && exit $$browser
 
 lint: $(VENV)/.stamp-dev  ## ruff, rules and layout
 	$(BIN)/ruff check .
@@ -84,8 +89,8 @@ test-cpu: $(VENV)/.stamp-dev  ## the CPU suite: architecture and documentation i
 	@$(BIN)/python .ci/versions.py
 	$(BIN)/python -m pytest tests --ignore=tests/kernels --ignore=tests/browser $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
-test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser; one process: its servers are shared
-	$(BIN)/python -m pytest tests/browser $(CPU) $(PYTEST_ARGS)
+test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser; a file stays in one process, with its servers
+	$(BIN)/python -m pytest tests/browser $(CPU) -n $(PYTEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 screenshots: $(VENV)/.stamp-dev chromium  ## docs/images anew, from the bundled pair
 	$(BIN)/python -m pytest tests/browser/screenshots.py $(PYTEST_ARGS)

@@ -101,6 +101,18 @@ def tensor_oracle(
     return draft.arm(truth, seed)
 
 
+def tensors_of(out: Any) -> list[Any]:
+    """What an operation returns, most often one tensor, as a list."""
+    return [out] if isinstance(out, Tensor) else tree_leaves(out)
+
+
+def is_view(out: Any, source: Any) -> bool:
+    """Whether `out` is a tensor in the memory of another one: `reshape` and its like also copy."""
+    if not isinstance(out, Tensor) or not isinstance(source, Tensor):
+        return False
+    return out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
 class Tape(TorchDispatchMode):
     """Records operations while it is entered, and runs them again."""
 
@@ -109,19 +121,21 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Sequence[Any], dict[str, Any], Any]] = []
+        self.calls: list[tuple[Any, Sequence[Any], dict[str, Any], list[Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        # A view of a tensor that stays where it is needs no operation, on tape as in a graph.
+        if not (func.is_view and is_view(out, args[0])):
+            self.calls.append((func, args, kwargs or {}, tensors_of(out)))
         return out
 
     def replay(self) -> None:
         """Runs them again; what they return goes where it was."""
         Tape.num_replays += 1
         for func, args, kwargs, out in self.calls:
-            again = func(*args, **kwargs)
-            for then, now in zip(tree_leaves(out), tree_leaves(again), strict=True):
+            again = tensors_of(func(*args, **kwargs))
+            for then, now in zip(out, again, strict=True):
                 if isinstance(then, Tensor) and then.numel() and then.data_ptr() != now.data_ptr():
                     then.copy_(now)
 
