@@ -132,7 +132,7 @@ test-latest: $(VENV_LATEST)/.stamp-$(TODAY) $(VENV)/.stamp-dev  ## on the newest
 	  echo "the newest releases are those of constraints.txt, with which test-cpu runs $(OLDEST_TESTS)"; else \
 	  set -x; $(VENV_LATEST)/bin/python -m pytest $(OLDEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS); fi
 
-versions:  ## run the tests of all three environments, then write into docs/engines.md with which versions they passed
+versions:  ## run the tests of all three environments, then write into docs/tested.md with which versions they passed
 	$(MAKE) test-cpu test-oldest test-latest PYTEST_ARGS=
 	$(BIN)/python .ci/versions.py --passed constraints.txt
 	$(VENV_OLDEST)/bin/python .ci/versions.py --passed constraints-oldest.txt

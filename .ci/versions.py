@@ -1,7 +1,7 @@
 """Says with which versions the Python that runs this runs the tests.
 
     python .ci/versions.py                             one line
-    python .ci/versions.py --passed constraints.txt    into the row of that name in the table of docs/engines.md
+    python .ci/versions.py --passed constraints.txt    into the row of that name in the table of docs/tested.md
     python .ci/versions.py --same-as .venv/bin/python  exit status 0 if the tests of texts would run with the same ones
 
 The table is written by `make versions` alone, once the tests of all its environments have passed. Which row, and what
@@ -19,8 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "engines.md"
-HEADING = "### With which versions"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "tested.md"
+HEADING = "## With which versions"
 # Columns of the table and the package that each is about.
 PACKAGES = {
     "torch": "torch",
@@ -95,7 +95,7 @@ def main() -> None:
     """Prints the versions, and compares or writes them where that is asked for."""
     parser = argparse.ArgumentParser(description="Say with which versions this Python runs.")
     parser.add_argument(
-        "--passed", metavar="ROW", help="write them into this row of the table in docs/engines.md"
+        "--passed", metavar="ROW", help="write them into this row of the table in docs/tested.md"
     )
     parser.add_argument(
         "--same-as",

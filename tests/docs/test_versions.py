@@ -11,7 +11,7 @@ import pytest
 from dflash_hf.generation.tested_versions import NEWEST_TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tested.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def long_question() -> str:
     """About 4,000 tokens, that are a text."""
     tokenizer = real()[1]
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8") + (
-        ROOT / "docs" / "engines.md"
+        ROOT / "docs" / "widths.md"
     ).read_text(encoding="utf-8")
     ids = tokenizer(text * 3)["input_ids"][:3950]
     return "Summarise this text in two sentences.\n\n" + tokenizer.decode(ids)

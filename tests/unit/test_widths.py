@@ -111,7 +111,7 @@ def test_a_table_goes_by_the_rows_of_a_call() -> None:
 
 
 def modelled_gain(rows: int, width: int) -> float:
-    """Tokens per second of captured steps, whole blocks of 16 being 1, by the model in docs/engines.md."""
+    """Tokens per second of captured steps, whole blocks of 16 being 1, by the model in docs/widths.md."""
     whole = 16
     shares = [
         next(p / 1000 for p in range(1000) if expected_tokens([p / 1000] * 15)[whole] >= 6.3)

@@ -4,7 +4,7 @@ Before each step the width is chosen whose expected number of committed tokens p
 of verifies that accepted each proposal and by the seconds that steps of each width take. Width 1 is plain decoding,
 without a draft. Where trees are verified, the chain of all proposals is one more choice: it costs less, and a draft
 that is sure of itself needs no branches. A choice that is never left learns nothing about the others: the second best
-is tried now and then. The rule, and why it keeps text and distribution, is in docs/engines.md.
+is tried now and then. The rule, and why it keeps text and distribution, is in docs/widths.md.
 
 Nothing here touches a tensor or waits for a device: counts come from the report that the host reads of every step,
 times from its clock or, for captured steps, from replays before the first one.
@@ -44,7 +44,7 @@ ENOUGH_DRAFTED = 3
 # Tokens that captured steps verify where nothing else is said: the whole block for so many rows, and for more these
 # tokens of each row, by the rows that there are at most. A GPU reads the weights in the time in which it computes some
 # hundred tokens; for tokens of a verify beyond that, it waits. Modelled for Qwen3-8B on an H100 at an acceptance
-# length of 6.3 (docs/engines.md), not measured yet.
+# length of 6.3 (docs/widths.md), not measured yet.
 WHOLE_BLOCK_ROWS = 8
 CAPTURED_WIDTHS = {16: 10, 32: 8, 64: 6}
 # Among widths: not a tree, but the chain of all proposals; as `num_tree_nodes=0` says it.
