@@ -25,28 +25,24 @@ class Code:
     """
 
     def __init__(self, kinds: Iterable[type]) -> None:
-        self._forwards = [(kind, getattr(kind, "forward", None)) for kind in kinds]
-        names = {getattr(forward, "__module__", None) for _, forward in self._forwards}
-        files = [sys.modules[name] for name in names if name in sys.modules]
+        self._forwards = {kind: getattr(kind, "forward", None) for kind in kinds}
+        # A forward that is inherited, or was replaced, stands in another file than its class.
+        names = {getattr(forward, "__module__", None) for forward in self._forwards.values()}
+        # A module of Python that was deleted from `sys.modules` cannot be looked at.
+        files = [vars(sys.modules[name]) for name in names if name in sys.modules]
         # Nothing else of them is held: a notebook's file has models in it.
-        self._files = [(vars(file), _definitions(vars(file))) for file in files]
+        self._files = [(file, _definitions(file)) for file in files]
 
     def is_same(self) -> bool:
         """Returns True if nothing of it was replaced."""
-        if any(getattr(kind, "forward", None) is not forward for kind, forward in self._forwards):
-            return False
-        return all(
-            file.get(name) is definition
-            for file, definitions in self._files
-            for name, definition in definitions.items()
-        )
-
-    def functions(self) -> tuple[object, ...]:
-        """Returns the forwards, and the functions and classes of the files."""
-        forwards = [forward for _, forward in self._forwards]
-        return *forwards, *(
-            value for _, definitions in self._files for value in definitions.values()
-        )
+        for kind, forward in self._forwards.items():
+            if getattr(kind, "forward", None) is not forward:
+                return False
+        # A forward looks its functions up in its file at each call: one that is replaced there counts as well.
+        for file, definitions in self._files:
+            if any(file.get(name) is not definition for name, definition in definitions.items()):
+                return False
+        return True
 
 
 def _definitions(file: dict[str, Any]) -> dict[str, Any]:

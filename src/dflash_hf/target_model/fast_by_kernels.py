@@ -22,6 +22,7 @@ from dflash_hf.target_model.known_layers import (
     attention_agrees,
     epsilon_of,
     gated_mlp_agrees,
+    head_epsilon,
     head_norms,
     is_attention,
     is_gated_mlp,
@@ -43,6 +44,11 @@ class FollowingNorm(NamedTuple):
     # The module that it is the first part of: the next layer or, behind all layers, the norm itself.
     part_of: weakref.ref[nn.Module]
 
+    @classmethod
+    def of(cls, norm: nn.Module, part_of: nn.Module) -> FollowingNorm:
+        """Describes a norm of a model, which may be freed as before."""
+        return cls(weakref.ref(norm), epsilon_of(norm), weakref.ref(part_of))
+
 
 class NormedAhead(NamedTuple):
     """The norm of a layer's output, computed with the sum that makes the output."""
@@ -52,6 +58,7 @@ class NormedAhead(NamedTuple):
     normed: Tensor
 
 
+# Threads may run different models, or one at the same time.
 class _Ahead(threading.local):
     """What this thread's last layer has normed for the norm behind it."""
 
@@ -78,16 +85,18 @@ def fast_forward_of(
         dtype (`torch.dtype`): Of its weights.
         following (`FollowingNorm`, *optional*): For a layer, the norm that takes its output, if it is known.
     """
+    # The trials run the kernels' definitions on the CPU: whether a kernel agrees with its definition is for its tests.
     if _is_fast_norm(module, dtype):
         return functools.partial(_norm_forward, epsilon_of(module))
     if is_gated_mlp(module) and gated_mlp_agrees(module, _run_gated_mlp_by_reference, dtype):
         return _gated_mlp_forward
     if is_attention(module) and attention_agrees(module, _run_attention_by_reference, dtype):
-        return functools.partial(_attention_forward, list(map(epsilon_of, head_norms(module))))
+        # The epsilons of the trial: a call with others runs the class's forward.
+        epsilons = [epsilon_of(norm) for norm in head_norms(module)]
+        return functools.partial(_attention_forward, epsilons)
     if is_layer(module) and residuals_agree(module, _residuals_by_reference, dtype):
-        return functools.partial(
-            _layer_forward, epsilon_of(module.post_attention_layernorm), following
-        )
+        eps = epsilon_of(module.post_attention_layernorm)
+        return functools.partial(_layer_forward, eps, following)
     return None
 
 
@@ -100,17 +109,16 @@ def following_norms(target: Target, dtype: torch.dtype) -> dict[nn.Module, Follo
         return {}
     found = dict[nn.Module, FollowingNorm]()
     for layer, following in itertools.pairwise(target.layers):
-        if is_layer(following):
-            norm: Any = following.input_layernorm
-            if _is_fast_norm(norm, dtype):
-                found[layer] = FollowingNorm(
-                    weakref.ref(norm), epsilon_of(norm), weakref.ref(following)
-                )
-    last = target.decoder._modules.get("norm")
-    if last is not None and _is_fast_norm(last, dtype):
-        found[target.layers[-1]] = FollowingNorm(
-            weakref.ref(last), epsilon_of(last), weakref.ref(last)
-        )
+        if not is_layer(following):
+            continue
+        norm: Any = following.input_layernorm
+        if _is_fast_norm(norm, dtype):
+            found[layer] = FollowingNorm.of(norm, part_of=following)
+    # Decoders of Transformers call the norm behind their layers so; under another name it is not handed anything.
+    last_norm = target.decoder._modules.get("norm")
+    if last_norm is not None and _is_fast_norm(last_norm, dtype):
+        last_layer = target.layers[-1]
+        found[last_layer] = FollowingNorm.of(last_norm, part_of=last_norm)
     return found
 
 
@@ -121,25 +129,29 @@ def _is_fast_norm(module: Any, dtype: torch.dtype) -> bool:
 def _norm_forward(
     eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if (
-        len(args) != 1
-        or kwargs
-        or not ops.use_kernel(ops.rms_norm, args[0], module.weight)
-        or epsilon_of(module) != eps
-    ):
+    if len(args) != 1 or kwargs:
         return plain(module, *args, **kwargs)
+    states = args[0]
+    # The dtype of the states may be another one than the trial's, under autocast.
+    is_covered = ops.use_kernel(ops.rms_norm, states, module.weight) and epsilon_of(module) == eps
+    if not is_covered:
+        return plain(module, states)
     ahead = _ahead.normed
+    # What was normed ahead is let go in any case: its memory is wanted by the next layer.
     _ahead.normed = None
-    if ahead is not None and ahead.norm is module and ahead.total is args[0]:
+    # The same tensor object, not the same numbers: nothing came between sum and norm.
+    if ahead is not None and ahead.norm is module and ahead.total is states:
         return ahead.normed
-    return ops.rms_norm(args[0], module.weight, eps)
+    return ops.rms_norm(states, module.weight, eps)
 
 
 def _gated_mlp_forward(plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    # The kernel takes the activation's place, so that a hook on it would be passed by.
     if len(args) != 1 or kwargs or not runs_its_class(module.act_fn):
         return plain(module, *args, **kwargs)
-    gate = module.gate_proj(args[0])
-    up = module.up_proj(args[0])
+    states = args[0]
+    gate = module.gate_proj(states)
+    up = module.up_proj(states)
     if ops.use_kernel(ops.silu_mul, gate, up):
         return module.down_proj(ops.silu_mul(gate, up))
     return module.down_proj(module.act_fn(gate) * up)
@@ -153,13 +165,15 @@ def _attention_forward(
     if args or cache is None or states is None:
         return plain(module, *args, **kwargs)
     norms = head_norms(module)
-    if not all(map(runs_its_class, norms)) or [epsilon_of(norm) for norm in norms] != epsilons:
-        return plain(module, *args, **kwargs)
-    taken = [states, *(norm.weight for norm in norms), *kwargs["position_embeddings"]]
-    if not ops.use_kernel(
-        ops.norm_rope_write, *taken, buffers=cache.attention[module.layer_idx].buffers()
-    ):
-        return plain(module, *args, **kwargs)
+    epsilons_now = [epsilon_of(norm) for norm in norms]
+    # The kernel takes the norms' place, so that a hook on one would be passed by.
+    if not all(map(runs_its_class, norms)) or epsilons_now != epsilons:
+        return plain(module, **kwargs)
+    weights = [norm.weight for norm in norms]
+    floats = [states, *weights, *kwargs["position_embeddings"]]
+    buffers = cache.attention[module.layer_idx].buffers()
+    if not ops.use_kernel(ops.norm_rope_write, *floats, buffers=buffers):
+        return plain(module, **kwargs)
     return _run_attention(ops.norm_rope_write, module, states, cache, kwargs)
 
 
@@ -171,22 +185,23 @@ def _layer_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    norm = module.post_attention_layernorm
-    if (
-        len(args) != 1
-        or not runs_its_class(norm)
-        or epsilon_of(norm) != eps
-        or not ops.use_kernel(ops.add_norm, args[0], norm.weight)
-    ):
+    if len(args) != 1:
         return plain(module, *args, **kwargs)
-    hidden, update = _residuals(ops.add_norm, module, args[0], kwargs)
+    states = args[0]
+    norm = module.post_attention_layernorm
+    is_same = runs_its_class(norm) and epsilon_of(norm) == eps
+    if not is_same or not ops.use_kernel(ops.add_norm, states, norm.weight):
+        return plain(module, states, **kwargs)
+    hidden, update = _residuals(ops.add_norm, module, states, kwargs)
     if following is None or not _is_handed_on(module, following):
         return hidden + update
-    behind: Any = following.norm()
-    if not ops.use_kernel(ops.add_norm, hidden, update, behind.weight):
+    # The layer's last sum and the next layer's first norm are one launch, with both in one tensor `[2, B, W, D]`.
+    next_norm: Any = following.norm()
+    if not ops.use_kernel(ops.add_norm, hidden, update, next_norm.weight):
         return hidden + update
-    total, normed = ops.add_norm(hidden, update, behind.weight, following.eps).unbind()
-    _ahead.normed = NormedAhead(behind, total, normed)
+    both = ops.add_norm(hidden, update, next_norm.weight, following.eps)
+    total, normed = both.unbind()
+    _ahead.normed = NormedAhead(next_norm, total, normed)
     return total
 
 
@@ -194,15 +209,14 @@ def _is_handed_on(module: nn.Module, following: FollowingNorm) -> bool:
     """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
     norm = following.norm()
     part_of = following.part_of()
-    if (
-        norm is None
-        or part_of is None
-        or not runs_its_class(norm)
-        or epsilon_of(norm) != following.eps
-    ):
+    # A layer that was replaced may be gone.
+    if norm is None or part_of is None:
         return False
-    hooks = [*module._forward_hooks.values(), *part_of._forward_pre_hooks.values()]
-    return all(map(is_harmless, hooks))
+    if not runs_its_class(norm) or epsilon_of(norm) != following.eps:
+        return False
+    hooks_behind = module._forward_hooks.values()
+    hooks_before_next = part_of._forward_pre_hooks.values()
+    return all(map(is_harmless, [*hooks_behind, *hooks_before_next]))
 
 
 def _run_attention(
@@ -213,24 +227,49 @@ def _run_attention(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Attention over the ragged cache, its queries, keys and values by `norm_rope_write` or its reference."""
+    # Heads are [B, W, H, E], as the cache and the kernel have them.
     shape = (*states.shape[:-1], -1, module.head_dim)
     index = module.layer_idx
-    heads = [
-        project(states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj)
-    ]
-    cos, sin = (part.expand(len(states), -1, -1) for part in kwargs["position_embeddings"])
-    norms = head_norms(module)
-    weights = [norm.weight for norm in norms] or [None, None]
-    eps = epsilon_of(norms[0]) if norms else 0.0
+    # Projections are called as modules: they may be adapters or quantised.
+    query = module.q_proj(states).view(shape)
+    key = module.k_proj(states).view(shape)
+    value = module.v_proj(states).view(shape)
+    # The angles may be one row for all, where the kernel reads one row each.
+    cos, sin = kwargs["position_embeddings"]
+    cos = cos.expand(len(states), -1, -1)
+    sin = sin.expand(len(states), -1, -1)
+    weights = [norm.weight for norm in head_norms(module)]
+    query_weight, key_weight = weights or (None, None)
+    eps = head_epsilon(module)
+    # Layers may be on several devices.
     lengths = cache.block.on(states.device).lengths
-    query = write(*heads, *weights, cos, sin, lengths, *cache.attention[index].buffers(), eps)
+    key_buffer, value_buffer = cache.attention[index].buffers()
+    query = write(
+        query,
+        key,
+        value,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        lengths,
+        key_buffer,
+        value_buffer,
+        eps,
+    )
+    # The kernel has written the block, so that the cache's keys are the context and the block, `[B, G, R, E]`.
+    keys, values = cache.read(index)
+    dropout = 0.0
+    if module.training:
+        dropout = module.attention_dropout
     out, _ = ragged_block(
         module,
         query.transpose(1, 2),
-        *cache.read(index),
+        keys,
+        values,
         kwargs.get("attention_mask"),
         module.scaling,
-        module.attention_dropout if module.training else 0.0,
+        dropout,
         window_of(module),
         ragged=cache,
     )
@@ -244,9 +283,12 @@ def _residuals(
 
     Returns the two whose sum is the layer's output.
     """
-    attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)
+    # Attention, norms and MLP are called as modules, so that hooks on them fire.
+    normed = module.input_layernorm(hidden)
+    attended, _ = module.self_attn(hidden_states=normed, **kwargs)
     norm = module.post_attention_layernorm
-    total, normed = add_norm(hidden, attended, norm.weight, epsilon_of(norm)).unbind()
+    both = add_norm(hidden, attended, norm.weight, epsilon_of(norm))
+    total, normed = both.unbind()
     return total, module.mlp(normed)
 
 
@@ -258,7 +300,9 @@ def _run_norm_by_reference(norm: Any, states: Tensor) -> Tensor:
 
 
 def _run_gated_mlp_by_reference(mlp: Any, states: Tensor) -> Tensor:
-    return mlp.down_proj(ops.silu_mul.reference(mlp.gate_proj(states), mlp.up_proj(states)))
+    gate = mlp.gate_proj(states)
+    up = mlp.up_proj(states)
+    return mlp.down_proj(ops.silu_mul.reference(gate, up))
 
 
 def _run_attention_by_reference(

@@ -27,6 +27,7 @@ from dflash_hf.layer_configs import layer_config
 from dflash_hf.target_model.known_layers import (
     attention_agrees,
     epsilon_of,
+    head_epsilon,
     head_norms,
     is_attention,
     is_gated_mlp,
@@ -61,9 +62,9 @@ class LayerForm(NamedTuple):
     @classmethod
     def of(cls, layer: Any) -> LayerForm:
         """Reads it from a layer."""
-        return cls(
-            [epsilon_of(norm) for norm in _all_norms(layer)], is_gated_mlp(layer._modules["mlp"])
-        )
+        epsilons = [epsilon_of(norm) for norm in _all_norms(layer)]
+        mlp = layer._modules["mlp"]
+        return cls(epsilons, is_gated_mlp(mlp))
 
 
 def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
@@ -74,7 +75,9 @@ def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
     if is_norm(module) and norm_agrees(module, _run_norm, dtype):
         return functools.partial(_norm_forward, epsilon_of(module))
     if is_attention(module) and attention_agrees(module, _run_attention, dtype):
-        return functools.partial(_attention_forward, list(map(epsilon_of, head_norms(module))))
+        # The epsilons of the trial: a call with others runs the class's forward.
+        epsilons = [epsilon_of(norm) for norm in head_norms(module)]
+        return functools.partial(_attention_forward, epsilons)
     return None
 
 
@@ -101,17 +104,21 @@ def prepare(layer: Any, form: LayerForm, config: Any, is_unmodified: bool) -> Fa
     norms = _all_norms(layer)
     weights = [norm._parameters["weight"] for norm in norms]
     dtype = weights[0].dtype
-    if [epsilon_of(norm) for norm in norms] != form.epsilons:
+    # Epsilons, dtypes and devices may have been set since the trial: each run asks again.
+    epsilons = [epsilon_of(norm) for norm in norms]
+    if epsilons != form.epsilons:
         return None
     if not all(weight.is_cpu and weight.dtype == dtype for weight in weights):
         return None
     parts = [layer, attention, *norms]
     if form.is_gated:
         parts += [mlp, mlp._modules["act_fn"]]
+    # Dropout of a model in training is in no fast form.
     if any(part.training for part in parts):
         return None
     if not is_unmodified and not _is_plain_layer(parts, weights):
         return None
+    # Another attention's config may name another implementation than SDPA.
     takes_prompts = attention.__dict__["config"] is config
     return FastLayer.of(layer, form, is_unmodified, takes_prompts)
 
@@ -123,11 +130,11 @@ class FastAttention(NamedTuple):
     key: Projection
     value: Projection
     out: Projection
-    norms: list[Parameters]
-    eps: float
-    size: int
-    scaling: float
-    window: int | None
+    norms: list[Parameters]  # of queries and of keys, or empty
+    eps: float  # of both norms
+    size: int  # numbers in a head
+    scaling: float  # of the scores
+    window: int | None  # tokens that a query sees, `None` for all
 
     @classmethod
     def of(cls, module: Any, eps: float, is_unmodified: bool) -> FastAttention:
@@ -147,18 +154,23 @@ class FastAttention(NamedTuple):
 
     def run(self, module: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
         """Attends over a cache; heads stay where the projections put them, nothing is transposed for RoPE."""
+        # Heads are [B, W, H, E] here, where Transformers' modules have [B, H, W, E].
         shape = (*states.shape[:-1], -1, self.size)
         query = _project(states, self.query).view(shape)
         key = _project(states, self.key).view(shape)
         value = _project(states, self.value).view(shape)
         if self.norms:
-            query = rms_norm(query, self.norms[0]["weight"], self.eps)
-            key = rms_norm(key, self.norms[1]["weight"], self.eps)
+            query_norm, key_norm = self.norms
+            query = rms_norm(query, query_norm["weight"], self.eps)
+            key = rms_norm(key, key_norm["weight"], self.eps)
+        # Angles are [B, W, 1, E], to broadcast over heads that stand behind the tokens.
         cos, sin = kwargs["position_embeddings"]
         cos = cos.unsqueeze(2)
         sin = sin.unsqueeze(2)
-        query = ops.norm_and_rotate(query, None, cos, sin, self.eps).transpose(1, 2)
+        query = ops.norm_and_rotate(query, None, cos, sin, self.eps)
         key = ops.norm_and_rotate(key, None, cos, sin, self.eps)
+        # Keys and values stay as they are: the ragged cache keeps them token by token.
+        query = query.transpose(1, 2)
         if isinstance(cache, RaggedCache):
             heads = self._over_ragged(module, query, key, value, cache)
         else:
@@ -172,7 +184,8 @@ class FastAttention(NamedTuple):
         keys, values = cache.extend(module.layer_idx, key, value)
         block, kind = mask_of_layer(cache, keys, self.window)
         # A tensor, because no kernel is asked for on a CPU; its rows are not repeated there.
-        mask = block.mask(keys.shape[2], kind, 1, query.dtype)
+        num_keys = keys.shape[2]
+        mask = block.mask(num_keys, kind, 1, query.dtype)
         return attend(query, keys, values, mask, self.scaling)
 
     def _over_prompt(
@@ -185,9 +198,14 @@ class FastAttention(NamedTuple):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Attention as Transformers' own, with the mask that the decoder made."""
-        keys, values = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
+        # Transformers' cache keeps [B, G, S, E].
+        key = key.transpose(1, 2)
+        value = value.transpose(1, 2)
+        keys, values = cache.update(key, value, module.layer_idx)
         mask = kwargs.get("attention_mask")
-        return sdpa_attention_forward(module, query, keys, values, mask, scaling=self.scaling)[0]
+        # The module goes along: from it the function reads whether and how often heads are repeated.
+        heads, _ = sdpa_attention_forward(module, query, keys, values, mask, scaling=self.scaling)
+        return heads
 
 
 class FastLayer(NamedTuple):
@@ -216,12 +234,14 @@ class FastLayer(NamedTuple):
             mlp = functools.partial(_run_gated_mlp, gate, up, down)
         first, second = layer_norms(layer)
         # The last one is of the attention's norms or, without any, not used.
-        attention = FastAttention.of(parts["self_attn"], form.epsilons[-1], is_unmodified)
+        first_eps, second_eps, *_ = form.epsilons
+        head_eps = form.epsilons[-1]
+        attention = FastAttention.of(parts["self_attn"], head_eps, is_unmodified)
         return cls(
             first._parameters,
-            form.epsilons[0],
+            first_eps,
             second._parameters,
-            form.epsilons[1],
+            second_eps,
             attention,
             mlp,
             takes_prompts,
@@ -232,24 +252,26 @@ class FastLayer(NamedTuple):
         attention = module._modules["self_attn"]
         cache: Cache | None = None
         if KEYWORD in kwargs:
+            # A verify's mask follows from its cache; with another one the class says what is wrong.
             if kwargs.get("attention_mask") is None:
                 cache = cache_of_verify(attention, kwargs)
         elif self.takes_prompts:
             cache = cache_of_prefill(attention, kwargs)
-        if (
-            cache is None
-            or len(args) != 1
-            or args[0].dtype != self.first["weight"].dtype
-            or not args[0].is_cpu
-        ):
+        if cache is None or len(args) != 1:
             return None
-        return self.run(attention, args[0], cache, kwargs)
+        states = args[0]
+        # Autocast, or a layer that was moved, was not tried.
+        was_tried = states.is_cpu and states.dtype == self.first["weight"].dtype
+        if not was_tried:
+            return None
+        return self.run(attention, states, cache, kwargs)
 
     def run(self, attention: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
         """Returns the states `[B, W, D]` behind the layer, whose attention is given."""
         normed = rms_norm(states, self.first["weight"], self.first_eps)
         states = states + self.attention.run(attention, normed, cache, kwargs)
-        return states + self.mlp(rms_norm(states, self.second["weight"], self.second_eps))
+        normed = rms_norm(states, self.second["weight"], self.second_eps)
+        return states + self.mlp(normed)
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -261,25 +283,29 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def by_sdpa(config: Any) -> bool:
     """Returns True if the attention of a config's model is Transformers' own SDPA."""
-    return (
-        config._attn_implementation == "sdpa"
-        and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
-    )
+    # A user may register another function under the name.
+    is_registered = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    return config._attn_implementation == "sdpa" and is_registered
 
 
 def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
     """Returns the ragged cache of a verify whose keywords are those that fast forms read, else `None`."""
     cache = kwargs.get(KEYWORD)
+    # The model must have handed down our cache itself: some wrap the one that they are given.
     if not isinstance(cache, RaggedCache) or cache is not kwargs.get(CACHE_NAME):
         return None
-    return cache if _rotates_all(attention, kwargs) else None
+    if not _rotates_all(attention, kwargs):
+        return None
+    return cache
 
 
 def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | None:
     """Returns the cache of a prefill by Transformers' own attention, else `None`."""
     cache = kwargs.get(CACHE_NAME)
     is_usual = type(cache) is DynamicCache and kwargs.keys() <= PREFILL
-    return cache if is_usual and _rotates_all(attention, kwargs) else None
+    if not is_usual or not _rotates_all(attention, kwargs):
+        return None
+    return cache
 
 
 def window_of(attention: Any) -> int | None:
@@ -287,21 +313,30 @@ def window_of(attention: Any) -> int | None:
     own = vars(attention)
     if "sliding_window" in own:
         return own["sliding_window"]
-    return getattr(layer_config(own["config"], own["layer_idx"]), "sliding_window", None)
+    config_of_layer = layer_config(own["config"], own["layer_idx"])
+    return getattr(config_of_layer, "sliding_window", None)
 
 
 def _rotates_all(attention: Any, kwargs: dict[str, Any]) -> bool:
     """Returns False for heads that are rotated in part: there are fewer angles."""
     angles = kwargs.get("position_embeddings")
-    return angles is not None and angles[0].shape[-1] == attention.head_dim
+    if angles is None:
+        return False
+    cos, _ = angles
+    return cos.shape[-1] == attention.head_dim
 
 
 def _norm_forward(
     eps: float, plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if len(args) != 1 or kwargs or not _is_alike(args[0], module) or epsilon_of(module) != eps:
+    if len(args) != 1 or kwargs:
         return plain(module, *args, **kwargs)
-    return _run_norm(module, args[0])
+    states = args[0]
+    # The trial was with this epsilon, on a CPU, in the weight's dtype.
+    was_tried = _is_alike(states, module) and epsilon_of(module) == eps
+    if not was_tried:
+        return plain(module, states)
+    return _run_norm(module, states)
 
 
 def _attention_forward(
@@ -309,19 +344,19 @@ def _attention_forward(
 ) -> Any:
     cache = cache_of_verify(module, kwargs)
     states = kwargs.get("hidden_states")
-    if (
-        args
-        or cache is None
-        or states is None
-        or kwargs.get("attention_mask") is not None
-        or module.training
-    ):
+    # A layer of the table calls its attention with keywords alone; anything else is a call of the user's.
+    if args or cache is None or states is None:
         return plain(module, *args, **kwargs)
+    has_mask = kwargs.get("attention_mask") is not None
+    if has_mask or module.training:
+        return plain(module, **kwargs)
     norms = head_norms(module)
+    # The fast form calls no norm, so that a hook on one would be passed by.
     if not all(runs_its_class(norm) and _is_alike(states, norm) for norm in norms):
-        return plain(module, *args, **kwargs)
-    if [epsilon_of(norm) for norm in norms] != epsilons:
-        return plain(module, *args, **kwargs)
+        return plain(module, **kwargs)
+    epsilons_now = [epsilon_of(norm) for norm in norms]
+    if epsilons_now != epsilons:
+        return plain(module, **kwargs)
     return _run_attention(module, states, cache, kwargs)
 
 
@@ -332,31 +367,36 @@ def _run_norm(norm: Any, states: Tensor) -> Tensor:
 def _run_attention(
     attention: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    norms = head_norms(attention)
-    eps = epsilon_of(norms[0]) if norms else 0.0
-    return FastAttention.of(attention, eps, is_unmodified=False).run(
-        attention, states, cache, kwargs
-    ), None
+    """Runs an attention in the form of its class: the output, and no attention weights."""
+    eps = head_epsilon(attention)
+    fast = FastAttention.of(attention, eps, is_unmodified=False)
+    return fast.run(attention, states, cache, kwargs), None
 
 
 def _run_layer(layer: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:
     """Runs a layer as one function, for its trial."""
-    fast = FastLayer.of(layer, LayerForm.of(layer), is_unmodified=False, takes_prompts=True)
-    return fast.run(layer._modules["self_attn"], states, cache, kwargs)
+    form = LayerForm.of(layer)
+    fast = FastLayer.of(layer, form, is_unmodified=False, takes_prompts=True)
+    attention = layer._modules["self_attn"]
+    return fast.run(attention, states, cache, kwargs)
 
 
 def _run_gated_mlp(gate: Projection, up: Projection, down: Projection, states: Tensor) -> Tensor:
     """`down(silu(gate(x)) * up(x))`."""
-    return _project(nn.functional.silu(_project(states, gate)) * _project(states, up), down)
+    gated = nn.functional.silu(_project(states, gate))
+    return _project(gated * _project(states, up), down)
 
 
 def _projection(linear: Any, is_unmodified: bool) -> Projection:
     """Returns the parameters of torch's own projection, which is not worth a call of a module; else the module."""
+    # Adapters and quantised weights are classes of their own.
     if type(linear) is not nn.Linear or linear._parameters.keys() != _LINEAR:
         return linear
     if is_unmodified:
         return linear._parameters
-    is_torchs = nn.Linear.forward.__globals__["__name__"] == nn.Linear.__module__
+    # Some libraries put a forward of their own on the class, for all models.
+    defined_in = nn.Linear.forward.__globals__["__name__"]
+    is_torchs = defined_in == nn.Linear.__module__
     if is_torchs and runs_its_class(linear):
         return linear._parameters
     return linear
@@ -375,10 +415,13 @@ def _all_norms(layer: Any) -> list[Any]:
 
 def _is_plain_layer(parts: list[Any], weights: list[Any]) -> bool:
     """Returns True if the weights of a layer's norms are plain, and hooks only record; the layer is the first part."""
-    layer = parts[0]
-    if layer._forward_pre_hooks or not all(map(is_recorder, layer._forward_hooks.values())):
+    layer, *inside = parts
+    # A hook of the user's may change the layer's parts after they have been looked up here.
+    hooks_behind = layer._forward_hooks.values()
+    if layer._forward_pre_hooks or not all(map(is_recorder, hooks_behind)):
         return False
-    return {*map(type, weights)} == {nn.Parameter} and all(map(runs_its_class, parts[1:]))
+    has_plain_weights = {*map(type, weights)} == {nn.Parameter}
+    return has_plain_weights and all(map(runs_its_class, inside))
 
 
 def _is_alike(states: Tensor, norm: Any) -> bool:

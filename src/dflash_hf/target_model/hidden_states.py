@@ -53,8 +53,12 @@ class Taps:
     @contextmanager
     def open(self) -> Generator[Taps]:
         """Records in this thread until it is left."""
-        with hooked(*[self._hook(layer_id) for layer_id in sorted(set(self.layer_ids))]):
+        # A layer that is tapped twice has one hook; its states are concatenated twice.
+        tapped = sorted(set(self.layer_ids))
+        hooks = [self._hook(layer_id) for layer_id in tapped]
+        with hooked(*hooks):
             yield self
+        # States of a forward that nobody took would hold its memory.
         self._states = {}
 
     def take(self) -> Tensor:
@@ -68,9 +72,10 @@ class Taps:
                 f"expected outputs of target layers {self.layer_ids}, got none from {missing}; a compiled target runs "
                 "no hooks that are added later, use the model as it was before torch.compile"
             )
+        states = [self._states[layer_id] for layer_id in self.layer_ids]
         # Layers may be on several devices.
-        device = self._states[self.layer_ids[0]].device
-        joined = torch.cat([self._states[i].to(device) for i in self.layer_ids], dim=-1)
+        device = states[0].device
+        joined = torch.cat([of_layer.to(device) for of_layer in states], dim=-1)
         self._states = {}
         return joined
 
@@ -83,23 +88,30 @@ class Taps:
         options = {"with_kwargs": True}
 
         def record_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._counts(kwargs):
-                self._record(layer_id, args[0] if args else kwargs["hidden_states"])
+            if not self._counts(kwargs):
+                return
+            # Some decoders pass the states by keyword.
+            states = args[0] if args else kwargs["hidden_states"]
+            self._record(layer_id, states)
 
         def record_output(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
-            if self._counts(kwargs):
-                # Older layers return a tuple.
-                self._record(layer_id, output[0] if isinstance(output, tuple) else output)
+            if not self._counts(kwargs):
+                return
+            # Older layers return a tuple.
+            states = output[0] if isinstance(output, tuple) else output
+            self._record(layer_id, states)
 
         if is_input_of_next:
-            return Hook(self.layers[layer_id + 1], record_input, before=True, options=options)
+            next_layer = self.layers[layer_id + 1]
+            return Hook(next_layer, record_input, before=True, options=options)
         return Hook(self.layers[layer_id], record_output, options=options)
 
     def _record(self, layer_id: int, states: Tensor) -> None:
         """Keeps the states of a tap, and hands all of them on behind the last one."""
         self._states[layer_id] = states
         # The first layer's input comes before the output of any.
-        if layer_id == max(self.layer_ids) and self.sink is not None:
+        is_last_tap = layer_id == max(self.layer_ids)
+        if is_last_tap and self.sink is not None:
             self.sink(self.take())

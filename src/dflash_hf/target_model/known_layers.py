@@ -113,39 +113,50 @@ _ERRORS = (
 )
 # Gives random numbers of a shape, on the CPU and in the dtype of a trial.
 Draw = Callable[..., Tensor]
+# Draws a block and returns what the class and the fast form make of it.
+Compare = Callable[[Draw], tuple[Any, Any]]
 # Runs a layer, or its attention, on states, a cache and the keywords that it is called with.
 Run = Callable[[Tensor, Any, dict[str, Any]], Any]
 
 
 def is_norm(module: Any) -> bool:
     """Returns True for an RMS norm of the table, with a plain weight."""
-    if not _is_listed(module, NORMS) or module._modules or list(module._parameters) != ["weight"]:
+    if not _is_listed(module, NORMS):
+        return False
+    # A bias or a part, as some models add to a norm, is not in the fast form.
+    has_weight_alone = list(module._parameters) == ["weight"] and not module._modules
+    if not has_weight_alone:
         return False
     weight = module._parameters["weight"]
-    return (
-        weight is not None
-        and _is_plain(weight)
-        and weight.dim() == 1
-        and type(epsilon_of(module)) is float
-    )
+    if weight is None or not _is_plain(weight):
+        return False
+    # An epsilon that is a tensor could change between the trial and a verify.
+    has_fixed_epsilon = type(epsilon_of(module)) is float
+    return weight.dim() == 1 and has_fixed_epsilon
 
 
 def is_gated_mlp(module: Any) -> bool:
     """Returns True for a gated MLP of the table whose activation is SiLU."""
     if not _is_listed(module, GATED_MLPS) or module._modules.keys() != _GATED_PARTS:
         return False
+    # The class alone does not tell: a config may name another activation.
     activation = module._modules["act_fn"]
-    return type(activation).__name__ in _SILUS and is_published(activation)
+    is_silu = type(activation).__name__ in _SILUS
+    return is_silu and is_published(activation)
 
 
 def is_attention(module: Any) -> bool:
     """Returns True for an attention of the table, whose norms of queries and keys, if any, have one epsilon."""
     if not _is_listed(module, ATTENTIONS):
         return False
-    if module._modules.keys() not in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS):
+    # An adapter or a sink is one more part, and such an attention runs as it is.
+    parts = module._modules.keys()
+    if parts not in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS):
         return False
     norms = head_norms(module)
-    return all(map(is_norm, norms)) and len(set(map(epsilon_of, norms))) <= 1
+    # One epsilon goes to the kernel, for queries and keys alike.
+    epsilons = set(map(epsilon_of, norms))
+    return all(map(is_norm, norms)) and len(epsilons) <= 1
 
 
 def is_layer(module: Any) -> bool:
@@ -164,23 +175,38 @@ def layer_norms(layer: Any) -> list[Any]:
 def head_norms(attention: Any) -> list[Any]:
     """Returns the norms of queries and keys, of an attention that has them."""
     parts = attention._modules
-    return [parts["q_norm"], parts["k_norm"]] if "q_norm" in parts else []
+    if "q_norm" not in parts:
+        return []
+    return [parts["q_norm"], parts["k_norm"]]
 
 
 def epsilon_of(norm: Any) -> Any:
     """Returns what a norm's epsilon is set to; `None` where it has none."""
+    # The instance's own dictionary is read: `getattr` of a module searches three more, in every layer of a step.
     settings = norm.__dict__
-    return settings["variance_epsilon"] if "variance_epsilon" in settings else settings.get("eps")
+    if "variance_epsilon" in settings:
+        return settings["variance_epsilon"]
+    return settings.get("eps")
+
+
+def head_epsilon(attention: Any) -> float:
+    """Returns the epsilon of an attention's norms of queries and keys; 0 where it has none, and nothing reads it."""
+    norms = head_norms(attention)
+    if not norms:
+        return 0.0
+    return epsilon_of(norms[0])
 
 
 def norm_agrees(norm: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bool:
     """Returns True if `fast(norm, states)` is what the class of a norm computes."""
+    # The norm keeps its size: the order in which a sum is rounded depends on it.
     size = len(norm.weight)
+    plain = type(norm).forward
 
     def compare(draw: Draw) -> tuple[Any, Any]:
         small = _small_copy(norm, draw(size))
         states = draw(2, 3, size)
-        return type(norm).forward(small, states), fast(small, states)
+        return plain(small, states), fast(small, states)
 
     return _agrees(fast, [norm], dtype, compare)
 
@@ -188,26 +214,33 @@ def norm_agrees(norm: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bool
 def gated_mlp_agrees(mlp: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bool:
     """Returns True if `fast(mlp, states)` is what the class of a gated MLP computes."""
 
+    plain = type(mlp).forward
+    parts = [mlp, mlp._modules["act_fn"]]
+
     def compare(draw: Draw) -> tuple[Any, Any]:
         small = _small_gated_mlp(mlp, _HIDDEN, draw)
         states = draw(2, 3, _HIDDEN)
-        return type(mlp).forward(small, states), fast(small, states)
+        return plain(small, states), fast(small, states)
 
-    return _agrees(fast, [mlp, mlp._modules["act_fn"]], dtype, compare)
+    return _agrees(fast, parts, dtype, compare)
 
 
 def attention_agrees(attention: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bool:
     """Returns True if `fast(attention, states, cache, kwargs)` is what the class computes over a ragged cache."""
 
+    parts = [attention, *head_norms(attention)]
+
     def compare(draw: Draw) -> tuple[Any, Any]:
         small = _small_attention(attention, _HIDDEN, draw)
 
+        # The class finds its cache among the keywords; the fast form is handed it beside them.
         def plain(states: Tensor, cache: Any, kwargs: dict[str, Any]) -> Any:
             return type(attention).forward(small, hidden_states=states, **kwargs)
 
-        return _over_ragged(small, _HIDDEN, draw, plain, functools.partial(fast, small))
+        fast_of_small = functools.partial(fast, small)
+        return _over_ragged(small, _HIDDEN, draw, plain, fast_of_small)
 
-    return _agrees(fast, [attention, *head_norms(attention)], dtype, compare)
+    return _agrees(fast, parts, dtype, compare)
 
 
 def layer_agrees(layer: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bool:
@@ -225,14 +258,16 @@ def layer_agrees(layer: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bo
         small = _small_layer(layer, draw)
         small_attention = small._modules["self_attn"]
 
+        # Layers are called with their states in front, attentions with keywords alone.
         def plain(states: Tensor, cache: Any, kwargs: dict[str, Any]) -> Any:
             return type(layer).forward(small, states, **kwargs)
 
         hidden = len(layer.input_layernorm.weight)
-        runs = (plain, functools.partial(fast, small))
-        verifies = _over_ragged(small_attention, hidden, draw, *runs)
-        prompts = _over_prompts(small_attention, hidden, draw, *runs)
-        return (verifies[0], prompts[0]), (verifies[1], prompts[1])
+        fast_of_small = functools.partial(fast, small)
+        runs = (plain, fast_of_small)
+        plain_verify, fast_verify = _over_ragged(small_attention, hidden, draw, *runs)
+        plain_prompt, fast_prompt = _over_prompts(small_attention, hidden, draw, *runs)
+        return (plain_verify, plain_prompt), (fast_verify, fast_prompt)
 
     return _agrees(fast, parts, dtype, compare)
 
@@ -247,14 +282,11 @@ def residuals_agree(layer: Any, fast: Callable[..., Any], dtype: torch.dtype) ->
         given = list[dict[str, Any]]()
 
         def attend(**kwargs: Any) -> tuple[Tensor, None]:
-            given.append(
-                {
-                    name: value
-                    for name, value in kwargs.items()
-                    if value is not None and value is not False
-                }
-            )
-            return 3 * given[-1].pop("hidden_states").flip(-1), None
+            states = kwargs.pop("hidden_states")
+            # A class may spell out what is off; the fast form passes on what the layer was given.
+            set_ones = {name: value for name, value in kwargs.items() if _is_set(value)}
+            given.append(set_ones)
+            return 3 * states.flip(-1), None
 
         first, second = layer_norms(layer)
         small = _small_copy(
@@ -265,6 +297,7 @@ def residuals_agree(layer: Any, fast: Callable[..., Any], dtype: torch.dtype) ->
             mlp=_stand_in_for_mlp,
         )
         states = draw(2, 3, _HIDDEN)
+        # Numbers in place of the real things: what arrives at attention and MLP is compared, not computed with.
         kwargs: dict[str, Any] = {
             "attention_mask": None,
             "position_embeddings": 1,
@@ -272,10 +305,16 @@ def residuals_agree(layer: Any, fast: Callable[..., Any], dtype: torch.dtype) ->
         }
         kwargs |= {CACHE_NAME: 3, "use_cache": 4, KEYWORD: 5}
         plain = type(layer).forward(small, states, **kwargs)
+        # The sum of the two is left to the caller, which may take it together with the next norm.
         total, update = fast(small, states, kwargs)
-        return (plain, given[0]), (total + update, given[1])
+        given_by_class, given_by_fast = given
+        return (plain, given_by_class), (total + update, given_by_fast)
 
     return _agrees(fast, [layer, *layer_norms(layer)], dtype, compare)
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False
 
 
 class _Outcome(NamedTuple):
@@ -288,31 +327,34 @@ class _Outcome(NamedTuple):
 _outcomes: dict[tuple[object, ...], _Outcome] = {}
 
 
-def _agrees(
-    fast: object, parts: list[Any], dtype: torch.dtype, compare: Callable[[Draw], tuple[Any, Any]]
-) -> bool:
+def _agrees(fast: object, parts: list[Any], dtype: torch.dtype, compare: Compare) -> bool:
     """Returns True if both results of `compare` are the same bit for bit in every dtype.
 
     Remembered by the fast form, the dtype, and the classes and settings of the modules.
     """
     kinds = [type(part) for part in parts]
-    key = (fast, dtype, *kinds, *map(_settings_of, parts))
+    settings = map(_settings_of, parts)
+    key = (fast, dtype, *kinds, *settings)
     outcome = _outcomes.get(key)
     if outcome is None or not outcome.code.is_same():
         code = Code(kinds)  # before the trial: what is replaced meanwhile is noticed
-        agrees = all(_try(kinds[0], dtype, compare) for dtype in dict.fromkeys((*_DTYPES, dtype)))
+        # All dtypes are tried: in float32 alone a form that rounds at another place would agree.
+        dtypes = dict.fromkeys((*_DTYPES, dtype))
+        agrees = all(_try(kinds[0], dtype, compare) for dtype in dtypes)
         outcome = _Outcome(code, agrees)
         _outcomes[key] = outcome
     return outcome.agrees
 
 
-def _try(kind: type, dtype: torch.dtype, compare: Callable[[Draw], tuple[Any, Any]]) -> bool:
+def _try(kind: type, dtype: torch.dtype, compare: Compare) -> bool:
     """Returns True if both results are the same in one dtype."""
     # A verify may run under modes that forbid reads, or that compute nothing.
     with _disable_current_modes(), torch.no_grad():
+        # A generator of its own leaves the user's random numbers alone, and every trial draws the same.
         generator = torch.Generator("cpu").manual_seed(0)
+        draw = functools.partial(_random, generator, dtype)
         try:
-            plain, fast = compare(functools.partial(_random, generator, dtype))
+            plain, fast = compare(draw)
             if _is_same(plain, fast):
                 return True
             logger.debug(
@@ -328,11 +370,10 @@ def _try(kind: type, dtype: torch.dtype, compare: Callable[[Draw], tuple[Any, An
 def _is_listed(module: Any, names: frozenset[str]) -> bool:
     """Returns True if a module's class is in a table, and its forward is the library's."""
     kind = type(module)
-    return (
-        kind.__name__ in names
-        and kind.__module__.startswith("transformers.models.")
-        and is_published(module)
-    )
+    # A class of the user's may have the same name.
+    is_library_class = kind.__module__.startswith("transformers.models.")
+    is_in_table = kind.__name__ in names and is_library_class
+    return is_in_table and is_published(module)
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -342,24 +383,31 @@ def _is_plain(weight: Tensor) -> bool:
 
 def _settings_of(module: Any) -> tuple[object, ...]:
     """Returns what a module's forward may read: the sizes of its weights, its settings and those of its config."""
-    sizes = [weight.shape for weight in module._parameters.values() if weight is not None]
+    weights = module._parameters.values()
+    sizes = [weight.shape for weight in weights if weight is not None]
     plain = (bool, int, float, str, type(None))
     own = vars(module)
-    config = vars(own["config"]) if "config" in own else {}
+    config = dict[str, Any]()
+    if "config" in own:
+        config = vars(own["config"])
     found = list[tuple[str, object]]()
     for settings in (own, config):
+        # Layers of one model differ in their number alone: one trial serves them all.
         found += sorted(
-            (name, value) for name, value in settings.items() if isinstance(value, plain)
+            (name, value)
+            for name, value in settings.items()
+            if isinstance(value, plain) and name not in ("layer_idx", "training")
         )
-    return *sizes, *(setting for setting in found if setting[0] not in ("layer_idx", "training"))
+    return *sizes, *found
 
 
 def _small_copy(module: Any, weight: Tensor | None = None, **parts: Any) -> Any:
     """Returns a copy of a module with another weight and other parts, without hooks; it shares nothing written."""
+    # A shallow copy keeps the class and the settings; the four dictionaries below would be the module's own.
     small = copy.copy(module)
-    small._parameters = (
-        {} if weight is None else {"weight": nn.Parameter(weight, requires_grad=False)}
-    )
+    small._parameters = {}
+    if weight is not None:
+        small._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     small._modules = {**module._modules, **parts}
     small._forward_hooks = {}
     small._forward_pre_hooks = {}
@@ -382,24 +430,30 @@ def _small_gated_mlp(mlp: Any, hidden: int, draw: Draw) -> Any:
 def _small_attention(attention: Any, hidden: int, draw: Draw) -> Any:
     """Returns a copy of an attention with random weights, few heads and a short window, if it has one."""
     size = attention.head_dim
-    norms = {
-        name: attention._modules[name]
-        for name in ("q_norm", "k_norm")
-        if name in attention._modules
-    }
+    query_size = _HEADS * size
+    key_size = _GROUPS * size
+    norms = dict[str, Any]()
+    for name in ("q_norm", "k_norm"):
+        if name in attention._modules:
+            norm = attention._modules[name]
+            norms[name] = _small_copy(norm, draw(len(norm.weight)))
+    # Some models clip what is large: values of 64 times the size show whether this one does.
+    large_values = 64 * draw(key_size, hidden)
     small = _small_copy(
         attention,
-        q_proj=_projection(draw(_HEADS * size, hidden)),
-        k_proj=_projection(draw(_GROUPS * size, hidden)),
-        v_proj=_projection(64 * draw(_GROUPS * size, hidden)),  # some models clip what is large
-        o_proj=_projection(draw(hidden, _HEADS * size)),
-        **{name: _small_copy(norm, draw(len(norm.weight))) for name, norm in norms.items()},
+        q_proj=_projection(draw(query_size, hidden)),
+        k_proj=_projection(draw(key_size, hidden)),
+        v_proj=_projection(large_values),
+        o_proj=_projection(draw(hidden, query_size)),
+        **norms,
     )
+    # A copy of the config is changed below, by the runs of the trial too.
     small.config = copy.copy(attention.config)
     small.layer_idx = 0
     small.num_key_value_groups = _HEADS // _GROUPS
     for settings in (small, small.config):
         if getattr(settings, "sliding_window", None) is not None:
+            # A window of 3 hides keys already in rows of 7 tokens.
             settings.sliding_window = 3
     return small
 
@@ -412,6 +466,7 @@ def _small_layer(layer: Any, draw: Draw) -> Any:
     if is_gated_mlp(mlp):
         small_mlp = _small_gated_mlp(mlp, hidden, draw)
     else:
+        # Experts are large and called as a module by both: their numbers tell nothing.
         small_mlp = _small_copy(mlp)
         small_mlp.forward = _stand_in_for_mlp
     return _small_copy(
@@ -430,7 +485,9 @@ def _stand_in_for_mlp(states: Tensor) -> Tensor:
 
 def _projection(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns a projection by random numbers, scaled so that its outputs are as large as its inputs."""
-    return functools.partial(nn.functional.linear, weight=weight / weight.shape[1] ** 0.5)
+    num_inputs = weight.shape[1]
+    scaled = weight / num_inputs**0.5
+    return functools.partial(nn.functional.linear, weight=scaled)
 
 
 def _over_ragged(attention: Any, hidden: int, draw: Draw, *runs: Run) -> tuple[Any, Any]:
@@ -439,20 +496,32 @@ def _over_ragged(attention: Any, hidden: int, draw: Draw, *runs: Run) -> tuple[A
     Returns what each returns, with its cache's keys and values behind that.
     """
     size = attention.head_dim
+    # The copy's own config, which the class reads its attention from; the target's stays.
     attention.config._attn_implementation_internal = RAGGED_BLOCK
     device = torch.device("cpu")
     states = draw(2, _WIDTH, hidden)
-    angles = (draw(2, _WIDTH, size), draw(2, _WIDTH, size))
+    cos = draw(2, _WIDTH, size)
+    sin = draw(2, _WIDTH, size)
+    # Rows of different lengths: a form that takes one length for all is found out.
     lengths = torch.tensor([3, 7], device=device)
+    positions = lengths[:, None] + torch.arange(_WIDTH, device=device)
+    shape = LayerShape(_GROUPS, size, size, None, states.dtype, states.dtype, device)
     found = list[Any]()
     for run in runs:
-        shape = LayerShape(_GROUPS, size, size, None, states.dtype, states.dtype, device)
         cache = RaggedCache([shape], batch=2, max_length=12, block=_WIDTH)
-        cache.begin(RaggedBlock(lengths[:, None] + torch.arange(_WIDTH, device=device)))
-        kwargs: dict[str, Any] = {"attention_mask": None, CACHE_NAME: cache, KEYWORD: cache}
-        out = run(states, cache, kwargs | {"position_embeddings": angles, "use_cache": True})
+        cache.begin(RaggedBlock(positions))
+        kwargs: dict[str, Any] = {
+            "attention_mask": None,
+            "position_embeddings": (cos, sin),
+            "use_cache": True,
+            CACHE_NAME: cache,
+            KEYWORD: cache,
+        }
+        out = run(states, cache, kwargs)
         cache.check_passed()
-        found.append((out, *cache.attention[0].buffers()))
+        # A block that was written elsewhere would be seen by a later step, not by this output.
+        keys, values = cache.attention[0].buffers()
+        found.append((out, keys, values))
     return found[0], found[1]
 
 
@@ -460,18 +529,23 @@ def _over_prompts(attention: Any, hidden: int, draw: Draw, *runs: Run) -> tuple[
     """As [`_over_ragged`], over Transformers' own cache by its SDPA: a prompt without a mask, then more with one."""
     size = attention.head_dim
     attention.config._attn_implementation_internal = "sdpa"
-    seen = torch.ones(2, 1, _WIDTH, 2 * _WIDTH, dtype=torch.bool, device="cpu").tril(_WIDTH)
+    # The second chunk is causal over both, and the first row's first token is padding.
+    everything = torch.ones(2, 1, _WIDTH, 2 * _WIDTH, dtype=torch.bool, device="cpu")
+    seen = everything.tril(_WIDTH)
     seen[0, :, :, 0] = False
     chunks = list[tuple[Tensor, dict[str, Any]]]()
     for mask in (None, seen):
         states = draw(2, _WIDTH, hidden)
-        angles = (draw(2, _WIDTH, size), draw(2, _WIDTH, size))
-        chunks.append((states, {"attention_mask": mask, "position_embeddings": angles}))
+        cos = draw(2, _WIDTH, size)
+        sin = draw(2, _WIDTH, size)
+        of_chunk = {"attention_mask": mask, "position_embeddings": (cos, sin)}
+        chunks.append((states, of_chunk))
     found = list[Any]()
     for run in runs:
         cache: Cache = DynamicCache()
-        fixed = {CACHE_NAME: cache, "position_ids": None, "use_cache": True}
-        outs = [run(states, cache, kwargs | fixed) for states, kwargs in chunks]
+        of_call = {CACHE_NAME: cache, "position_ids": None, "use_cache": True}
+        outs = [run(states, cache, of_chunk | of_call) for states, of_chunk in chunks]
+        # A key that was cached wrongly would be seen by the third chunk alone.
         layer: Any = cache.layers[0]
         found.append((*outs, layer.keys, layer.values))
     return found[0], found[1]
@@ -480,11 +554,16 @@ def _over_prompts(attention: Any, hidden: int, draw: Draw, *runs: Run) -> tuple[
 def _is_same(first: Any, second: Any) -> bool:
     """Returns True for the same tensors bit for bit, also in tuples."""
     if isinstance(first, tuple) and isinstance(second, tuple):
-        return len(first) == len(second) and all(map(_is_same, first, second))
+        if len(first) != len(second):
+            return False
+        return all(map(_is_same, first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
+        # The dtype is asked for too: `torch.equal` takes bfloat16 and float32 for the same numbers.
         return first.dtype == second.dtype and torch.equal(first, second)
     return type(first) is type(second) and bool(first == second)
 
 
 def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+    # Numbers are drawn in float32 and rounded, so that all dtypes are tried with the same ones.
+    numbers = torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+    return numbers.to(dtype)

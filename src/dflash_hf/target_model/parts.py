@@ -50,6 +50,7 @@ class Target:
             indices_BW (`torch.Tensor` of shape `[B, W]`, int64): Index of each token in its row.
             delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position minus index.
         """
+        # Under M-RoPE `delta` has a row for time, height and width each, and broadcasts the indices to all of them.
         positions = indices_BW + delta[..., None]
         num = self.facts.num_positions
         if num is None:
@@ -59,7 +60,8 @@ class Target:
     @property
     def takes_inference_mode(self) -> bool:
         """Returns True if all weights are plain tensors: some quantised ones break in torch's inference mode."""
-        kinds = {*map(type, self.parts.weights), *map(type, self.parts.buffers)}
+        tensors = [*self.parts.weights, *self.parts.buffers]
+        kinds = set(map(type, tensors))
         return kinds <= {torch.Tensor, nn.Parameter, type(None)}
 
     @property
@@ -129,6 +131,7 @@ def _find_facts(
 ) -> Facts:
     name = type(model).__name__
     num_layers = getattr(config, "num_hidden_layers", None)
+    # The list of layers is known by its length and by its layers' parts: its name differs from model to model.
     lists = [
         module
         for module in modules
@@ -140,20 +143,26 @@ def _find_facts(
             for layer in module
         )
     ]
+    # A vision tower may be as deep as the text decoder.
     own = [layers for layers in lists if _text_config_of(layers) is config] or lists
     if not own:
         raise ValueError(
             f"expected a list of {num_layers} decoder layers inside {name}, found none; not supported"
         )
-    layers = list(own[0])
+    list_of_layers = own[0]
+    layers = list(list_of_layers)
     decoder = next(
-        module for module in modules if any(child is own[0] for child in module.children())
+        module for module in modules if any(child is list_of_layers for child in module.children())
     )
-    places = {module: index for index, module in reversed(list(enumerate(modules)))}
-    found = {index: find_recurrence(layer) for index, layer in enumerate(layers)}
-    recurrences = {
-        index: recurrence for index, recurrence in found.items() if recurrence is not None
-    }
+    # Modules are named by their place among all: the facts must not keep the model.
+    places = dict[nn.Module, int]()
+    for index, module in enumerate(modules):
+        places.setdefault(module, index)
+    recurrences = dict[int, Recurrence]()
+    for index, layer in enumerate(layers):
+        recurrence = find_recurrence(layer)
+        if recurrence is not None:
+            recurrences[index] = recurrence
     return Facts(
         modules=[weakref.ref(module) for module in modules],
         kinds=list(map(type, modules)),

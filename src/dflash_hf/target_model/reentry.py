@@ -25,7 +25,7 @@ from dflash_hf.undo import Current, Hook, hooked
 KEYWORD = "ragged"
 RAGGED_BLOCK = "ragged_block"
 _CONFIG = "config"
-_ABSENT = object()  # of a class that has said nothing of a config
+_ABSENT = object()  # of a class that has said nothing of a config; `None` is a value that some have
 
 
 class _Verifies(NamedTuple):
@@ -48,6 +48,7 @@ def _make_switchable(kind: type[nn.Module]) -> None:
     without effect outside of a verify.
     """
     inherited = inspect.getattr_static(kind, _CONFIG, _ABSENT)
+    # A class that another run, or a class above it, has made so already.
     if isinstance(inherited, _SwitchableConfig):
         return
     setattr(kind, _CONFIG, _SwitchableConfig(inherited))
@@ -70,7 +71,9 @@ class _SwitchableConfig:
         scope = _verifying.scope
         if scope is not None:
             verifies: _Verifies = scope[0]
-            if verifies.running and verifies.running[-1] and module in verifies.configs:
+            # The innermost forward decides: a call of the user's inside a verify is the user's.
+            is_in_verify = bool(verifies.running) and verifies.running[-1]
+            if is_in_verify and module in verifies.configs:
                 return verifies.configs[module]
         return self.held_by(module)
 
@@ -78,12 +81,14 @@ class _SwitchableConfig:
         """Returns the config that a module holds, whatever it shows."""
         if isinstance(self.inherited, property):
             return self.inherited.__get__(module)
+        # The module's own dictionary, because `module.config` would come back to this descriptor.
         held = vars(module)
         if _CONFIG in held:
             return held[_CONFIG]
         return self._of_class(type(module))
 
     def __set__(self, module: nn.Module, config: Any) -> None:
+        # What is set in a verify is held, and shown after it.
         if isinstance(self.inherited, property):
             self.inherited.__set__(module, config)
         else:
@@ -137,6 +142,7 @@ def _with_text_config(config: Any, text: PreTrainedConfig, ragged: PreTrainedCon
             parts[name] = shown
     if not parts:
         return config
+    # A shallow copy, so that the image part stays the object that the vision tower holds.
     shown = copy.copy(config)
     vars(shown).update(parts)
     return shown
@@ -152,17 +158,21 @@ def _configs_in_verify(target: Target) -> dict[nn.Module, PreTrainedConfig]:
     shown_by_id = dict[int, Any]()  # nearly all modules hold one of a few
     configs = dict[nn.Module, PreTrainedConfig]()
     # Nearly all modules hold their config themselves; of the others, those whose class has one are asked.
-    asked = {kind for kind in set(map(type, inside)) if hasattr(kind, _CONFIG)}
+    kinds = set(map(type, inside))
+    asked = {kind for kind in kinds if hasattr(kind, _CONFIG)}
     for module in inside:
         held = vars(module).get(_CONFIG)
         if held is None and type(module) in asked:
             held = _held_config(module)
         if held is None:
             continue
+        # Configs have no hash; by their identity each of them is copied once.
         if id(held) not in shown_by_id:
             shown_by_id[id(held)] = _with_text_config(held, target.config, ragged)
-        if shown_by_id[id(held)] is not held:
-            configs[module] = shown_by_id[id(held)]
+        shown = shown_by_id[id(held)]
+        # A vision tower holds a config without a text part, and shows it as ever.
+        if shown is not held:
+            configs[module] = shown
     return configs
 
 
@@ -174,22 +184,24 @@ def ragged_attention(target: Target) -> Generator[None]:
     user's hooks inside of a verify.
     """
     verifies = _Verifies(_configs_in_verify(target), [])
-    for kind in set(map(type, verifies.configs)):
+    kinds = set(map(type, verifies.configs))
+    for kind in kinds:
         _make_switchable(kind)
 
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        # The keyword is what tells a verify from a forward of the user's.
         verifies.running.append(KEYWORD in kwargs)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         verifies.running.pop()
 
+    # First of all, and also after an error: each forward that has begun ends.
+    at_begin = {"prepend": True, "with_kwargs": True}
+    at_end = {"always_call": True}
     hooks = list[Hook]()
     for module in target.path:
-        # First of all, and also after an error: each forward that has begun ends.
-        hooks.append(
-            Hook(module, begin, before=True, options={"prepend": True, "with_kwargs": True})
-        )
-        hooks.append(Hook(module, end, options={"always_call": True}))
+        hooks.append(Hook(module, begin, before=True, options=at_begin))
+        hooks.append(Hook(module, end, options=at_end))
     with hooked(*hooks), _verifying.doing(verifies):
         yield
 
@@ -214,14 +226,23 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
     def end(module: nn.Module, args: Any, output: Any) -> None:
         running[module].pop()
 
+    # The user's own hooks come between the first and the second pre-hook, and between the two behind the forward.
+    first = {"prepend": True}
+    first_also_after_error = {"prepend": True, "always_call": True}
+    also_after_error = {"always_call": True}
     hooks: list[Hook] = []
-    for module in running:  # the user's own hooks come between
-        hooks.append(Hook(module, begin, before=True, options={"prepend": True}))
+    for module in running:
+        hooks.append(Hook(module, begin, before=True, options=first))
         hooks.append(Hook(module, run, before=True))
-        hooks.append(Hook(module, stop, options={"prepend": True, "always_call": True}))
-        hooks.append(Hook(module, end, options={"always_call": True}))
+        hooks.append(Hook(module, stop, options=first_also_after_error))
+        hooks.append(Hook(module, end, options=also_after_error))
+
+    def is_outermost() -> bool:
+        # Two entries are a call inside a call, and `False` is a hook around the forward.
+        return all(calls == [True] for calls in running.values())
+
     with hooked(*hooks):
-        yield lambda: all(calls == [True] for calls in running.values())
+        yield is_outermost
 
 
 def mask_of_layer(ragged: RaggedCache, key: Tensor, window: int | None) -> RaggedMask:
@@ -229,6 +250,7 @@ def mask_of_layer(ragged: RaggedCache, key: Tensor, window: int | None) -> Ragge
 
     `key` `[B, G, R, E]` are the keys that the cache has handed out; that attention runs over them is recorded.
     """
+    # Some layers do not pass their window: then the cache's layer knows it from the config.
     block, window_of_cache = ragged.attend(key)
     if window is None:
         window = window_of_cache
@@ -246,7 +268,8 @@ def _attention_of_user(module: nn.Module) -> Callable[..., Any]:
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
     # "eager" is in no table: each file of Transformers' models has its own, beside the forward that calls it.
-    return vars(sys.modules[type(module).forward.__module__])["eager_attention_forward"]
+    file = sys.modules[type(module).forward.__module__]
+    return vars(file)["eager_attention_forward"]
 
 
 def ragged_block(
@@ -277,8 +300,9 @@ def ragged_block(
     verify calls a layer itself: it goes by the attention that the user has set.
     """
     if ragged is None:
-        given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        kwargs |= {name: value for name, value in given.items() if value is not None}
+        # The arguments that were named here go back under their names; `None` may mean something else there.
+        named = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        kwargs |= {name: value for name, value in named.items() if value is not None}
         attend_as_set = _attention_of_user(module)
         return attend_as_set(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs

@@ -57,10 +57,12 @@ def _check_recurrences(target: Target) -> None:
     """Refuses recurrent layers that cannot be taken back: a `ValueError` names their kind, or what they lack."""
     kinds = getattr(target.config, "layer_types", None) or []
     recurrences = target.recurrences
+    # Layers of a type that keeps a state, in which no module of a known recurrence was found.
     others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences}
     others = {kind for kind in others if any(word in kind for word in KEEP_A_STATE)}
     has_unknown_states = getattr(target.model, "_is_stateful", False) and not recurrences
-    whys = (recurrence.rule.why_not(recurrence.module) for recurrence in recurrences.values())
+    # A known recurrence may still be built in a way that its rule does not compute.
+    whys = [recurrence.rule.why_not(recurrence.module) for recurrence in recurrences.values()]
     reasons = list(filter(None, whys))
     if others or has_unknown_states:
         reasons.insert(0, f"others ({', '.join(sorted(others)) or 'a stateful model'})")
@@ -77,31 +79,35 @@ def _check_recurrences(target: Target) -> None:
 def _reason_in_layers(target: Target) -> str | None:
     """Names the types of a target's layers that are none of ours."""
     kinds = getattr(target.config, "layer_types", None) or []
-    unknown = {kind for index, kind in enumerate(kinds) if index not in target.recurrences} - set(
-        LAYER_TYPES
-    )
+    attentions = {kind for index, kind in enumerate(kinds) if index not in target.recurrences}
+    unknown = attentions - set(LAYER_TYPES)
     # Some targets cut into chunks without a type for it.
-    if "chunked_attention" in unknown or any(layer_values(target.config, "attention_chunk_size")):
+    chunk_sizes = layer_values(target.config, "attention_chunk_size")
+    if "chunked_attention" in unknown or any(chunk_sizes):
         return "chunked attention (its argument never reaches the attention interface)"
-    return f"layers of type {', '.join(sorted(unknown))}" if unknown else None
+    if unknown:
+        return f"layers of type {', '.join(sorted(unknown))}"
+    return None
 
 
 def _reason_in_config(config: PreTrainedConfig) -> str | None:
     """Names what a config says of all layers and attention over the ragged cache does not do."""
-    has_alibi = (
-        getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi"
-    )
-    has_loops = (getattr(config, "n_recurrent_loops", None) or 1) > 1
-    crosses = getattr(config, "cross_attention_layers", None) or getattr(
-        config, "add_cross_attention", False
-    )
-    if has_alibi:
+    position_type = getattr(config, "position_embedding_type", "")
+    # Biases go by the distance of slots, which in a ring is not that of tokens.
+    if getattr(config, "alibi", False) or position_type == "alibi":
         return "ALiBi position biases"
+    # A layer that reads another layer's keys has none of its own to write.
     if getattr(config, "num_kv_shared_layers", None):
         return "shared-K/V layers"
-    if has_loops:
+    # Each loop writes other keys under the same layer's number.
+    num_loops = getattr(config, "n_recurrent_loops", None) or 1
+    if num_loops > 1:
         return "layers that run several times in one forward"
-    return "cross attention" if crosses else None
+    cross_layers = getattr(config, "cross_attention_layers", None)
+    # Keys of an image or an encoder have no place in rows of tokens.
+    if cross_layers or getattr(config, "add_cross_attention", False):
+        return "cross attention"
+    return None
 
 
 def _reason_in_adapters(model: PreTrainedModel) -> str | None:

@@ -21,18 +21,26 @@ def is_unmodified(parts: Inventory) -> bool:
     """
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
+    # The inventory has listed them: to ask every module of a large model takes longer than a step.
     for module in parts.altered:
         own = module.__dict__
-        if own["_forward_pre_hooks"] or not all(map(is_recorder, own["_forward_hooks"].values())):
+        hooks_behind = own["_forward_hooks"].values()
+        if own["_forward_pre_hooks"] or not all(map(is_recorder, hooks_behind)):
             return False
-        if "forward" in own or own.get("_compiled_call_impl") is not None:
+        is_compiled = own.get("_compiled_call_impl") is not None
+        if "forward" in own or is_compiled:
             return False
-    if not {*map(type, parts.weights)} <= {nn.Parameter, type(None)}:
+    # A tensor of a class of its own runs code of that class in every operation.
+    kinds_of_weights = {*map(type, parts.weights)}
+    if not kinds_of_weights <= {nn.Parameter, type(None)}:
         return False
     model = parts.modules[0]
-    if "prepare_inputs_for_generation" in vars(model) or not is_library(type(model).__module__):
+    # PEFT and others put a method on the model itself.
+    prepares_by_itself = "prepare_inputs_for_generation" in vars(model)
+    if prepares_by_itself or not is_library(type(model).__module__):
         return False
-    return all(map(_has_library_forward, set(map(type, parts.modules))))
+    kinds = set(map(type, parts.modules))
+    return all(map(_has_library_forward, kinds))
 
 
 def runs_its_class(module: Any) -> bool:
@@ -41,16 +49,14 @@ def runs_its_class(module: Any) -> bool:
     Hooks that record outputs for Transformers do not count. Of what a fast form passes by they record attention
     weights alone, and `output_attentions` is refused with a draft.
     """
+    # The dictionary is read itself, here and below: this is asked of several modules in every layer of a step.
     own = module.__dict__
-    if (
-        own["_forward_pre_hooks"]
-        or everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-    ):
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    if has_own_forward(module):
+    if own["_forward_pre_hooks"] or has_own_forward(module):
         return False
-    return not own["_forward_hooks"] or all(map(is_recorder, own["_forward_hooks"].values()))
+    hooks_behind = own["_forward_hooks"]
+    return not hooks_behind or all(map(is_recorder, hooks_behind.values()))
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -89,8 +95,9 @@ def is_recorder(hook: Any) -> bool:
 
 
 def _has_library_forward(kind: type) -> bool:
-    functions = with_wrapped(getattr(kind, "forward", None))
-    return all(
-        is_library(str(getattr(function, "__globals__", {}).get("__name__")))
-        for function in functions
-    )
+    # A decorator of Transformers' around a forward of the user's is no library's forward: all have to be.
+    for function in with_wrapped(getattr(kind, "forward", None)):
+        defined_in = getattr(function, "__globals__", {}).get("__name__")
+        if not is_library(str(defined_in)):
+            return False
+    return True
