@@ -1,4 +1,4 @@
-"""Peak memory of a training step, counted without memory: what `dflash-hf train --plan` is checked against.
+"""Peak memory of a training step, counted without memory: what holds a step's memory down is checked by it.
 
 A step of `batch_loss`, its backward pass and AdamW's step runs under `FakeTensorMode`, and every storage counts from
 the operation that makes it to the moment nobody holds it. Tensors say that they are on the CPU (torch without CUDA has

@@ -6,6 +6,7 @@ import errno
 import json
 import shlex
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import yaml
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
-from dflash_hf.cli.train_settings import STAGES, TrainSettings, as_words, read_arguments
-from dflash_hf.cli.train_state import fingerprint
+from dflash_hf.cli.train_reading import as_words, read_arguments
+from dflash_hf.cli.train_settings import OF_THE_TRAINER, OPTIONS, STAGES, TrainSettings
+from dflash_hf.training import DFlashTrainingArguments
 from helpers.source_tree import ROOT
 from helpers.training_command import SMALL, TOY, said, train, write_rows
 
@@ -177,22 +179,110 @@ def test_settings_are_another_runs_config(
     assert made["dataset"] == [str(data)]
 
 
-CHANGED: dict[str, tuple[list[object], str]] = {
-    "of the training": (["--num-anchors", 3], "whose num_anchors was 4 and is 3"),
-    "of the answers": (["--max-new-tokens", 13], "whose max_new_tokens was 12 and is 13"),
-    "of the export": (["--formats", "zlab"], "as its stage export was begun"),
+CHANGED: dict[str, tuple[list[object], str, str]] = {
+    "of the training": (
+        ["--num-anchors", 3],
+        "as its stage run was begun, got another, whose num_anchors was 4 and is 3",
+        "make run, bench, export again",
+    ),
+    "of the answers": (
+        ["--max-new-tokens", 13],
+        "as its stage regenerate was begun, got another, whose max_new_tokens was 12 and is 13",
+        "make regenerate, run, bench, export again",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_changed_setting_is_refused(name: str, done: tuple[Path, str]) -> None:
-    words, sentence = CHANGED[name]
-    state = (done[0] / "stages.json").read_text()
+def test_a_change_that_loses_work_is_refused(name: str, done: tuple[Path, str]) -> None:
+    words, sentence, advice = CHANGED[name]
+    before = written(done[0])
     result = train("--output-dir", done[0], *words)
     assert result.exit_code == 2
     assert sentence in said(result)
-    assert "to make it again" in said(result)
-    assert (done[0] / "stages.json").read_text() == state
+    assert f"add --redo to {advice}" in said(result)
+    assert written(done[0]) == before
+
+
+def written(folder: Path) -> dict[Path, int]:
+    """When each file of a run was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_redo_makes_a_changed_stage_and_those_behind_it(
+    done: tuple[Path, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(done[0], out)
+    answers = out / "answered" / "train.jsonl"
+    before = answers.stat().st_mtime_ns
+    result = train("--output-dir", out, "--num-anchors", 3, "--redo")
+    assert result.exit_code == 0, result.output
+    assert "made again: run, bench, export; num_anchors was 4 and is 3" in result.output
+    state = json.loads((out / "stages.json").read_text())
+    assert [state[stage]["finished"] for stage in STAGES] == [True] * 5
+    assert state["run"]["made_from"]["num_anchors"] == 3
+    assert answers.stat().st_mtime_ns == before
+    old, new = (load_draft(folder / "draft").state_dict() for folder in (done[0], out))
+    assert not all(value.equal(old[name]) for name, value in new.items())
+    # Begun again it goes on with the new value.
+    assert "run: done before" in train("--output-dir", out).output
+
+
+def test_what_takes_minutes_is_made_again_without_asking(
+    done: tuple[Path, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(done[0], out)
+    result = train("--output-dir", out, "--formats", "zlab")
+    assert result.exit_code == 0, result.output
+    assert "made again: export; formats was" in result.output
+    assert "bench: done before" in result.output
+    assert [path.name for path in (out / "export").iterdir()] == ["zlab"]
+
+
+def test_a_run_killed_while_it_was_discarded_goes_on(
+    done: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(done[0], out)
+    remove = shutil.rmtree
+
+    def killed(folder: Path) -> None:
+        remove(folder)
+        if folder.name == "draft":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_hf.cli.train_state.shutil.rmtree", killed)
+    words = ["--output-dir", out, "--num-anchors", 3, "--stages", "prepare,regenerate,run"]
+    assert train(*words, "--redo").exit_code == 130
+    monkeypatch.undo()
+    result = train(*words)
+    assert result.exit_code == 2
+    assert "num_anchors was 4 and is 3" in said(result)
+    result = train(*words, "--redo")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_run_without_checkpoints_takes_another_batch(data: Path, tmp_path: Path) -> None:
+    """As a first step that was too large for the memory leaves it."""
+    words = ["--dataset", data, "--output-dir", tmp_path / "out", *SMALL]
+    stages_ = ["--stages", "prepare,regenerate,run"]
+
+    def full(*args: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_hf.training.trainer.DFlashTrainer.compute_loss", full)
+        result = train(*words, *stages_)
+    assert result.exit_code == 2
+    advice = "--per-device-train-batch-size 1 --gradient-accumulation-steps 2"
+    what = "expected run to fit the memory, got CUDA out of memory. Tried to allocate 9 GiB.;"
+    command = f"dflash-hf train --output-dir {tmp_path / 'out'} {advice}"
+    assert f"{what} go on with {command}" in said(result)
+    result = train("--output-dir", tmp_path / "out", *stages_, *advice.split())
+    assert result.exit_code == 0, result.output
+    assert "regenerate: done before" in result.output
 
 
 def test_a_setting_that_changes_nothing_may_be_another(done: tuple[Path, str]) -> None:
@@ -202,24 +292,30 @@ def test_a_setting_that_changes_nothing_may_be_another(done: tuple[Path, str]) -
 
 def test_a_stage_whose_folder_is_removed_is_made_again(done: tuple[Path, str]) -> None:
     shutil.rmtree(done[0] / "export")
-    result = train("--output-dir", done[0], "--formats", "zlab")
+    result = train("--output-dir", done[0])
     assert result.exit_code == 0, result.output
-    assert [path.name for path in (done[0] / "export").iterdir()] == ["zlab"]
-    shutil.rmtree(done[0] / "export")
-    assert train("--output-dir", done[0], "--formats", "zlab,speculators,muse").exit_code == 0
+    made = {path.name for path in (done[0] / "export").iterdir()}
+    assert made == {"zlab", "speculators", "muse"}
 
 
 def test_a_target_that_changed_is_refused(data: Path, tmp_path: Path) -> None:
     shutil.copytree(TOY / "target", tmp_path / "target")
-    words = ["--target", tmp_path / "target", "--dataset", data, "--output-dir", tmp_path / "out"]
-    assert train(*words, "--stages", "prepare").exit_code == 0
+    words = ["--dataset", data, *SMALL, "--target", tmp_path / "target"]
+    words += ["--output-dir", tmp_path / "out"]
+    assert train(*words, "--stages", "prepare,regenerate").exit_code == 0
     weights = tmp_path / "target" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
+    before = written(tmp_path / "out")
     result = train(*words)
     assert result.exit_code == 2
-    assert "its files have changed" in said(result)
+    assert f"target {tmp_path / 'target'} has another weights since" in said(result)
+    assert "add --redo to make regenerate again" in said(result)
+    assert written(tmp_path / "out") == before
+    result = train(*words, "--stages", "prepare,regenerate", "--redo")
+    assert result.exit_code == 0, result.output
+    assert "prepare: done before" in result.output, "no row follows from the weights"
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {
@@ -238,7 +334,8 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         "expected --stages among prepare, regenerate, run, bench, export, got 'trian'",
     ),
     "name": (["--learnin-rate", "1"], "got 'learnin_rate'; did you mean 'learning_rate'?"),
-    "value": (["--learning-rate", "fast"], "expected arguments of the training, got"),
+    "value": (["--weight-decay", "fast"], "expected arguments of the training, got"),
+    "loss": (["--loss", "mse"], "expected loss 'cross_entropy' or 'dpace' or 'kl', got 'mse'"),
     "range": (["--num-anchors", "0"], "expected num_anchors > 0, got 0"),
     "word": (["--num-anchors", "4", "five"], "got 'five'; write -- before the name of an option"),
     "format": (
@@ -336,19 +433,30 @@ def test_flags_and_yaml_are_read_by_one_reader() -> None:
 
 def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> None:
     made = TrainSettings(
-        target="org/x", output_dir=Path("x"), arguments={"num_anchors": 3, "logging_steps": 1}
+        target="org/x", output_dir=Path("x"), arguments={"weight_decay": 3, "logging_steps": 1}
     )
     left_out = {
         "output_dir",
         "answer_batch",
         "streaming",
         "bench_data_dir",
+        "chunk_blocks",
+        "feature_cache",
         "device",
         "threads",
         "logging_steps",
     }
-    every = set().union(*(made.made_from(stage) for stage in STAGES))
-    assert set(made.plain()) - every == left_out
+    stages_of = [made.made_from(stage).keys() for stage in STAGES]
+    assert set(made.plain()) - set().union(*stages_of) == left_out
+    assert sum(map(len, stages_of)) == len(set().union(*stages_of)), "each belongs to one stage"
+
+
+def test_the_commands_defaults_are_the_trainers(tmp_path: Path) -> None:
+    trainers = {item.name: item.default for item in fields(DFlashTrainingArguments)}
+    own = {item.name: item.default for item in OPTIONS}
+    assert {name: own[name] for name in OF_THE_TRAINER} == {
+        name: trainers[name] for name in OF_THE_TRAINER
+    }
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -361,46 +469,6 @@ def test_evaluations_may_come_at_other_steps_unless_the_best_draft_is_kept(is_ke
         for steps in (5, 2)
     )
     assert (seldom == often) is not is_kept
-
-
-def test_fingerprint_sees_weights_template_and_tokenizer(tmp_path: Path) -> None:
-    shutil.copytree(TOY / "target", tmp_path / "target")
-    first = fingerprint(str(tmp_path / "target"))
-    assert first == fingerprint(str(TOY / "target"))
-    for name in ("chat_template.jinja", "tokenizer.json", "model.safetensors"):
-        path = tmp_path / "target" / name
-        content = path.read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        assert fingerprint(str(tmp_path / "target")) != first
-        path.write_bytes(content)
-
-
-def test_plan_says_steps_and_memory_and_loads_nothing(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--dataset", data, "--output-dir", tmp_path / "out", *SMALL, "--plan"]
-    result = train(*words)
-    assert result.exit_code == 0, result.output
-    assert "steps │ 4" in said(result)
-    assert "peak memory of a device" in said(result)
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("dflash_hf.cli.train_plan.accelerator_memory", lambda: 2**20)
-    result = train(*words)
-    assert result.exit_code == 2
-    assert "expected a training within 0.0 GB" in said(result)
-
-
-def test_plan_goes_by_the_cpu_where_torch_has_an_accelerator_and_the_machine_none(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CUDA build of torch without a driver names CUDA as its accelerator, and raises at its first use."""
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda")
-    )
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL, "--plan")
-    assert result.exit_code == 0, result.output
-    assert "hours of training, at least" in said(result)
 
 
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -422,11 +490,10 @@ def test_the_guides_commands_are_understood(
     monkeypatch.setattr(
         "dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings)
     )
-    monkeypatch.setattr(
-        "dflash_hf.cli.train_plan.print_plan", lambda settings, *rest: asked.append(settings)
-    )
     (tmp_path / "demos").symlink_to(ROOT / "demos")
     monkeypatch.chdir(tmp_path)
+    for name in ("prompts.jsonl", "my-prompts.jsonl", "rows.jsonl"):
+        (tmp_path / name).touch()
     words = shlex.split(command.replace("--report-to trackio", ""))
     if "..." not in words:
         result = train(*words)
@@ -437,6 +504,9 @@ def test_the_guides_commands_are_understood(
 def test_the_guides_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = GUIDE.partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "train.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for name in ("prompts.jsonl", "more.jsonl"):
+        (tmp_path / name).touch()
     asked: list[TrainSettings] = []
     monkeypatch.setattr(
         "dflash_hf.cli.train_stages.run_stages", lambda settings, *rest: asked.append(settings)
@@ -450,7 +520,8 @@ def test_the_guides_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert asked[0].max_new_tokens == 2048
     words = asked[0].arguments["words"]
     assert "--bf16 true" in words
-    assert words.index("--num_anchors 512") < words.index("--num-anchors 3")
+    assert asked[0].num_anchors == 3, "flags win"
+    assert asked[0].learning_rate == 6e-4
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw_torch"])

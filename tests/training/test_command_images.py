@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import dflash_hf.cli.train_stages as stages
 from dflash_hf.bench.sets import load_questions
+from dflash_hf.cli.train_card import question_of
 from helpers.training_command import SMALL, TOY, train
 
 PICTURES = TOY / "vision" / "pictures"
@@ -85,7 +85,7 @@ def test_a_prepared_row_is_a_question(name: str, tmp_path: Path) -> None:
     for turn in row["messages"]:  # as `prepare` writes them
         for part in turn["content"] if isinstance(turn["content"], list) else ():
             part |= {"image": part.pop("path")} if "path" in part else {}
-    question = stages._question({"id": "x", **row}, tmp_path)
+    question = question_of({"id": "x", **row}, tmp_path)
     (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
     (found,) = load_questions(
         str(tmp_path / "questions.jsonl"), data_dir=None, num_prompts=None, seed=0
@@ -98,4 +98,4 @@ def test_a_prepared_row_is_a_question(name: str, tmp_path: Path) -> None:
 def test_an_image_that_is_no_file_is_no_question(tmp_path: Path) -> None:
     for place in ("https://example.org/a.png", "data:image/png;base64,AAAA"):
         row = {"id": "x", "messages": [{"role": "user", "content": "What?"}], "images": [place]}
-        assert stages._question(row, tmp_path) is None
+        assert question_of(row, tmp_path) == {}

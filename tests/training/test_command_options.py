@@ -122,11 +122,12 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     result = train(*words, "--output-dir", tmp_path / "good", "--skip-bad-rows")
     assert result.exit_code == 0, result.output
     assert "left out 1" in result.output
+    settings = (tmp_path / "good" / "settings.yaml").read_text()
+    assert "skip_bad_rows: true" in settings
     # The folder's settings say it on, and a YAML off; a flag wins over either.
     assert train("--output-dir", tmp_path / "good", "--stages", "prepare").exit_code == 0
     result = train("--output-dir", tmp_path / "good", "--stages", "prepare", "--no-skip-bad-rows")
-    assert "whose skip_bad_rows was True and is False" in said(result)
-    settings = (tmp_path / "good" / "settings.yaml").read_text()
+    assert "made again: prepare; skip_bad_rows was True and is False" in said(result)
     (tmp_path / "off.yaml").write_text(
         settings.replace("skip_bad_rows: true", "skip_bad_rows: false")
     )
@@ -180,7 +181,8 @@ def test_sets_of_other_columns_are_read_and_streamed(
     result = train(
         "--output-dir", tmp_path / "out", "--stages", "prepare", "--template", "{question}"
     )
-    assert "whose template was '{question} Think.' and is '{question}'" in said(result)
+    change = "template was '{question} Think.' and is '{question}'"
+    assert f"made again: prepare; {change}" in said(result)
 
 
 def test_a_folder_begun_before_an_option_was_there_goes_on(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_folder_begun_before_an_option_was_there_goes_on(tmp_path: Path) -> No
     result = train("--output-dir", tmp_path / "out", "--stages", "prepare")
     assert "prepare: done before" in result.output
     result = train("--output-dir", tmp_path / "out", "--stages", "prepare", "--skip-bad-rows")
-    assert "whose skip_bad_rows was False and is True" in said(result)
+    assert "made again: prepare; skip_bad_rows was False and is True" in said(result)
 
 
 class Hub:

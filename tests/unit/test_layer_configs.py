@@ -9,9 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, MambaConfig, Qwen3Config
 
 from dflash_hf.checkpoints.fresh import fresh_config
-from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.layer_configs import attention_sizes, commonest, layer_config, layer_values
-from dflash_hf.training.plan import Plan, Sizes
 from helpers.families import build
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, truth_of
@@ -66,30 +64,6 @@ def test_a_fresh_draft_has_the_heads_of_most_layers() -> None:
     found = fresh_config(target, fields)
     assert (found.num_attention_heads, found.num_key_value_heads, found.head_dim) == (4, 2, 8)
     assert found.intermediate_size == 48
-
-
-def test_a_plan_counts_every_layer_by_its_own_heads() -> None:
-    """All else being equal, attention over twice the length costs the difference of what both cost."""
-    sizes = Sizes(max_length=16, per_device_train_batch_size=1, num_anchors=1, block_size=2)
-    draft = DFlashConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        block_size=2,
-        mask_token_id=0,
-        num_target_layers=3,
-        target_layer_ids=[2],
-    )
-    found = [
-        Plan(GEMMA4, draft, sizes, num_examples=1, mean_length=length).target_flops
-        for length in (8.0, 16.0)
-    ]
-    queries = 4 * 8 + 4 * 8 + 4 * 16
-    assert found[1] - 2 * found[0] == 2 * queries * (16**2 - 2 * 8**2)
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])

@@ -1,26 +1,36 @@
-"""`dflash-hf train`: from a target and prompts to a draft that pays, by one command."""
+"""`dflash-hf train`: from a target and prompts to a measured draft, by one command.
+
+Typer reads the options, the fields of [`TrainSettings`], as it does for the other commands: its `--help` has headings
+and needs no torch, a YAML file stands for the flags that were not given (`default_map`), and errors are sentences.
+`HfArgumentParser` would import torch to print a help of 140 options; it reads the rest of Transformers' arguments.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import MISSING, Field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
 
+from dflash_hf.cli.train_reading import (
+    as_text,
+    as_words,
+    read_arguments,
+    read_object,
+    read_values,
+    read_yaml,
+)
 from dflash_hf.cli.train_settings import (
+    OPTIONS,
+    OUTPUT,
     STAGES,
     Stage,
     TrainSettings,
-    as_text,
-    as_words,
     check_upload,
-    read_arguments,
-    read_options,
-    read_yaml,
+    flag,
 )
 from dflash_hf.cli.train_state import SETTINGS_FILE
 from dflash_hf.errors import require
@@ -31,6 +41,10 @@ CONTEXT: dict[str, Any] = {
     "ignore_unknown_options": True,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
+LISTS = ("dataset", "bench_data", "formats")
+OBJECTS = ("draft_options", "chat_template_kwargs")
+# Kinds of values that Typer reads; others are texts to it.
+KINDS = (str, int, float, bool, Path, int | None, float | None, str | None)
 
 
 def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -44,83 +58,100 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def _read_begun(ctx: typer.Context, folder: Path | None) -> Path | None:
-    """Takes what the run in a folder was begun with, where there is one and no `--config`."""
-    if ctx.default_map is None and folder is not None and (folder / SETTINGS_FILE).is_file():
-        _read_config(ctx, folder / SETTINGS_FILE)
+    """Takes the options that the run in a folder was begun with, unless a `--config` is given."""
+    if folder is None or ctx.default_map is not None:
+        return folder
+    settings = folder / SETTINGS_FILE
+    if settings.is_file():
+        _read_config(ctx, settings)
     return folder
 
 
 def train(
     ctx: typer.Context,
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the run; one that was begun goes on.",
-            callback=_read_begun,
-            is_eager=True,
-        ),
-    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML of any of these options; flags win.", callback=_read_config, is_eager=True
+            help="YAML of any of these options; flags win.",
+            callback=_read_config,
+            is_eager=True,
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    stages: Annotated[str, typer.Option(help="Which of the stages, with commas.")] = ",".join(
-        STAGES
-    ),
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Print steps and peak memory, load nothing, and stop.")
+    stages: Annotated[
+        str, typer.Option(help="Which of the stages, with commas.", rich_help_panel=OUTPUT)
+    ] = ",".join(STAGES),
+    redo: Annotated[
+        bool,
+        typer.Option(
+            "--redo",
+            help="Make stages again whose options changed, also where answers or checkpoints are lost.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     **options: Any,
 ) -> None:
     """Train a draft for any target: prepare the data, let the target answer, train, measure, export.
 
-    Every field of DFlashTrainingArguments (all of Transformers' TrainingArguments) is an option too: --learning-rate
-    6e-4 --num-train-epochs 6 --bf16 --report-to trackio. Given the folder of a run that was begun it goes on.
+    Every field of Transformers' TrainingArguments is an option too, such as --optim muon --bf16 --max-steps 800
+    --report-to trackio. Given the folder of a run that was begun it goes on.
     """
-    settings = read_settings({"output_dir": output_dir, **options}, [*(ctx.obj or ()), *ctx.args])
+    settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])
+    settings.check_idle([name for name in options if _is_given(ctx, name)])
     wanted = _stages(stages)
-    if plan:
-        from dflash_hf.cli.train_plan import print_plan
-
-        print_plan(settings, Console())
-        return
     from dflash_hf.cli.train_stages import run_stages
 
     try:
-        run_stages(settings, wanted, typer.echo)
+        run_stages(settings, wanted, redo, typer.echo)
     except KeyboardInterrupt as error:
         typer.secho(f"Ended. dflash-hf train --output-dir {settings.output_dir} goes on.", err=True)
         raise typer.Exit(130) from error
 
 
-def _options() -> list[inspect.Parameter]:
-    """The fields of [`TrainSettings`] as options of the command; lists, objects and choices are read from text."""
-    found: list[inspect.Parameter] = []
-    unset = TrainSettings(target="", output_dir=Path())
-    for name, hint in get_type_hints(TrainSettings, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            kind, option = get_args(hint)
-            kind = str if get_origin(kind) in (tuple, Mapping, Literal) else kind
-            # A target that is missing is told in a sentence of ours.
-            kind, default = (
-                (str | None, None) if name == "target" else (kind, as_text(getattr(unset, name)))
-            )
-            annotation = Annotated[kind, option]
-            found.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-                )
-            )
-    return found
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    """Returns True for an option of the command line or of a YAML file."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
-_signature = inspect.signature(train, eval_str=True)
+def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
+    """Returns a field of [`TrainSettings`] as a parameter of the command."""
+    more: dict[str, Any] = {}
+    if item.name == "output_dir":
+        more = {"callback": _read_begun, "is_eager": True}
+    if item.name in LISTS:
+        default = as_text(item.default)
+    elif item.name in OBJECTS:
+        default = "{}"
+    else:
+        default = item.default
+    if kind not in KINDS:
+        kind = str
+    # One that is missing is told in a sentence of ours.
+    if default is MISSING:
+        kind = kind | None
+        default = None
+    shown = typer.Option(help=item.metadata["help"], rich_help_panel=item.metadata["panel"], **more)
+    return inspect.Parameter(
+        item.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, shown],
+    )
+
+
+def _with_options(signature: inspect.Signature) -> inspect.Signature:
+    """Returns the signature of the command: its options, then the parameters that it names itself."""
+    kinds = get_type_hints(TrainSettings)
+    context, *own, _ = signature.parameters.values()
+    options = [_parameter(item, kinds[item.name]) for item in OPTIONS]
+    at = 1 + [item.name for item in OPTIONS].index("output_dir")
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    return signature.replace(parameters=[context, *options[:at], *named, *options[at:]])
+
+
 _command: Any = train
-_command.__signature__ = _signature.replace(
-    parameters=[*list(_signature.parameters.values())[:-1], *_options()]
-)
+_command.__signature__ = _with_options(inspect.signature(train, eval_str=True))
 
 
 def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
@@ -133,19 +164,14 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     Raises:
         ValueError: If one cannot be read, or one that is needed is not there.
     """
-    for name, action in (
-        ("target", "give its folder or Hub id"),
-        ("output_dir", "name a new folder"),
-    ):
-        require(given[name] is not None, f"--{name.replace('_', '-')}", None, action)
-    lists: dict[str, Any] = {
-        name: _values(given[name]) for name in ("dataset", "bench_data", "formats")
-    }
-    objects: dict[str, Any] = {
-        name: read_options(given[name], f"--{name.replace('_', '-')}")
-        for name in ("draft_options", "chat_template_kwargs")
-    }
-    settings = TrainSettings(**{**given, **lists, **objects})
+    require(given["target"] is not None, "--target", None, "give its folder or Hub id")
+    require(given["output_dir"] is not None, "--output-dir", None, "name a new folder")
+    values = dict(given)
+    for name in LISTS:
+        values[name] = read_values(given[name])
+    for name in OBJECTS:
+        values[name] = read_object(given[name], flag(name))
+    settings = TrainSettings(**values)
     settings.check()
     settings = replace(settings, arguments=read_arguments(words))
     check_upload(settings.arguments)
@@ -154,11 +180,7 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
 
 def _stages(text: str) -> list[Stage]:
     """The stages that are wanted, in their order."""
-    wanted = _values(text)
+    wanted = read_values(text)
     for name in wanted or (text,):
         require(name in STAGES, f"--stages among {', '.join(STAGES)}", name, "name some of them")
     return [stage for stage in STAGES if stage in wanted]
-
-
-def _values(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, (part.strip() for part in text.split(","))))

@@ -1,112 +1,135 @@
-"""What `dflash-hf train` is asked for: flags and YAML as one thing, and which of it each stage is made from.
+"""The options of `dflash-hf train`: one dataclass, its checks, and which options each stage is made from.
 
-torch and Transformers are imported where they are needed: `--help` and a missing target are answered without.
+[`TrainSettings`] is the whole list: a field is an option, with its type, its default and its help. The order of the
+fields is the order of `--help`. torch and Transformers are imported by nothing here: `--help` and a missing target are
+answered without them.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
-
-import typer
+from typing import Any, Literal, get_args
 
 from dflash_hf.checkpoints.names import FormatName
-from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.errors import listed, require
 from dflash_hf.pair.loading import check_place
 
 Stage = Literal["prepare", "regenerate", "run", "bench", "export"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 FORMATS: tuple[FormatName, ...] = ("zlab", "speculators", "muse")
 
+# Headings of `--help`, in their order.
+TRAINING = "What makes a draft good"
+DATA = "Data"
+ANSWERS = "Answers"
+OUTPUT = "Output"
+MACHINE = "Machine"
 
-def _panel(name: str) -> Callable[[str], Any]:
-    """Options under a heading of their own in the help."""
-    return lambda text: typer.Option(help=text, rich_help_panel=name)
 
-
-_data, _answers, _draft, _after, _machine = map(
-    _panel, ("Data", "Answers", "Draft", "Bench and export", "Machine")
-)
+def option(panel: str, help: str, default: Any = MISSING) -> Any:
+    """Returns a dataclass field that is an option of the command, under a heading of its help."""
+    metadata = {"help": help, "panel": panel}
+    if isinstance(default, dict):
+        return field(default_factory=dict[str, Any], metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """What a run is asked for: every field is an option of the command, of which its help says what it is.
+    """What a run is asked for: every field with a help is an option of the command.
+
+    The fields that `DFlashTrainingArguments` has too have the same defaults there (tests/training/test_command.py).
 
     Args:
         output_dir (`Path`): Folder of the whole run.
-        arguments (mapping): Fields of `DFlashTrainingArguments` that were given.
+        arguments (mapping): Other fields of `DFlashTrainingArguments` that were given.
     """
 
-    output_dir: Path
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")]
-    dataset: Annotated[
-        tuple[str, ...],
-        _data("Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas."),
-    ] = ()
-    num_prompts: Annotated[int | None, _data("Most conversations that are used; default all.")] = (
-        None
+    target: str = option(TRAINING, "Folder or Hub id of the target.")
+    draft: str | None = option(TRAINING, "Draft to train further, instead of a fresh one.", None)
+    loss: str = option(TRAINING, "dpace, cross_entropy, or kl.", "dpace")
+    answers: Literal["target", "data"] = option(
+        TRAINING,
+        "target: it answers the prompts anew. data: the answers in the data are its own already.",
+        "target",
     )
-    self_prompts: Annotated[
-        int, _data("Prompts that the target writes itself, beside the data.")
-    ] = 0
-    num_eval: Annotated[int, _data("Conversations that are held out.")] = 64
-    max_length: Annotated[int, _data("Longest example, prompt and answer, in tokens.")] = 3072
-    turns: Annotated[
-        Literal["last", "all"], _data("Train on the last answer of a conversation, or all.")
-    ] = "last"
-    chat_template_kwargs: Annotated[
-        Mapping[str, Any],
-        _data(
-            "What else the chat template reads, everywhere, as JSON: {'enable_thinking': false}."
-        ),
-    ] = field(default_factory=dict[str, Any])
-    template: Annotated[
-        str | None, _data("What the user says, of rows of other columns: '{question}'.")
-    ] = None
-    skip_bad_rows: Annotated[
-        bool, _data("Leave malformed rows out instead of refusing the first.")
-    ] = False
-    streaming: Annotated[bool, _data("Fetch sets of the Hub row by row, and keep none.")] = False
-    answers: Annotated[
-        Literal["target", "data"],
-        _answers("target: it answers anew. data: those in the data are its own already."),
-    ] = "target"
-    max_new_tokens: Annotated[int, _answers("Where an answer is cut, in tokens.")] = 1024
-    temperature: Annotated[float, _answers("0 is greedy.")] = 0.0
-    top_p: Annotated[float, _answers("Nucleus sampling.")] = 1.0
-    answer_batch: Annotated[int, _answers("Prompts answered at once.")] = 32
-    server: Annotated[
-        str | None, _answers("URL of an OpenAI-style server that answers instead.")
-    ] = None
-    server_model: Annotated[str | None, _answers("Its model; default the first that it names.")] = (
-        None
+    labels: str = option(
+        TRAINING, "tokens: learn the answers. target: learn its argmax at each position.", "tokens"
     )
-    draft: Annotated[str | None, _draft("Draft to train further; default a fresh one.")] = None
-    num_hidden_layers: Annotated[int, _draft("Of a fresh draft.")] = 5
-    block_size: Annotated[int, _draft("Slots per block of a fresh draft, the anchor included.")] = (
-        16
+    num_anchors: int = option(TRAINING, "Most blocks per sequence, drawn anew at each step.", 512)
+    block_size: int = option(TRAINING, "Slots per block of a fresh draft, with the anchor.", 16)
+    num_hidden_layers: int = option(TRAINING, "Layers of a fresh draft.", 5)
+    draft_options: Mapping[str, Any] = option(
+        TRAINING, "Other fields of a fresh draft's config, as JSON: '{\"num_taps\": 4}'.", {}
     )
-    draft_options: Annotated[
-        Mapping[str, Any],
-        _draft("Others of DFlashDraftModel.from_target, as JSON: {'num_taps': 4}."),
-    ] = field(default_factory=dict[str, Any])
-    bench_data: Annotated[
-        tuple[str, ...], _after("Sets for bench, with commas; default what is held out.")
-    ] = ()
-    bench_data_dir: Annotated[str | None, _after("Folder of the sets' files; default the Hub.")] = (
-        None
+    attention: str = option(
+        TRAINING, "flex, sdpa, or auto: flex on CUDA, and sdpa elsewhere.", "auto"
     )
-    bench_prompts: Annotated[int, _after("Questions of each set.")] = 32
-    formats: Annotated[tuple[FormatName, ...], _after("What export writes, with commas.")] = FORMATS
-    license: Annotated[str | None, _after("Of the draft, for its card.")] = None
-    dtype: Annotated[str, _machine("Of the target: torch dtype, or auto.")] = "auto"
-    device: Annotated[str, _machine("Device map of the target, or auto.")] = "auto"
-    threads: Annotated[int | None, _machine("CPU threads.")] = None
+    packing_length: int | None = option(
+        TRAINING, "Tokens of a row that examples are packed into, instead of padding.", None
+    )
+    learning_rate: float = option(TRAINING, "Peak learning rate.", 6e-4)
+    lr_scheduler_type: str = option(TRAINING, "Schedule of the learning rate.", "cosine")
+    warmup_steps: float = option(TRAINING, "Steps of warm-up; below 1 a share of all.", 0.04)
+    num_train_epochs: float = option(TRAINING, "Passes over the examples.", 6.0)
+    per_device_train_batch_size: int = option(TRAINING, "Sequences per device and forward.", 4)
+    gamma: float | None = option(
+        TRAINING, "Decay over slots of cross_entropy and kl; else by the block size.", None
+    )
+
+    dataset: tuple[str, ...] = option(
+        DATA, "Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.", ()
+    )
+    num_prompts: int | None = option(DATA, "Most conversations that are used; else all.", None)
+    self_prompts: int = option(DATA, "Prompts that the target writes itself, beside the data.", 0)
+    num_eval: int = option(DATA, "Conversations that are held out.", 64)
+    max_length: int = option(DATA, "Longest example, prompt and answer, in tokens.", 3072)
+    turns: Literal["last", "all"] = option(
+        DATA, "Train on the last answer of a conversation, or all.", "last"
+    )
+    chat_template_kwargs: Mapping[str, Any] = option(
+        DATA, "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'.", {}
+    )
+    template: str | None = option(
+        DATA, "The user's text, of rows with other columns: '{question}'.", None
+    )
+    skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
+    streaming: bool = option(DATA, "Fetch sets of the Hub row by row, and keep none.", False)
+
+    max_new_tokens: int = option(ANSWERS, "Where an answer is cut, in tokens.", 1024)
+    temperature: float = option(ANSWERS, "0 is greedy.", 0.0)
+    top_p: float = option(ANSWERS, "Nucleus sampling.", 1.0)
+    server: str | None = option(
+        ANSWERS, "URL of an OpenAI-style server that runs the target and answers.", None
+    )
+    server_model: str | None = option(
+        ANSWERS, "The server's name of it, instead of its first.", None
+    )
+
+    output_dir: Path = option(  # noqa: RUF009  (it makes a field)
+        OUTPUT, "Folder of the run; one that was begun goes on."
+    )
+    bench_data: tuple[str, ...] = option(
+        OUTPUT, "Sets for bench, with commas, instead of what is held out.", ()
+    )
+    bench_data_dir: str | None = option(
+        OUTPUT, "Folder with the files of these sets, instead of the Hub.", None
+    )
+    bench_prompts: int = option(OUTPUT, "Questions of each set.", 32)
+    formats: tuple[FormatName, ...] = option(OUTPUT, "What export writes, with commas.", FORMATS)
+    license: str | None = option(OUTPUT, "Of the draft, for its card.", None)
+
+    answer_batch: int = option(MACHINE, "Prompts answered at once.", 32)
+    chunk_blocks: int = option(MACHINE, "Blocks whose logits are in memory at once.", 128)
+    feature_cache: str | None = option(
+        MACHINE, "Folder of the target's features, computed once instead of each epoch.", None
+    )
+    dtype: str = option(MACHINE, "Of the target: torch dtype, or auto.", "auto")
+    device: str = option(MACHINE, "Device map of the target, or auto.", "auto")
+    threads: int | None = option(MACHINE, "CPU threads.", None)
+
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def check(self) -> None:
@@ -115,9 +138,32 @@ class TrainSettings:
         Raises:
             ValueError: On the first such setting.
         """
+        self._check_places()
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            is_enough = value is None or value >= least
+            require(is_enough, f"at least {least} as {flag(name)}", value, "give a larger one")
+        is_temperature = 0 <= self.temperature < float("inf")
+        require(is_temperature, "0 or more as --temperature", self.temperature, "0 is greedy")
+        what = "above 0 and at most 1 as --top-p"
+        require(0 < self.top_p <= 1, what, self.top_p, "1 is the whole vocabulary")
+        for name, allowed in (("turns", ("last", "all")), ("answers", ("target", "data"))):
+            value = getattr(self, name)
+            what = f"{flag(name)} {' or '.join(allowed)}"
+            require(value in allowed, what, value, "choose one of them")
+        for name in self.formats:
+            known = f"--formats among {', '.join(FORMATS)}"
+            require(name in FORMATS, known, name, "leave it out, or use dflash-hf convert")
+        is_url = self.server is None or self.server.startswith(("http://", "https://"))
+        require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
+
+    def _check_places(self) -> None:
+        """Refuses a target, data or folders that are not there."""
         check_place("--target", self.target)
         for source in self.dataset:
             check_place("--dataset", source)
+            is_missing = source.endswith(FILES) and not Path(source).exists()
+            require(not is_missing, "a file as --dataset", source, "fix the path")
         if self.draft is not None:
             check_place("--draft", self.draft)
         require(
@@ -126,56 +172,38 @@ class TrainSettings:
             None,
             "give files or a Hub id, or let the target write its own prompts with --self-prompts 10000",
         )
-        alone = self.template is None or not self.self_prompts
-        what = "--template without --self-prompts, whose rows have no other columns"
-        require(alone, what, self.template, "prepare rows as messages, or leave one out")
         is_file = self.output_dir.exists() and not self.output_dir.is_dir()
         require(not is_file, "a folder as --output-dir", str(self.output_dir), "name another")
-        least = {
-            "num_prompts": 1,
-            "self_prompts": 0,
-            "num_eval": 0,
-            "max_length": 2,
-            "block_size": 2,
-        }
-        least |= dict.fromkeys(
-            ("max_new_tokens", "answer_batch", "num_hidden_layers", "bench_prompts", "threads"), 1
-        )
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            fits = value is None or value >= smallest
-            require(
-                fits,
-                f"at least {smallest} as --{name.replace('_', '-')}",
-                value,
-                "give a larger one",
-            )
-        require(
-            0 <= self.temperature < float("inf"),
-            "0 or more as --temperature",
-            self.temperature,
-            "0 is greedy",
-        )
-        require(
-            0 < self.top_p <= 1,
-            "above 0 and at most 1 as --top-p",
-            self.top_p,
-            "1 is the whole vocabulary",
-        )
-        for name, allowed in (("turns", ("last", "all")), ("answers", ("target", "data"))):
-            value = getattr(self, name)
-            require(
-                value in allowed, f"--{name} {' or '.join(allowed)}", value, "choose one of them"
-            )
-        for name in self.formats:
-            known = f"--formats among {', '.join(FORMATS)}"
-            require(name in FORMATS, known, name, "leave it out, or use dflash-hf convert")
-        is_folder = self.bench_data_dir is None or Path(self.bench_data_dir).is_dir()
-        require(
-            is_folder, "a folder of sets as --bench-data-dir", self.bench_data_dir, "fix the path"
-        )
-        is_url = self.server is None or self.server.startswith(("http://", "https://"))
-        require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
+        if self.bench_data_dir is not None:
+            is_folder = Path(self.bench_data_dir).is_dir()
+            what = "a folder of sets as --bench-data-dir"
+            require(is_folder, what, self.bench_data_dir, "fix the path")
+
+    def check_idle(self, given: Collection[str]) -> None:
+        """Refuses an option that was given and that another one leaves without effect.
+
+        Args:
+            given (collection of `str`): Names of the options that were given.
+
+        Raises:
+            ValueError: On the first such option.
+        """
+        is_fresh = self.draft is None
+        is_answered = self.answers == "target"
+        is_sampled = self.temperature > 0
+        for names, has_effect, where in (
+            (OF_A_FRESH_DRAFT, is_fresh, "without --draft, whose config says it"),
+            (OF_THE_ANSWERS, is_answered, "with --answers target: those in the data are there"),
+            (("top_p",), is_sampled, "with a --temperature above 0"),
+            (("server_model",), self.server is not None, "with --server"),
+            (("gamma",), self.loss != "dpace", "with another --loss than dpace"),
+            (("bench_data_dir",), bool(self.bench_data), "with --bench-data"),
+            (("template",), self.self_prompts == 0, "without --self-prompts, of other columns"),
+        ):
+            idle = [name for name in names if name in given and not has_effect]
+            if idle:
+                value = getattr(self, idle[0])
+                require(False, f"{flag(idle[0])} {where}", value, "leave one of them out")
 
     def plain(self) -> dict[str, Any]:
         """Returns all settings as YAML and JSON have them: what another `--config` could be, from any folder."""
@@ -188,174 +216,127 @@ class TrainSettings:
             found[name] = list(found[name])
         return {**found, "output_dir": str(self.output_dir), **arguments}
 
+    def asked(self) -> dict[str, Any]:
+        """Returns [`plain`] without what is its default."""
+        unasked = TrainSettings(target="", output_dir=Path()).plain()
+        return {
+            name: value
+            for name, value in self.plain().items()
+            if name not in unasked or value != unasked[name]
+        }
+
     def made_from(self, stage: Stage) -> dict[str, Any]:
-        """Returns what a stage's output follows from, its inputs' included, as plain values."""
+        """Returns the options that a stage's output follows from, as plain values; not those of its inputs."""
         plain = self.plain()
-        # Nothing is made of a bench: its answers say how good a draft is, and the card tells them.
-        found: dict[str, Any] = {}
-        for known in STAGES[: STAGES.index(stage) + 1]:
-            if known in (stage, *STAGES[:3]):
-                found |= {name: plain[name] for name in _MADE_FROM[known]}
-        if stage in ("run", "bench", "export"):
+        found = {name: plain[name] for name in MADE_FROM[stage]}
+        if stage == "run":
             keeps_best = bool(self.arguments.get("load_best_model_at_end"))
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
-            found |= {
-                name: value for name, value in self.arguments.items() if not name.startswith(how)
-            }
+            arguments = self.arguments
+            found |= {name: arguments[name] for name in arguments if not name.startswith(how)}
         return found
 
 
-_MADE_FROM: dict[Stage, tuple[str, ...]] = {
+# Names of files, which are no ids of the Hub.
+FILES = (".jsonl", ".json", ".parquet", ".txt")
+LEAST = {
+    "num_prompts": 1,
+    "self_prompts": 0,
+    "num_eval": 0,
+    "max_length": 2,
+    "block_size": 2,
+    "max_new_tokens": 1,
+    "answer_batch": 1,
+    "num_hidden_layers": 1,
+    "bench_prompts": 1,
+    "threads": 1,
+}
+OF_A_FRESH_DRAFT = ("block_size", "num_hidden_layers", "draft_options")
+OF_THE_ANSWERS = ("server", "server_model", "max_new_tokens", "temperature", "top_p")
+# Fields that `DFlashTrainingArguments` has too, and that mean the same there.
+OF_THE_TRAINER = (
+    "loss",
+    "labels",
+    "num_anchors",
+    "gamma",
+    "attention",
+    "packing_length",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "chunk_blocks",
+    "feature_cache",
+)
+MADE_FROM: dict[Stage, tuple[str, ...]] = {
     "prepare": (
-        *("target", "dataset", "num_prompts", "self_prompts", "num_eval", "max_length", "turns"),
-        *("chat_template_kwargs", "template", "skip_bad_rows"),
+        "target",
+        "dataset",
+        "num_prompts",
+        "self_prompts",
+        "num_eval",
+        "max_length",
+        "turns",
+        "chat_template_kwargs",
+        "template",
+        "skip_bad_rows",
     ),
     "regenerate": ("answers", "max_new_tokens", "temperature", "top_p", "server", "server_model"),
-    "run": ("draft", "num_hidden_layers", "block_size", "draft_options", "dtype"),
+    "run": (
+        "draft",
+        "num_hidden_layers",
+        "block_size",
+        "draft_options",
+        "dtype",
+        "loss",
+        "labels",
+        "num_anchors",
+        "gamma",
+        "attention",
+        "packing_length",
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+    ),
     "bench": ("bench_data", "bench_prompts"),
     "export": ("formats", "license"),
 }
 # How names of training arguments begin that change nothing of the draft: they may be others when a run goes on.
 HOW_IT_IS_RUN = (
-    *(
-        "report_to",
-        "run_name",
-        "project",
-        "trackio_",
-        "logging_",
-        "log_level",
-        "disable_tqdm",
-        "include_num_",
-    ),
-    *(
-        "save_",
-        "push_to_hub",
-        "hub_",
-        "resume_from_",
-        "ddp_timeout",
-        "torch_compile",
-        "torch_empty_",
-    ),
-    *("dataloader_num_", "dataloader_pin_", "dataloader_pre", "dataloader_pers"),
-    *("gradient_checkpointing", "activation_checkpointing", "chunk_blocks"),
+    "report_to",
+    "run_name",
+    "project",
+    "trackio_",
+    "logging_",
+    "log_level",
+    "disable_tqdm",
+    "include_num_",
+    "save_",
+    "push_to_hub",
+    "hub_",
+    "resume_from_",
+    "ddp_timeout",
+    "torch_compile",
+    "torch_empty_",
+    "dataloader_num_",
+    "dataloader_pin_",
+    "dataloader_pre",
+    "dataloader_pers",
+    "gradient_checkpointing",
+    "activation_checkpointing",
 )
-# What is measured in between is looked at, unless the best draft so far is the one that is kept.
+# A measurement in between changes nothing, unless the best draft so far is the one that is kept.
 WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
-OURS = frozenset(item.name for item in fields(TrainSettings)) - {"arguments"}
+OPTIONS = tuple(item for item in fields(TrainSettings) if item.name != "arguments")
 UPLOAD = ("hub_model_id", "hub_private_repo")
 
 
-def _resolved(place: str) -> str:
-    """A path as it is from any folder; a Hub id as it is."""
-    return str(Path(place).resolve()) if Path(place).exists() else place
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads the settings in a YAML file; names may be written with `-` or `_`.
-
-    Raises:
-        ValueError: If it is not there, no YAML, or no mapping of names to values.
-    """
-    import yaml
-
-    require(path.is_file(), "a YAML file as --config", str(path), "fix the path")
-    try:
-        found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"expected YAML in {path}, got something else ({one_line(error)}); correct it"
-        ) from error
-    found = {} if found is None else found
-    is_mapping = isinstance(found, dict) and all(isinstance(name, str) for name in found)
-    require(
-        is_mapping,
-        f"names and their values in {path}",
-        found,
-        "write lines such as target: Qwen/Qwen3-8B",
-    )
-    return {name.replace("-", "_"): value for name, value in found.items() if value is not None}
-
-
-def as_text(value: Any) -> Any:
-    """Returns a value of an option of ours as it is on the command line: lists with commas, objects as JSON."""
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return json.dumps(value) if isinstance(value, dict) else value
-
-
-def as_words(given: Mapping[str, Any]) -> list[str]:
-    """Returns training arguments of a YAML file as the words of a command line, so that both have one reader."""
-    words: list[str] = []
-    for name, value in given.items():
-        values = value if isinstance(value, list) else [value]
-        if values:
-            words += [
-                f"--{name}",
-                *(json.dumps(one) if isinstance(one, dict | bool) else str(one) for one in values),
-            ]
-    return words
-
-
-def read_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Reads those fields of `DFlashTrainingArguments` that are given (`--learning-rate 6e-4 ...`); later ones win.
-
-    Raises:
-        ValueError: If a name is none of theirs, with the nearest one, or a value is not of its kind.
-    """
-    if not words:
-        return {}
-    import argparse
-
-    from transformers import HfArgumentParser
-
-    from dflash_hf.training.arguments import DFlashTrainingArguments
-
-    class Parser(HfArgumentParser):
-        """Raises sentences, where `argparse` would print its usage and leave."""
-
-        def error(self, message: str) -> NoReturn:
-            raise ValueError(
-                f"expected arguments of the training, got {one_line(message)}; correct it"
-            )
-
-    fields_of: Any = DFlashTrainingArguments
-    parser = Parser(fields_of, allow_abbrev=False, add_help=False)
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-        action.required = False
-        if action.type is Any:
-            action.type = str
-        # Ours are more than the library's, and the arguments' own check knows them
-        if action.dest == "optim":
-            action.type = str
-            action.choices = None
-    found, rest = parser.parse_known_args(list(words))
-    for word in rest:
-        if word.startswith("--"):
-            _refuse_name(
-                word.partition("=")[0][2:].replace("-", "_"),
-                {action.dest for action in parser._actions},
-            )
-    require(
-        not rest,
-        "options and their values",
-        " ".join(rest),
-        "write -- before the name of an option",
-    )
-    return vars(found)
-
-
-def _refuse_name(name: str, known: set[str]) -> NoReturn:
-    every = sorted(OURS | known | {"config", "stages", "plan"})
-    nearest = difflib.get_close_matches(name, every, n=1)
-    hint = (
-        f"did you mean {nearest[0]!r}?"
-        if nearest
-        else "see dflash-hf train --help and docs/training.md"
-    )
-    raise ValueError(
-        f"expected an option of dflash-hf train or a field of its training arguments, got {name!r}; {hint}"
-    )
+def flag(name: str) -> str:
+    """Returns an option as a command line has it: `--num-anchors` of `num_anchors`."""
+    return f"--{name.replace('_', '-')}"
 
 
 def check_upload(arguments: Mapping[str, Any]) -> None:
@@ -373,21 +354,12 @@ def check_upload(arguments: Mapping[str, Any]) -> None:
 
     repo = arguments.get("hub_model_id")
     what = "--hub-model-id with --push-to-hub, an id such as my-org/my-draft"
-    require(repo is not None and is_hub_id(repo), what, repo, "name the draft's repository")
+    is_named = repo is not None and is_hub_id(repo)
+    require(is_named, what, repo, "name the draft's repository")
 
 
-def read_options(text: str, option: str) -> dict[str, Any]:
-    """Reads a JSON object of an option.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"expected a JSON object as {option}, got {shown(text)}; write it in one pair of '...'"
-        )
-    return found
+def _resolved(place: str) -> str:
+    """A path as it is from any folder; a Hub id as it is."""
+    if Path(place).exists():
+        return str(Path(place).resolve())
+    return place

@@ -1,15 +1,15 @@
 """The folder of a training run: which stages are done, what each was made from, and what of it has changed since.
 
-`stages.json` says it, written whole or not at all. A stage counts as done if it says so and its folder is there; so
-removing a stage's folder is how it is made again.
+`stages.json` says it, written whole or not at all. A stage is done if it says so, its folder is there, and the options
+that it was made from are those that are asked for now. A changed option makes that stage and those behind it again;
+where answers, checkpoints or a draft would be lost that way, it is refused until `--redo` asks for it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,125 +28,208 @@ FOLDERS: dict[Stage, tuple[str, ...]] = {
     "bench": ("bench",),
     "export": ("export",),
 }
-ENDS = 2**20  # bytes at each end of a file of weights that are compared
+# What took long to make: prompts and answers of the target, checkpoints, the draft.
+COSTLY: dict[Stage, tuple[str, ...]] = {
+    "prepare": ("prepared/self_prompts.jsonl",),
+    "regenerate": ("answered/*.jsonl",),
+    "run": ("draft", "run/checkpoint-*"),
+    "bench": (),
+    "export": (),
+}
 
 
 class RunState:
-    """What a run's folder says of its stages."""
+    """What a run's folder says of its stages.
 
-    def __init__(self, settings: TrainSettings) -> None:
+    Args:
+        settings ([`TrainSettings`]): What is asked for now.
+        stages (sequence of `str`): The stages that are asked for, in their order.
+        redo (`bool`): Whether costly stages may be made again.
+
+    Attributes:
+        target (`dict[str, str]`): Hashes that tell the target from a changed one, as far as they are known.
+        outdated (`list[Stage]`): Stages whose output is of other options than those asked for now.
+    """
+
+    def __init__(self, settings: TrainSettings, stages: Sequence[Stage], redo: bool) -> None:
         self.settings = settings
+        self.stages = stages
+        self.redo = redo
         self.path = settings.output_dir
-        self.target = ""
+        self.target: dict[str, str] = {}
+        self.outdated: list[Stage] = []
+        self.reason = ""
 
     def folder(self, stage: Stage) -> Path:
         """Returns where a stage's output is."""
         return self.path / FOLDERS[stage][0]
 
-    def check(self, stages: Sequence[Stage]) -> None:
-        """Refuses a folder that is not this run's, and leaves it as it was.
+    def check(self) -> None:
+        """Finds the stages whose options have changed, and refuses a folder that is not this run's.
+
+        Nothing in the folder is changed.
 
         Raises:
-            ValueError: If it has other files, a stage was begun with other settings or with a target whose files have
-                changed since, or what a stage needs is neither there nor asked for.
+            ValueError: If it has other files, a costly stage has changed options, or what a stage needs is neither
+                there nor asked for.
         """
-        # Parts of files are those of a process that was killed, or of another one's that is writing now.
-        names = (
-            (file.name for file in self.path.iterdir() if file.suffix != ".part")
-            if self.path.is_dir()
-            else ()
-        )
-        found = sorted(names)
-        is_ours = not found or STAGES_FILE in found or set(found) <= {SETTINGS_FILE}
-        require(
-            is_ours, "a new folder or that of a run as --output-dir", str(self.path), "name another"
-        )
-        self.target = fingerprint(self.settings.target)
-        last = STAGES.index(stages[-1])
-        for stage in STAGES[: last + 1]:
-            record = self._record(stage)
-            if record is None:
-                continue
-            now: dict[str, Any] = json.loads(json.dumps(self.settings.made_from(stage)))
-            # What an option is by default is what it was before there was one.
-            unsaid = json.loads(
-                json.dumps(TrainSettings(target="", output_dir=self.path).made_from(stage))
-            )
-            before: dict[str, Any] = {**unsaid, **record["made_from"]}
-            differing = sorted(name for name in now | before if before.get(name) != now.get(name))
-            if differing:
-                told = [
-                    f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}"
-                    for name in differing
-                ]
-                raise ValueError(
-                    f"expected the run of {self.path} as its stage {stage} was begun, got another, whose "
-                    f"{listed(told, '; ')}; give what it was begun with, name another --output-dir, or remove "
-                    f"{self._later(stage)} to make it again"
+        found: list[str] = []
+        if self.path.is_dir():
+            # Parts of files are those of a process that was killed, or of another one's that is writing now.
+            found = [file.name for file in self.path.iterdir() if file.suffix != ".part"]
+        is_ours = not found or STAGES_FILE in found or found == [SETTINGS_FILE]
+        what = "a new folder or that of a run as --output-dir"
+        require(is_ours, what, str(self.path), "name another")
+        for stage in self._looked_at():
+            changes = self._changes(stage)
+            if changes:
+                self._outdate(stage, changes)
+                break
+        self._check_inputs()
+
+    def check_target(self, target: Mapping[str, str]) -> None:
+        """Takes what tells the target from others, and compares it with the target that stages were made with.
+
+        Raises:
+            ValueError: If it has changed, and a costly stage was made with what it was before.
+        """
+        self.target = dict(target)
+        for stage in self._looked_at():
+            known = self._made_with(stage)
+            changed = [name for name in known if target.get(name, known[name]) != known[name]]
+            if changed:
+                told = (
+                    f"target {self.settings.target} has another {listed(changed, ' and another ')}"
                 )
-            require(
-                record["target"] == self.target,
-                f"the target that {stage} of {self.path} was begun with",
-                f"another in {self.settings.target}: its files have changed",
-                f"put that one back, name another --output-dir, or remove {self._later('regenerate')} to let this one "
-                "answer",
-            )
-        for stage in stages:
-            needed = STAGES[: min(STAGES.index(stage), STAGES.index("bench"))]
-            missing = [name for name in needed if name not in stages and not self.is_done(name)]
-            require(
-                not missing,
-                f"what {', '.join(missing)} makes for {stage}",
-                None,
-                "ask for these --stages too",
-            )
+                self._outdate(stage, f"{told} since")
+                break
+        self._check_inputs()
 
     def is_done(self, stage: Stage) -> bool:
-        """Returns True if a stage has been run to its end and what it made is there."""
+        """Returns True if a stage has been run to its end with these options, and what it made is there."""
+        if stage in self.outdated:
+            return False
         record = self._record(stage)
-        return record is not None and record["finished"]
+        return bool(record.get("finished"))
+
+    def pending(self) -> list[Stage]:
+        """Returns the stages that are asked for and not done."""
+        return [stage for stage in self.stages if not self.is_done(stage)]
+
+    def discard_outdated(self) -> None:
+        """Removes what outdated stages have left, the last one's first: killed in between it can be done again."""
+        for stage in reversed(self.outdated):
+            for name in FOLDERS[stage]:
+                if (self.path / name).exists():
+                    shutil.rmtree(self.path / name)
+            self._known.pop(stage, None)
+        if self.outdated:
+            self._write()
+        self.outdated = []
 
     def write(self, stage: Stage, facts: dict[str, Any] | None = None) -> None:
         """Records what a stage is made from before it writes anything; with facts, that it is done."""
-        made_from = self.settings.made_from(stage)
-        record = {
+        self._known[stage] = {
             "finished": facts is not None,
-            "made_from": made_from,
-            "target": self.target,
+            "made_from": self.settings.made_from(stage),
+            "target": self._target_of(stage),
             "facts": facts or {},
         }
-        self._known[stage] = record
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path / STAGES_FILE, json.dumps(self._known, indent=2) + "\n")
+        self._write()
         (self.path / FOLDERS[stage][-1]).mkdir(exist_ok=True)
 
     def facts(self, stage: Stage) -> dict[str, Any]:
         """Returns what a stage told when it ended."""
-        record = self._record(stage)
-        return {} if record is None else record["facts"]
+        return self._record(stage).get("facts", {})
 
     def write_settings(self) -> None:
         """Writes `settings.yaml`: another run's `--config`, and what this one goes on with."""
         import yaml
 
-        plain = {
-            name: value
-            for name, value in self.settings.plain().items()
-            if value not in (None, [], {})
-        }
+        asked = self.settings.asked()
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(
-            self.path / SETTINGS_FILE, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-        )
+        text = yaml.safe_dump(asked, sort_keys=False, allow_unicode=True)
+        write_whole(self.path / SETTINGS_FILE, text)
 
-    def _record(self, stage: Stage) -> dict[str, Any] | None:
-        """What is known of a stage that has left something."""
-        record: dict[str, Any] | None = self._known.get(stage)
-        return (
-            record
-            if record is not None and any((self.path / n).exists() for n in FOLDERS[stage])
-            else None
-        )
+    def _looked_at(self) -> list[Stage]:
+        """The stages whose options matter: those that are asked for, and the costly ones before them."""
+        last = STAGES.index(self.stages[-1])
+        return [stage for stage in STAGES[: last + 1] if COSTLY[stage] or stage in self.stages]
+
+    def _changes(self, stage: Stage) -> str:
+        """Names what of a stage's options has changed since it was begun, with both values; empty if nothing has."""
+        before = self._record(stage).get("made_from")
+        if before is None:
+            return ""
+        now = _as_json(self.settings.made_from(stage))
+        # What an option is by default is what it was before there was one.
+        default = _as_json(TrainSettings(target="", output_dir=self.path).made_from(stage))
+        told: list[str] = []
+        for name in sorted({*now, *self._own_names(stage, before)}):
+            was = before.get(name, default.get(name))
+            if was != now.get(name):
+                told.append(f"{name} was {shown(was)} and is {shown(now.get(name))}")
+        return listed(told, "; ")
+
+    def _own_names(self, stage: Stage, before: Mapping[str, Any]) -> set[str]:
+        """Names of options that a stage was begun with; older folders have those of its inputs beside them."""
+        inputs: set[str] = set()
+        for earlier in STAGES[: STAGES.index(stage)]:
+            inputs |= self.settings.made_from(earlier).keys()
+        return before.keys() - inputs
+
+    def _target_of(self, stage: Stage) -> dict[str, str]:
+        """What of the target a stage's output follows from."""
+        if stage == "prepare" and not self.settings.self_prompts:
+            names = self.target.keys() & {"chat_template", "vocabulary"}
+            return {name: self.target[name] for name in sorted(names)}
+        return self.target
+
+    def _made_with(self, stage: Stage) -> dict[str, str]:
+        """What is known of the target that a stage was made with."""
+        known: Any = self._record(stage).get("target")
+        if stage in self.outdated or not isinstance(known, dict):
+            return {}
+        return known
+
+    def _outdate(self, stage: Stage, reason: str) -> None:
+        """Marks a stage and those behind it to be made again, if nothing is lost by that or `--redo` asks for it."""
+        later: list[Stage] = [*STAGES[STAGES.index(stage) :]]
+        if not COSTLY[stage]:  # what is not asked for stays as it is
+            later = [name for name in later if name in self.stages]
+        later = [name for name in later if self._record(name)]
+        lost = [name for name in later if self._has_costly(name)]
+        if lost and not self.redo:
+            raise ValueError(
+                f"expected the run of {self.path} as its stage {stage} was begun, got another, whose {reason}; add "
+                f"--redo to make {listed(later)} again and lose what is there, give what it was begun with, or name "
+                "another --output-dir"
+            )
+        self.outdated = later
+        self.reason = reason
+
+    def _has_costly(self, stage: Stage) -> bool:
+        """Whether a stage has left something that took long to make."""
+        return any(any(self.path.glob(pattern)) for pattern in COSTLY[stage])
+
+    def _check_inputs(self) -> None:
+        """Refuses stages whose inputs are neither there nor asked for."""
+        for stage in self.stages:
+            needed = STAGES[: min(STAGES.index(stage), STAGES.index("bench"))]
+            missing = [
+                name for name in needed if name not in self.stages and not self.is_done(name)
+            ]
+            what = f"what {', '.join(missing)} makes for {stage}"
+            require(not missing, what, None, "ask for these --stages too")
+
+    def _record(self, stage: Stage) -> dict[str, Any]:
+        """What is known of a stage that has left something; empty if it has not."""
+        is_there = any((self.path / name).exists() for name in FOLDERS[stage])
+        return self._known.get(stage, {}) if is_there else {}
+
+    def _write(self) -> None:
+        write_whole(self.path / STAGES_FILE, json.dumps(self._known, indent=2) + "\n")
 
     @cached_property
     def _known(self) -> dict[str, Any]:
@@ -160,34 +243,7 @@ class RunState:
                 f"expected the state of a run in {file}, got something else; name another --output-dir"
             ) from error
 
-    def _later(self, stage: Stage) -> str:
-        """The folders of a stage and of what follows from it, as a user would remove them."""
-        names = [name for later in STAGES[STAGES.index(stage) :] for name in FOLDERS[later]]
-        return listed([str(self.path / name) for name in names if (self.path / name).exists()])
 
-
-def fingerprint(target: str) -> str:
-    """Returns what tells a target from one with other weights, another tokenizer or another template.
-
-    Of a Hub id that is the commit in the cache; of a folder a hash of its small files, and of the sizes and both ends
-    of its weights, so that a large target costs no more than a small one.
-    """
-    if not Path(target).is_dir():
-        from transformers.utils import CONFIG_NAME
-        from transformers.utils.hub import cached_file
-
-        found = cached_file(target, CONFIG_NAME)
-        return "" if found is None else Path(found).parent.name
-    digest = hashlib.sha256()
-    for file in sorted(Path(target).iterdir()):
-        is_weights = file.suffix in (".safetensors", ".bin")
-        if not is_weights and file.suffix not in (".json", ".jinja", ".model", ".txt"):
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(ENDS if is_weights else -1))
-            if is_weights and size > 2 * ENDS:
-                opened.seek(-ENDS, os.SEEK_END)
-                digest.update(opened.read())
-    return digest.hexdigest()
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as they are when they were written to a file and read again."""
+    return json.loads(json.dumps(values))

@@ -64,6 +64,14 @@ def takes_images(config: PreTrainedConfig) -> bool:
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
+def load_processor(target: str) -> Processor:
+    """Loads what encodes a target's prompts, a processor or a tokenizer, and no weights."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    encoder = AutoProcessor if takes_images(AutoConfig.from_pretrained(target)) else AutoTokenizer
+    return encoder.from_pretrained(target)
+
+
 def load_target(
     target: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, Processor]:

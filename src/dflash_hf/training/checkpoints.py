@@ -55,7 +55,7 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
     if not asked:
         return None
     if asked is not True:
-        if not _is_whole(Path(asked)):
+        if not is_whole(Path(asked)):
             raise ValueError(
                 f"expected a checkpoint folder with {STATE_FILE}, got {asked}; pass a {PREFIX_CHECKPOINT_DIR}-<step> "
                 "folder of a run"
@@ -67,7 +67,7 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
         if re.search(r"-\d+$", path.name)
     ]
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        if _is_whole(path):
+        if is_whole(path):
             return str(path)
         logger.warning(f"{path} was not written to its end; an earlier checkpoint is taken")
     raise ValueError(
@@ -75,8 +75,8 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
     )
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end: the state of the trainer is there and can be read."""
+def is_whole(folder: Path) -> bool:
+    """Returns True if a checkpoint was written to its end: the state of the trainer is there and can be read."""
     try:
         json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,6 @@
-"""Which target wrote answers or features: its settings and its weights as two hashes that are the same in any dtype.
+"""Which target wrote answers or features, or a draft is for: hashes of its settings, weights, template and vocabulary.
+
+Those of a target are the same in any dtype, and wherever its files are.
 
 Every weight counts: what is hashed of a tensor are the sums of its rows and of its columns, of the bits of its values
 in bfloat16 as integers. They are exact in any order, and take as long as reading it.
@@ -12,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from dflash_hf.training.messages import ChatTemplate
 
 # Of a config: where it is from and how it is run, which is not what it computes.
 NOT_THE_MODEL = {
@@ -40,6 +44,18 @@ def target_identity(target: PreTrainedModel) -> dict[str, str]:
     }
 
 
+def processor_identity(
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+) -> dict[str, str]:
+    """Returns `{"chat_template", "vocabulary"}`, two hashes that tell how a target's prompts are encoded."""
+    template = ChatTemplate(processing_class)
+    vocabulary = json.dumps(sorted(template.tokenizer.get_vocab().items()))
+    return {
+        "chat_template": text_identity(template.text),
+        "vocabulary": text_identity(vocabulary),
+    }
+
+
 def text_identity(text: str) -> str:
     """Returns a hash of a text, a chat template's for example."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -56,7 +72,8 @@ def _fingerprint(value: Tensor) -> str:
         bits = value.contiguous().view(torch.uint8)
     else:
         bits = value
-    table = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    columns = bits.shape[-1] if bits.ndim else 1
+    table = bits.reshape(-1, columns)
     sums = [table.sum(dim, dtype=torch.int64).cpu().numpy().tobytes() for dim in (0, 1)]
     return hashlib.sha256(b"".join(sums)).hexdigest()
 

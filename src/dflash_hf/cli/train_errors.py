@@ -1,0 +1,65 @@
+"""What ends a training whatever its options, in a sentence with what to do: a full disk, a full device."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from typing import Any
+
+from transformers import TrainingArguments
+
+from dflash_hf.cli.train_settings import Stage, TrainSettings, flag
+from dflash_hf.errors import one_line
+from dflash_hf.training.arguments import DFlashTrainingArguments
+
+# Releases of Transformers name it differently; some take both names.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if hasattr(TrainingArguments, name)
+)
+
+
+def explained(
+    error: Exception, settings: TrainSettings, arguments: DFlashTrainingArguments, stage: Stage
+) -> Exception:
+    """Returns a sentence for a full disk or a full device; any other error as it is."""
+    goes_on = f"dflash-hf train --output-dir {settings.output_dir}"
+    is_full_disk = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+    if is_full_disk:
+        free = shutil.disk_usage(settings.output_dir).free / 2**20
+        what = f"room on the disk of {settings.output_dir} for {stage}"
+        return ValueError(f"expected {what}, got {free:,.0f} MB free; free some: {goes_on} goes on")
+    if is_out_of_memory(error):
+        advice = less_memory(settings, arguments, stage)
+        return ValueError(
+            f"expected {stage} to fit the memory, got {one_line(error)}; go on with {goes_on} {advice}"
+        )
+    return error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns True for what torch raises where a device, or this machine, has no memory left."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    is_of_the_cpu = "not enough memory" in str(error) or "can't allocate memory" in str(error)
+    return "OutOfMemoryError" in names or "MemoryError" in names or is_of_the_cpu
+
+
+def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, stage: Stage) -> str:
+    """Returns options under which a stage takes less, those that cost least first."""
+    if stage in ("prepare", "regenerate") and settings.answer_batch > 1:
+        return f"--answer-batch {settings.answer_batch // 2}"
+    if stage != "run":
+        return "--dtype bfloat16 or on a larger device"
+    options: dict[str, Any] = {}
+    rows = arguments.per_device_train_batch_size
+    if rows > 1:
+        options["per_device_train_batch_size"] = rows // 2
+        options["gradient_accumulation_steps"] = 2 * arguments.gradient_accumulation_steps
+    if not getattr(arguments, CHECKPOINTING):
+        options[CHECKPOINTING] = "true"
+    if not options and arguments.chunk_blocks > 16:
+        options["chunk_blocks"] = arguments.chunk_blocks // 2
+    if not options:
+        options = {"num_anchors": max(1, arguments.num_anchors // 2), "optim": "muon"}
+    return " ".join(f"{flag(name)} {value}" for name, value in options.items())

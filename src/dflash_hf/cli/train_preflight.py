@@ -1,0 +1,165 @@
+"""What `dflash-hf train` checks before its first stage: a run of hours fails in its first minute or not for this.
+
+The target is loaded here, as the stages need it anyway. What memory a step takes is not forecast: the first step
+shows it, and [`dflash_hf.cli.train_stages`] says which options take less.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+from dflash_hf.bench.sets import load_questions
+from dflash_hf.checkpoints.files import read_config, stored_tensors
+from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.fresh import fresh_config
+from dflash_hf.cli.train_settings import Stage, TrainSettings
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import one_line, require, shown
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.answers import Processor, tokenizer_of
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.support import check_pair
+from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
+from dflash_hf.training.forward import check_packing
+from dflash_hf.training.trainer import DFlashTrainer
+
+GB = 10**9
+# Of a checkpoint per weight: the draft and AdamW's two averages, all in float32.
+CHECKPOINT_BYTES = 12
+# Of `draft/` and of each export per weight, at most: float32.
+DRAFT_BYTES = 4
+TOKEN_BYTES = 8  # of an answer's token in a file of JSON, about
+
+
+def check_before_loading(
+    settings: TrainSettings, arguments: DFlashTrainingArguments, pending: Sequence[Stage]
+) -> None:
+    """Checks what the stages need beside the models: reporters, the optimizer's package, the bench's questions.
+
+    Raises:
+        ValueError: If something is missing; with the option that asks for it.
+    """
+    if "run" in pending:
+        _check_reporters(arguments)
+        _check_optimizer(arguments)
+    if "bench" in pending:
+        folder = None if settings.bench_data_dir is None else Path(settings.bench_data_dir)
+        for name in settings.bench_data:
+            load_questions(name, data_dir=folder, num_prompts=settings.bench_prompts, seed=0)
+
+
+def check_with_target(
+    settings: TrainSettings,
+    arguments: DFlashTrainingArguments,
+    target: PreTrainedModel,
+    processor: Processor,
+) -> None:
+    """Checks the draft that is to be trained against the target, packing, and room on the disk.
+
+    Raises:
+        ValueError: If the draft's options are no fields of a config or have values of other types, the draft does not
+            fit the target, examples cannot be packed for it, or the disk has no room for a checkpoint.
+    """
+    found = find_target(target)
+    if settings.draft is None:
+        config = _fresh_config(settings, target, processor)
+    else:
+        config = _stored_config(settings.draft)
+    check_pair(found, config)
+    if settings.packing_length is not None:
+        check_packing(found)
+    with torch.device("meta"):
+        draft = DFlashDraftModel(config)
+    _check_disk(settings, arguments, sum(weight.numel() for weight in draft.parameters()))
+
+
+def fresh_options(settings: TrainSettings, processor: Processor) -> dict[str, Any]:
+    """Returns the arguments of [`DFlashDraftModel.from_target`] for a fresh draft."""
+    return {
+        "num_hidden_layers": settings.num_hidden_layers,
+        "block_size": settings.block_size,
+        "tokenizer": tokenizer_of(processor),
+        **settings.draft_options,
+    }
+
+
+def _fresh_config(
+    settings: TrainSettings, target: PreTrainedModel, processor: Processor
+) -> DFlashConfig:
+    """The config of a fresh draft."""
+    fields = fresh_options(settings, processor)
+    names = ("num_taps", "tokenizer", "draft_token_ids")
+    options = {name: fields.pop(name) for name in names if name in fields}
+    try:
+        return fresh_config(target, fields, **options)
+    except ValueError:
+        raise
+    except (
+        Exception
+    ) as error:  # of other types than the fields', of which libraries have classes of their own
+        raise ValueError(
+            f"expected values of the fields' types as --draft-options, got {shown(dict(settings.draft_options))} "
+            f"({one_line(error)}); correct it"
+        ) from error
+
+
+def _stored_config(draft: str) -> DFlashConfig:
+    """The config of a draft in any format, without its weights."""
+    raw = read_config(draft, {})
+    form = detect_format(raw)
+    names = {form.our_name(name) for name in stored_tensors(draft)}
+    return make_config(form.read_config(raw, frozenset(names)))
+
+
+def _check_reporters(arguments: DFlashTrainingArguments) -> None:
+    """Makes what `--report-to` names, as the trainer will."""
+    names: Any = arguments.report_to
+    for name in names:
+        try:
+            for reporter in get_reporting_integration_callbacks([name]):
+                reporter()
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"expected reporters that are installed as --report-to, got {name!r} ({one_line(error)}); install its "
+                "package, or leave it out"
+            ) from error
+
+
+def _check_optimizer(arguments: DFlashTrainingArguments) -> None:
+    """Looks for the package of an optimizer, as the trainer will."""
+    if arguments.optim == MUON:
+        return
+    try:
+        DFlashTrainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"expected an optimizer that is installed as --optim, got {str(arguments.optim)!r} ({one_line(error)}); "
+            "install its package, or name another"
+        ) from error
+
+
+def _check_disk(
+    settings: TrainSettings, arguments: DFlashTrainingArguments, num_weights: int
+) -> None:
+    """Refuses a disk without room for the checkpoints that are kept, the draft, its exports, and some answers."""
+    checkpoints = arguments.save_total_limit or 1
+    per_weight = CHECKPOINT_BYTES * checkpoints + DRAFT_BYTES * (1 + len(settings.formats))
+    answers = (settings.num_prompts or 0) * settings.max_new_tokens * TOKEN_BYTES
+    needed = per_weight * num_weights + answers
+    folder = settings.output_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    require(
+        free >= needed,
+        f"{needed / GB:.1f} GB free on the disk of {settings.output_dir} for answers, checkpoints and the draft",
+        f"{free / GB:.1f} GB",
+        "free some, name another --output-dir, or keep fewer checkpoints with --save-total-limit 1",
+    )

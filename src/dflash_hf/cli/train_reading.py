@@ -1,0 +1,135 @@
+"""How the options of `dflash-hf train` are read: YAML as the words of a command line, so that both have one reader."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dflash_hf.cli.train_settings import OPTIONS
+from dflash_hf.errors import one_line, require, shown
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads the settings in a YAML file; names may be written with `-` or `_`.
+
+    Raises:
+        ValueError: If it is not there, no YAML, or no mapping of names to values.
+    """
+    import yaml
+
+    require(path.is_file(), "a YAML file as --config", str(path), "fix the path")
+    try:
+        found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"expected YAML in {path}, got something else ({one_line(error)}); correct it"
+        ) from error
+    if found is None:
+        return {}
+    is_mapping = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    what = f"names and their values in {path}"
+    require(is_mapping, what, found, "write lines such as target: Qwen/Qwen3-8B")
+    return {name.replace("-", "_"): value for name, value in found.items() if value is not None}
+
+
+def as_text(value: Any) -> Any:
+    """Returns a value of an option as it is on the command line: lists with commas, objects as JSON."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return value
+
+
+def as_words(given: Mapping[str, Any]) -> list[str]:
+    """Returns training arguments of a YAML file as the words of a command line."""
+    words: list[str] = []
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            continue
+        words.append(f"--{name}")
+        for one in values:
+            is_json = isinstance(one, dict | bool)
+            words.append(json.dumps(one) if is_json else str(one))
+    return words
+
+
+def read_values(text: str) -> tuple[str, ...]:
+    """Reads an option with commas."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(part for part in parts if part)
+
+
+def read_object(text: str, option: str) -> dict[str, Any]:
+    """Reads a JSON object of an option.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"expected a JSON object as {option}, got {shown(text)}; write it in one pair of '...'"
+        )
+    return found
+
+
+def read_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """Reads those fields of `DFlashTrainingArguments` that are given (`--optim muon ...`); later ones win.
+
+    Raises:
+        ValueError: If a name is none of theirs, with the nearest one, or a value is not of its kind.
+    """
+    if not words:
+        return {}
+    import argparse
+
+    from transformers import HfArgumentParser
+
+    from dflash_hf.training.arguments import DFlashTrainingArguments
+
+    class Parser(HfArgumentParser):
+        """Raises sentences, where `argparse` would print its usage and leave."""
+
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(
+                f"expected arguments of the training, got {one_line(message)}; correct it"
+            )
+
+    fields_of: Any = DFlashTrainingArguments
+    parser = Parser(fields_of, allow_abbrev=False, add_help=False)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+        action.required = False
+        if action.type is Any:
+            action.type = str
+        # Ours are more than the library's, and the arguments' own check knows them
+        if action.dest == "optim":
+            action.type = str
+            action.choices = None
+    found, rest = parser.parse_known_args(list(words))
+    for word in rest:
+        if word.startswith("--"):
+            name = word.partition("=")[0][2:].replace("-", "_")
+            _refuse_name(name, [action.dest for action in parser._actions])
+    action = "write -- before the name of an option"
+    require(not rest, "options and their values", " ".join(rest), action)
+    return vars(found)
+
+
+def _refuse_name(name: str, arguments: Sequence[str]) -> NoReturn:
+    """Refuses a name that no option has, with the nearest one."""
+    own = [item.name for item in OPTIONS]
+    every = sorted({*own, *arguments, "config", "stages", "redo"})
+    nearest = difflib.get_close_matches(name, every, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else "see dflash-hf train --help"
+    raise ValueError(
+        f"expected an option of dflash-hf train or a field of its training arguments, got {name!r}; {hint}"
+    )
