@@ -64,7 +64,8 @@ class Uploads:
         sizes = [*self._coming, num_bytes]
         for path in self.folder.rglob("*"):
             with suppress(FileNotFoundError):  # deleted meanwhile
-                sizes += [] if path.is_dir() else [path.lstat().st_size]
+                if not path.is_dir():
+                    sizes.append(path.lstat().st_size)
         if len(sizes) > self.max_files or sum(sizes) > self.max_bytes:
             raise HTTPException(
                 413,
@@ -76,9 +77,17 @@ class Uploads:
             yield
         finally:
             self._coming.remove(num_bytes)
-            for path in [] if self._coming else self.folder.iterdir():
-                with suppress(OSError):  # a folder with an upload in it
-                    path.rmdir() if path.is_dir() else path.unlink()
+            if not self._coming:
+                self._tidy()
+
+    def _tidy(self) -> None:
+        """Deletes what broke off, and folders without an upload."""
+        for path in self.folder.iterdir():
+            with suppress(OSError):  # a folder with an upload in it
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
 
 
 class Guard:
@@ -156,8 +165,10 @@ class Guard:
             )
         if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
             raise HTTPException(403, "expected a file of this chat, got an address elsewhere")
-        named = [path.removeprefix(HEARTBEAT)] if path.startswith(HEARTBEAT) else []
-        for page in [*request.query_params.getlist("session_hash"), *named]:
+        pages = request.query_params.getlist("session_hash")
+        if path.startswith(HEARTBEAT):
+            pages.append(path.removeprefix(HEARTBEAT))
+        for page in pages:
             # Who is the first to name it
             owner = self._browsers.setdefault(page, request.state.browser)
             self._browsers.move_to_end(page)
@@ -187,7 +198,9 @@ def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]
     if not share and all(
         ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)
     ):
-        hosts = ["localhost", "127.0.0.1", "[::1]", f"[{name}]" if ":" in name else name]
+        if ":" in name:  # IPv6
+            name = f"[{name}]"
+        hosts = ["localhost", "127.0.0.1", "[::1]", name]
     by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return [by_name, Middleware(Guard, uploads=uploads)]
 

@@ -75,8 +75,8 @@ class VerifiedTree(NamedTuple):
         for leaf in range(1, len(self.parents)):
             if leaf not in inner and leaf not in on_path:
                 nodes = [leaf]
-                while (parent := self.parents[nodes[-1]]) not in on_path:
-                    nodes.append(parent)
+                while self.parents[nodes[-1]] not in on_path:
+                    nodes.append(self.parents[nodes[-1]])
                 found.append(nodes[::-1])
         return sorted(found, key=lambda nodes: (nodes[0], nodes[-1]))
 

@@ -58,15 +58,14 @@ class Settings:
 
     def for_generate(self) -> dict[str, Any]:
         """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
-        sampling = {
+        if not self.temperature:
+            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        return {
+            "max_new_tokens": self.max_new_tokens,
             "do_sample": True,
             "temperature": float(self.temperature),
             "top_k": 0,
             "top_p": self.top_p,
-        }
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            **(sampling if self.temperature else {"do_sample": False}),
         }
 
 
@@ -128,7 +127,9 @@ class Answer:
     @property
     def tokens_per_second(self) -> float:
         """Prefill included; 0 before the first token."""
-        return len(self.ids) / self.seconds if self.seconds else 0.0
+        if not self.seconds:
+            return 0.0
+        return len(self.ids) / self.seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,18 +162,19 @@ class Conversation:
 
     def messages(self, in_parts: bool) -> list[dict[str, Any]]:
         """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
-        said: list[tuple[str, str, list[ChatImage]]] = (
-            [("system", self.system, [])] if self.system else []
-        )
+        said: list[tuple[str, str, list[ChatImage]]] = []
+        if self.system:
+            said.append(("system", self.system, []))
         for turn in self.read_turns:
             said += [("user", turn.text, turn.images), ("assistant", turn.answer.text, [])]
         messages: list[dict[str, Any]] = []
         for role, text, images in said[:-1]:  # the newest answer is not there yet
-            parts = [
-                *({"type": "image", "image": one.image} for one in images),
-                {"type": "text", "text": text},
-            ]
-            messages.append({"role": role, "content": parts if in_parts else text})
+            if not in_parts:
+                messages.append({"role": role, "content": text})
+                continue
+            parts: list[dict[str, Any]] = [{"type": "image", "image": one.image} for one in images]
+            parts.append({"type": "text", "text": text})
+            messages.append({"role": role, "content": parts})
         return messages
 
     @property
@@ -251,7 +253,8 @@ class Sessions:
             num_bytes = sum(other.num_bytes for other in self._by_page.values())
             if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and held.num_bytes):
                 del self._by_page[page]
-                self._dropped.extend([page] if held.turns else [])  # nobody misses an empty one
+                if held.turns:  # nobody misses an empty one
+                    self._dropped.append(page)
         for held in [held for held in self._by_page.values() if held.cache and not held.busy][
             :-MAX_CACHES
         ]:

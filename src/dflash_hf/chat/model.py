@@ -88,13 +88,14 @@ class RunStreamer(BaseStreamer):
                 num_accepted=is_verify * split,
                 seconds=seconds,
             )
-            run.tried = None if tree is None else tree.read(answer.ids, len(ids), self.tokenizer)
+            if tree is not None:
+                run.tried = tree.read(answer.ids, len(ids), self.tokenizer)
             answer.runs.append(run)
             run.text = self._read(ids[:split])
             run.bonus = self._read(ids[split:])
-        for run, accepted in zip(
-            answer.runs[1:], answer.stats.num_accepted[0] if answer.stats else [], strict=False
-        ):
+        if not answer.stats:
+            return
+        for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0], strict=False):
             if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
                 run.text = run.text + run.bonus
                 run.bonus = ""
@@ -136,11 +137,15 @@ def in_turn(
         if not run.done():
             stop.set()
     streamer.update()
-    error = run.exception() if run.done() else CancelledError()
+    error: BaseException | None = CancelledError()
+    if run.done():
+        error = run.exception()
     if error is None:
         answer.state = "done"
+    elif isinstance(error, CancelledError):
+        answer.state = "stopped"
     else:
-        answer.state = "stopped" if isinstance(error, CancelledError) else "failed"
+        answer.state = "failed"
     if isinstance(error, ValueError):
         answer.error = str(error)
     elif answer.state == "failed":
@@ -181,7 +186,8 @@ class ChatModel:
         """Raises `ValueError` for a message that is refused as it is: nobody has to have read its images for that."""
         if not text.strip() and not images:
             raise ValueError("expected a question, got an empty message; write something")
-        if (number := len(text) + len(conversation.system)) > MAX_CHARACTERS:
+        number = len(text) + len(conversation.system)
+        if number > MAX_CHARACTERS:
             limit = f"{MAX_CHARACTERS:,} characters, system prompt included"
             raise ValueError(f"expected a message of at most {limit}, got {number:,}; shorten it")
         if images and not self.takes_images:
@@ -204,7 +210,9 @@ class ChatModel:
                 self.encoder, conversation.messages(self.takes_images), self.target.device
             )
         except ValueError as error:  # those before it passed, and a text alone is not refused
-            raise ImageError(str(error)) if conversation.turns[-1].images else error from error
+            if not conversation.turns[-1].images:
+                raise
+            raise ImageError(str(error)) from error
         num_tokens = inputs["input_ids"].shape[1]
         room = self.max_length - max_new_tokens
         if num_tokens > room:
@@ -229,9 +237,9 @@ class ChatModel:
         `stop` does; the turn stays with what there is of its answer. Raises `ValueError` at the call if the message is
         refused; the conversation is then as before.
         """
-        before = replace(
-            conversation, turns=conversation.turns[:-1] if again else conversation.turns
-        )
+        before = replace(conversation)
+        if again:
+            before.turns = conversation.turns[:-1]
         self.check_message(before, text, images)
         answer = Answer(drafted=settings.use_draft, block_size=self.block_size)
         turns = [*before.turns, Turn(text=text, images=images, answer=answer)]
@@ -305,7 +313,10 @@ class ChatModel:
                 own = ids[0, answer.num_prompt_tokens :].tolist()
                 answer.agreement = agreement(self.target, inputs, plain.ids, own, do_sample=False)
 
-        return in_turn(self.thread, streamer, call, TICK if is_turn else RACE_TICK)
+        tick = RACE_TICK
+        if is_turn:
+            tick = TICK
+        return in_turn(self.thread, streamer, call, tick)
 
     def _cache_for(self, conversation: Conversation, inputs: dict[str, Tensor]) -> DynamicCache:
         """The conversation's cache, if the new inputs go on from it, else an empty one.
@@ -330,5 +341,12 @@ class ChatModel:
 
 def _count(number: int) -> str:
     """A number of parameters as people write it: two digits, and M or B."""
-    digits, letter = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
-    return f"{digits:.{1 if digits < 10 else 0}f} {letter}"
+    digits = number / 1e6
+    letter = "M"
+    if number >= 1e9:
+        digits = number / 1e9
+        letter = "B"
+    decimals = 0
+    if digits < 10:
+        decimals = 1
+    return f"{digits:.{decimals}f} {letter}"

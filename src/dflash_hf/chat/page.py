@@ -84,9 +84,11 @@ class Page:
         hello: Any = {"role": "user", "content": _html("")}
         self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
         self.opening, race = self._open()
-        question, answer = (
-            (self.opening[0].text, self.opening[0].answer) if self.opening else ("", None)
-        )
+        question = ""
+        answer = None
+        if self.opening:
+            question = self.opening[0].text
+            answer = self.opening[0].answer
         longest = max(16, min(1024, model.max_length // 2))
         with gr.Blocks(
             title="DFlash chat", fill_width=True, delete_cache=(SWEPT_EVERY, 60 * MINUTES)
@@ -254,7 +256,9 @@ class Page:
         conversation.system = str(data[self.system] or "").strip()
         with closing(self.model.ask(conversation, text, images, settings, again)) as running:
             past = self._messages(conversation.turns[:-1])
-            box = {} if again else {"value": EMPTY}
+            box: Change = {}
+            if not again:
+                box["value"] = EMPTY
             yield {**self._controls(busy=True, **box), self.begin: "", self.lanes: render("race")}
             for answer in running:
                 yield {
@@ -279,7 +283,9 @@ class Page:
 
     def _new(self, request: gr.Request) -> Any:
         """Begins anew. A run in progress says so itself, last: over its own connection nothing of it comes later."""
-        return gr.skip() if self.sessions.forget(_name_of(request)) else self._fresh()
+        if self.sessions.forget(_name_of(request)):
+            return gr.skip()
+        return self._fresh()
 
     def _leave(self, request: gr.Request) -> None:
         self.sessions.forget(_name_of(request))
@@ -349,4 +355,6 @@ class Page:
 
 def _name_of(request: gr.Request) -> str:
     """What a page's conversation is kept under: its own name and its browser's, so that neither alone is enough."""
-    return f"{request.state.browser}:{request.session_hash}" if request.session_hash else ""
+    if not request.session_hash:
+        return ""
+    return f"{request.state.browser}:{request.session_hash}"

@@ -21,7 +21,9 @@ _TEMPLATE = str.maketrans({"{": "&#123;", "}": "&#125;", "$": "&#36;", "`": "&#9
 
 def _escaped(value: Any) -> Markup:
     """What an expression of the template becomes on the page, attributes included."""
-    return value if isinstance(value, Markup) else Markup(str(escape(value)).translate(_TEMPLATE))
+    if isinstance(value, Markup):
+        return value
+    return Markup(str(escape(value)).translate(_TEMPLATE))
 
 
 # As Unicode's pictures of them; line breaks and tabs as what keyboards show.
@@ -73,9 +75,13 @@ def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
     folder = Path(draft).resolve().parent
     path = folder / "held_out.jsonl"
     found: dict[str, tuple[str, list[Path]]] = {}
-    for row, prompt in read_rows(path) if Path(draft).is_dir() and path.is_file() else []:
+    if not Path(draft).is_dir() or not path.is_file():
+        return {}
+    for row, prompt in read_rows(path):
         [message, *others] = as_messages(prompt)
-        parts: Any = [] if isinstance(message["content"], str) else message["content"]
+        parts: Any = message["content"]
+        if isinstance(parts, str):
+            parts = []
         files = [Path(str(part.get("path"))) for part in parts if part["type"] == "image"]
         if not others and all(
             file.resolve().is_relative_to(folder) and file.is_file() for file in files

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -82,16 +82,29 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
 
 def _named_target(path_or_repo: str | PathLike[str], raw: Mapping[str, Any]) -> str | None:
     """The target that a speculators config or a model card names."""
-    section = raw.get("speculators_config")
-    verifier = section.get("verifier") if isinstance(section, Mapping) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    if not isinstance(name, str):
-        card = find_file(path_or_repo, "README.md", {})
-        text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
-        front = text.split("---")[1] if text.startswith("---") and text.count("---") > 1 else ""
-        found = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", front, re.MULTILINE)
-        name = found[1] if found else None
-    return name or None
+    section = _dictionary(raw.get("speculators_config"))
+    name = _dictionary(section.get("verifier")).get("name_or_path")
+    if isinstance(name, str):
+        return name or None
+    card = find_file(path_or_repo, "README.md", {})
+    if not card:
+        return None
+    text = card.read_text(encoding="utf-8", errors="replace")
+    has_front = text.startswith("---") and text.count("---") > 1
+    if not has_front:
+        return None
+    front = text.split("---")[1]
+    found = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", front, re.MULTILINE)
+    if not found:
+        return None
+    return found[1]
+
+
+def _dictionary(value: Any) -> Mapping[str, Any]:
+    """The value if it is a dictionary, else an empty one."""
+    if isinstance(value, Mapping):
+        return cast(Mapping[str, Any], value)
+    return {}
 
 
 def save_draft(

@@ -77,22 +77,11 @@ def stored_tensors(
     """
     hub = hub or {}
     whole = find_file(path, _add_variant(SAFE_WEIGHTS_NAME, variant), hub)
-    if whole is not None:
+    if whole:
         return _headers(whole)
     index = find_file(path, _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant), hub)
-    if index is None:
-        folder = Path(path) / (hub.get("subfolder") or "")
-        is_local = folder.is_dir()
-        files = (
-            shown(sorted(file.name for file in folder.iterdir()))
-            if is_local
-            else "none that can be reached"
-        )
-        sentence = (
-            f"expected safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index), got {files}"
-            "; convert the checkpoint: reading a pickle file can run code, so none is loaded"
-        )
-        raise ValueError(sentence) if is_local else OSError(sentence)
+    if not index:
+        raise _no_weights(Path(path) / (hub.get("subfolder") or ""))
     content = read_json(index)
     shards: Any = content.get("weight_map")
     is_map = isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values())
@@ -103,15 +92,17 @@ def stored_tensors(
         is_plain = (
             shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
         )
-        file = find_file(path, shard, hub) if is_plain else None
-        if file is None:
+        file = None
+        if is_plain:
+            file = find_file(path, shard, hub)
+        if not file:
             raise ValueError(
                 f"expected the shard {one_line(shard)} beside {index}, got no such file; download it again"
             )
         tensors = _headers(file)
-        if differing := sorted(
-            {name for name, where in shards.items() if where == shard} ^ tensors.keys()
-        ):
+        listed_there = {name for name, where in shards.items() if where == shard}
+        differing = sorted(listed_there ^ tensors.keys())
+        if differing:
             raise ValueError(
                 f"expected {file} to hold what weight_map of {index} says, got a difference in "
                 f"{listed(differing)}; download it again"
@@ -134,7 +125,9 @@ def widest_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
         FLOAT_DTYPES[kind]
         for kind in {tensor.dtype for tensor in stored.values()} & FLOAT_DTYPES.keys()
     ]
-    return functools.reduce(torch.promote_types, kinds) if kinds else None
+    if not kinds:
+        return None
+    return functools.reduce(torch.promote_types, kinds)
 
 
 def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | None:
@@ -146,7 +139,19 @@ def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | Non
         _raise_exceptions_for_connection_errors=False,
         **hub,
     )
-    return None if file is None else Path(file)
+    if not file:
+        return None
+    return Path(file)
+
+
+def _no_weights(folder: Path) -> Exception:
+    """The error for a place without safetensors: `OSError` where it is no folder here, as Transformers has it."""
+    what = f"safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index)"
+    action = "convert the checkpoint: reading a pickle file can run code, so none is loaded"
+    if folder.is_dir():
+        files = shown(sorted(file.name for file in folder.iterdir()))
+        return ValueError(f"expected {what}, got {files}; {action}")
+    return OSError(f"expected {what}, got none that can be reached; {action}")
 
 
 def _headers(file: Path) -> dict[str, StoredTensor]:

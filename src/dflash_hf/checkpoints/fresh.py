@@ -90,7 +90,7 @@ def fresh_config(
             "load the target without quantisation",
         )
     stated = fields.get("draft_vocab_size")
-    matches = stated is None or stated == values.get("draft_vocab_size")
+    matches = stated in (None, values.get("draft_vocab_size"))
     require(
         matches,
         "draft_token_ids beside draft_vocab_size",
@@ -99,7 +99,9 @@ def fresh_config(
     )
     mask = fields.get("mask_token_id")
     if mask is None:
-        rows = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else text.vocab_size
+        rows = text.vocab_size
+        if isinstance(embedding, nn.Embedding):
+            rows = embedding.num_embeddings
         mask = choose_mask_token(target, tokenizer, min(text.vocab_size, rows))
     values |= {**fields, "target_layer_ids": list(taps), "mask_token_id": mask}
     return DFlashConfig(**values)
@@ -110,7 +112,7 @@ def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
     name = type(target).__name__
     embedding: Any = target.get_input_embeddings()
     head: Any = target.get_output_embeddings()
-    if target.config.is_encoder_decoder or embedding is None or head is None:
+    if target.config.is_encoder_decoder or None in (embedding, head):
         raise ValueError(
             f"expected a decoder-only target with an input embedding and an output head, got {name}; load it with "
             "AutoModelForCausalLM or AutoModelForImageTextToText"
@@ -158,7 +160,9 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size
         reserved = [
             index for index, text in spare.items() if "reserved" in text or "unused" in text
         ]
-        chosen = min(reserved) if reserved else max(spare)
+        chosen = max(spare)
+        if reserved:
+            chosen = min(reserved)
         why = f"the special token {shown(spare[chosen])}: no id is unused, and this one has to stay out of all texts"
     logger.warning(f"The draft's mask token is {chosen}, {why}.")
     return int(chosen)
@@ -196,28 +200,34 @@ def set_first_values(
     states = torch.randn(
         16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu"
     )
-    is_own = draft.lm_head is not None
-    states = (
-        states.to(draft.norm.weight) if is_own else states.to(execution_device(head), target.dtype)
-    )
+    if draft.lm_head is not None:
+        states = states.to(draft.norm.weight)
+    else:
+        states = states.to(execution_device(head), target.dtype)
     logits = draft.compute_logits(states, head).float()
     spread = float(logits[logits > -torch.inf].std())
     signs = torch.randint_like(draft.norm.weight, 2) * 2 - 1
-    draft.norm.weight.copy_(signs / spread if spread > 0 else signs)
+    if spread > 0:
+        draft.norm.weight.copy_(signs / spread)
+    else:
+        draft.norm.weight.copy_(signs)
 
 
 def _named_ids(target: PreTrainedModel) -> set[Any]:
     """Ids of tokens that a target's configs name: ends, padding, places of images."""
     found: set[Any] = set()
-    configs: list[Any] = [
-        target.config,
-        target.config.get_text_config(decoder=True),
-        target.generation_config,
-    ]
+    configs: list[Any] = [target.config, target.config.get_text_config(decoder=True)]
+    settings: Any = target.generation_config
+    if settings is not None:
+        configs.append(settings)
     for config in configs:
-        for name, value in vars(config).items() if config is not None else ():
-            if name.endswith(("_token_id", "_token_ids", "_token_index")):
-                found |= {*value} if isinstance(value, list | tuple) else {value}
+        for name, value in vars(config).items():
+            if not name.endswith(("_token_id", "_token_ids", "_token_index")):
+                continue
+            if isinstance(value, list | tuple):
+                found.update(value)
+            else:
+                found.add(value)
     return found
 
 
@@ -227,18 +237,22 @@ def _shape(text: Any) -> dict[str, int]:
     Where the target's layers differ, as most of them are.
     """
     heads, groups, size = commonest(attention_sizes(text))
-    split = max(1, size // MAX_HEAD_DIM) if size % MAX_HEAD_DIM == 0 else 1
+    split = 1
+    if size % MAX_HEAD_DIM == 0:
+        split = max(1, size // MAX_HEAD_DIM)
     heads = heads * split
     size = size // split
     wanted = min(MAX_KEY_VALUE_HEADS, groups * split)
     groups = next(number for number in range(wanted, 0, -1) if heads % number == 0)
     width: Any = commonest(layer_values(text, "intermediate_size"))
     is_whole = isinstance(width, int) and width > text.hidden_size
+    if not is_whole:
+        width = 3 * text.hidden_size  # Qwen3's rule
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": size,
-        "intermediate_size": width if is_whole else 3 * text.hidden_size,  # Qwen3's rule
+        "intermediate_size": width,
     }
 
 

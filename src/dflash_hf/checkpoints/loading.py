@@ -112,9 +112,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
         # Transformers would load it too, unchecked
-        is_bare = find_file(path, ADAPTER_CONFIG_NAME, hub) is None
+        adapter = find_file(path, ADAPTER_CONFIG_NAME, hub)
         advice = "merge the adapter into the draft's weights, or take its files away"
-        require(is_bare, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
+        require(not adapter, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
         checkpoint = cls._checked(path, hub, kwargs, model_args)
         generation_config = kwargs.pop("generation_config", None)
         renamed = {
@@ -128,7 +128,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
             "use_safetensors": True,
         }
         result: Any = super().from_pretrained(path, *model_args, **kwargs)
-        draft = result[0] if kwargs.get("output_loading_info") else result
+        draft = result
+        if kwargs.get("output_loading_info"):
+            draft = result[0]
         _check_finite(draft, path)
         if generation_config is None and checkpoint.form.name == DFlashConfig.model_type:
             generation_config = _read_generation_config(path, hub)
@@ -152,7 +154,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
         [`~DFlashPreTrainedModel.from_pretrained`]; raises `ValueError` as that does before it loads weights.
         """
         given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
-        source = given if isinstance(given, str | PathLike) else path
+        source = path
+        if isinstance(given, str | PathLike):
+            source = given
         raw = read_config(source, hub)
         stored = stored_tensors(path, hub, kwargs.get("variant"))
         try:
@@ -265,14 +269,19 @@ def _check_weights(
 ) -> None:
     """Raises unless the files hold exactly the expected weights, in floating point (and maps in integers)."""
     # Beside the whole vocabulary older speculators wrote the map of a reduced one.
-    names = found.keys() - ({"d2t"} if form.dropped and "d2t" not in expected else set())
+    names = set(found)
+    if form.dropped and "d2t" not in expected:
+        names.discard("d2t")
     wrong = [f"missing {form.their_name(name)}" for name in sorted(expected.keys() - names)]
     wrong += [f"unknown {found[name].name}" for name in sorted(names - expected.keys())]
     for name in sorted(names & expected.keys()):
         tensor = found[name]
+        dtypes = set(FLOAT_DTYPES)
+        if name == "d2t":
+            dtypes = {"I64"}
         if tensor.shape != expected[name]:
             wrong.append(f"{tensor.name} of shape {tensor.shape} instead of {expected[name]}")
-        elif tensor.dtype not in (("I64",) if name == "d2t" else FLOAT_DTYPES):
+        elif tensor.dtype not in dtypes:
             wrong.append(f"{tensor.name} of type {tensor.dtype}")
     if {"F16", "BF16"} <= {tensor.dtype for tensor in found.values()}:
         wrong.append("weights of both types F16 and BF16")
@@ -292,7 +301,7 @@ def _check_vocabulary(
     offsets = stored["d2t"].read()
     file = stored["d2t"].file
     size = config.vocab_size
-    if config.draft_vocab_size is None or size is None:
+    if not config.draft_vocab_size or not size:
         if bool(offsets.any()):
             raise ValueError(
                 f"expected d2t in {file} absent or zero beside a draft_vocab_size of the whole vocabulary, got "
@@ -331,15 +340,17 @@ def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
         ):
             continue
         # A sum is finite only if its terms are, and needs no copy of them; in these types none overflows.
-        dtype = torch.float32 if tensor.element_size() < 4 else tensor.dtype
+        dtype = tensor.dtype
+        if tensor.element_size() < 4:
+            dtype = torch.float32
         if not bool(tensor.detach().sum(dtype=dtype).isfinite()):
             wrong.append(name)
     if not wrong:
         return
     is_narrow = any(draft.get_parameter(name).dtype == torch.float16 for name in wrong)
-    advice = (
-        "load it with dtype=torch.float32 if float16 is too narrow for it, or " if is_narrow else ""
-    )
+    advice = ""
+    if is_narrow:
+        advice = "load it with dtype=torch.float32 if float16 is too narrow for it, or "
     raise ValueError(
         f"expected finite weights in {path}, got NaN or infinite values in {listed(wrong)}; {advice}export or "
         "download it again"
@@ -349,7 +360,7 @@ def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
 def _read_generation_config(path: PathOrRepo, hub: dict[str, Any]) -> DFlashGenerationConfig | None:
     """Returns the stored options, or `None` where there are none (offline: where none are cached)."""
     file = find_file(path, GENERATION_CONFIG_NAME, hub)
-    if file is None:
+    if not file:
         return None
     try:
         loaded = DFlashGenerationConfig(**read_json(file))

@@ -79,17 +79,16 @@ def qwen3_layers(config: DFlashConfig) -> dict[str, Any]:
 class ConfigReader:
     """A format's `config.json`, keeping account of what has been read.
 
-    `section` is the one key whose value is a dictionary with keys of its own. `weights` are there, by our names, for
-    formats that say with a weight what others say with a key.
+    `section` is the one key whose value is a dictionary with keys of its own, if there is one. `weights` are there, by
+    our names, for formats that say with a weight what others say with a key.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], section: str | None, weights: frozenset[str]
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], section: str, weights: frozenset[str]) -> None:
         self.weights = weights
         self.values = dict(config)
-        inner = None if section is None else self.values.pop(section, None)
-        inner = {} if inner is None else inner
+        inner = self.values.pop(section, None)
+        if inner is None:
+            inner = {}
         what = f"{section} to be a dictionary in the checkpoint's config.json"
         require(isinstance(inner, Mapping), what, inner, "fix it")
         self.values |= {f"{section}.{key}": value for key, value in inner.items()}
@@ -123,9 +122,10 @@ class ConfigReader:
         """Takes the name of the type of the weights: not the draft's function, but what `dtype="auto"` means."""
         dtype: Any = self.take("dtype", "torch_dtype", default=None)
         # Which Transformers does not know
-        dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+        if isinstance(dtype, str):
+            dtype = dtype.removeprefix("torch.")
         floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
-        require(dtype is None or dtype in floats, f"dtype in {floats}", dtype, "fix it")
+        require(dtype in (None, *floats), f"dtype in {floats}", dtype, "fix it")
         return dtype
 
     def take_num_layers(self, *places: str, default: Any = REQUIRED) -> int:
@@ -150,11 +150,9 @@ class ConfigReader:
         use_window = self.take(f"{section}use_sliding_window", default=None)
         first_sliding = self.take(f"{section}max_window_layers", default=28, kind=int)
         if layer_types is None:
-            full = (
-                num_layers
-                if window is None or not use_window
-                else min(max(first_sliding, 0), num_layers)
-            )
+            full = num_layers
+            if use_window and window is not None:
+                full = min(max(first_sliding, 0), num_layers)
             layer_types = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
         elif use_window is False and "sliding_attention" in layer_types:
             raise ValueError(
@@ -178,9 +176,8 @@ class ConfigReader:
                 f"{section}rope_parameters", f"{section}rope_scaling", default={}, kind=dict
             )
         }
-        kinds = [
-            kind for name in ("type", "rope_type") if (kind := given.pop(name, None)) is not None
-        ]
+        stated_kinds = [given.pop("type", None), given.pop("rope_type", None)]
+        kinds = [kind for kind in stated_kinds if kind is not None]
         require(all(kind == kinds[0] for kind in kinds), "one rope_type", kinds, fix)
         theta = self.take(f"{section}rope_theta", default=None)
         thetas = [value for value in (given.pop("rope_theta", None), theta) if value is not None]
@@ -194,9 +191,11 @@ class ConfigReader:
                 f"expected a RoPE over whole heads with known parameters, got {name} {shown(partial)} and the "
                 f"parameters {shown(unknown)}; this variant is not supported"
             )
+        kinds.append("default")
+        thetas.append(default_theta)
         return {
-            "rope_type": kinds[0] if kinds else "default",
-            "rope_theta": thetas[0] if thetas else default_theta,
+            "rope_type": kinds[0],
+            "rope_theta": thetas[0],
             **{name: value for name, value in given.items() if name in ROPE_KEYS},
         }
 
@@ -212,7 +211,7 @@ class CheckpointFormat:
     needs: tuple[str, ...] = ()
     # Weights that they name otherwise -> our name
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
-    section: str | None = None  # see ConfigReader
+    section: str = ""  # see ConfigReader
     # Reads the fields that need more than one key.
     read_rest: Callable[[ConfigReader], dict[str, Any]]
     # Writes those, and the constants of the format.
@@ -246,13 +245,8 @@ class CheckpointFormat:
         reader.unread -= self.ignored
         for key, allowed in self.neutral.items():
             what = f"{key} absent or in {allowed} in the checkpoint's config.json"
-            value = reader.take(key, default=None)
-            require(
-                value is None or value in allowed,
-                what,
-                value,
-                "this variant of DFlash is not supported",
-            )
+            value = reader.take(key, default=allowed[0])
+            require(value in allowed, what, value, "this variant of DFlash is not supported")
         values = {key.ours: reader.take(*key.places, default=key.default) for key in self.keys}
         values |= {"dtype": reader.take_dtype(), **self.read_rest(reader)}
         if reader.unread:  # ignoring one could change what the draft computes
@@ -281,11 +275,14 @@ class CheckpointFormat:
                 if key.optional and value == key.default:
                     continue
                 section, _, name = key.places[key.written].rpartition(".")
-                (out.setdefault(section, {}) if section else out)[name] = value
+                if section:
+                    out.setdefault(section, {})[name] = value
+                else:
+                    out[name] = value
             for name, value in self.write_rest(config).items():
-                out[name] = (
-                    {**out[name], **value} if name == self.section and name in out else value
-                )
+                if name == self.section:
+                    value = {**out.get(name, {}), **value}
+                out[name] = value
             again = make_config(self.read_config(out, weights))
             wrong = [
                 f"{name} = {shown(getattr(config, name))} (read back as {shown(getattr(again, name))})"

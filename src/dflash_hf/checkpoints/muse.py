@@ -51,12 +51,15 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
+    window: dict[str, int] = {}
+    if config.sliding_window is not None:
+        window = {"sliding_window": config.sliding_window - 1}
     return {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": MODEL_TYPE,
         "num_hidden_layers": config.num_hidden_layers,
         "layer_types": config.layer_types,
-        **({} if config.sliding_window is None else {"sliding_window": config.sliding_window - 1}),
+        **window,
         "rope_parameters": config.rope_parameters,
     }
 

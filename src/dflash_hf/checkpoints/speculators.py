@@ -69,8 +69,10 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     taps: list[Any] = reader.take("aux_hidden_state_layer_ids", kind=list)
     whole = all(is_a(index, int) and index >= 0 for index in taps)
     require(whole, "aux_hidden_state_layer_ids, integers from 0", taps, "fix the config.json")
-    size = reader.take("draft_vocab_size", default=32000)
+    size: int | None = reader.take("draft_vocab_size", default=32000)
     is_reduced = size != reader.take(f"{SECTION}.vocab_size")
+    if not is_reduced:
+        size = None
     return {
         **layers,
         "head_dim": reader.take(f"{SECTION}.head_dim", default=head_dim),
@@ -80,7 +82,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         ],
         "target_layer_ids": [index - 1 for index in taps],
         "rope_parameters": reader.take_rope(QWEN3_THETA, f"{SECTION}."),
-        "draft_vocab_size": size if is_reduced else None,
+        "draft_vocab_size": size,
         # What is in the file decides whether the target's embedding and head are used.
         "own_embed_tokens": "embed_tokens.weight" in reader.weights,
         "own_lm_head": is_reduced or "lm_head.weight" in reader.weights,
@@ -121,7 +123,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
 
 def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`t2d`: which tokens of the target's vocabulary the reduced head knows, bool `[V]`."""
-    if config.draft_vocab_size is None or config.vocab_size is None:
+    if not config.draft_vocab_size or not config.vocab_size:
         return {}
     offsets = weights["d2t"]
     marks = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")

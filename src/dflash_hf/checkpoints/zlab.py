@@ -89,17 +89,22 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
-    # Else the layers follow z-lab's rule: sliding means causal
-    is_uniform = len(set(config.is_causal)) == 1
-    return {
+    written: dict[str, Any] = {
         # The readers choose their class by it.
-        "architectures": ["DFlash2DraftModel" if config.is_dflash2 else "DFlashDraftModel"],
+        "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **qwen3_layers(config),
-        **({"is_causal": config.is_causal[0]} if is_uniform else {}),
         "rope_theta": theta,
-        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+        "rope_scaling": rope,
     }
+    if config.is_dflash2:
+        written["architectures"] = ["DFlash2DraftModel"]
+    # Without the key the layers follow z-lab's rule: sliding means causal.
+    if len(set(config.is_causal)) == 1:
+        written["is_causal"] = config.is_causal[0]
+    if rope == {"rope_type": "default"}:
+        written["rope_scaling"] = None
+    return written
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:

@@ -132,7 +132,9 @@ def diagnose(
             "expected prompts for a tokenizer without a chat template, got none; give texts of the kind this target "
             "is used for"
         )
-    prompts = (PROMPTS if prompts is None else prompts)[:num_prompts]
+    if prompts is None:
+        prompts = PROMPTS
+    prompts = prompts[:num_prompts]
     if not prompts:
         raise ValueError(
             "expected at least one prompt, got none; give texts of the kind this target is used for"
@@ -156,9 +158,12 @@ def diagnose(
     checks.append(
         _check_fit(probe, setup, [check.name for check in checks if check.status == "finding"])
     )
+    by_tree = None
+    if not target.recurrences:
+        by_tree = probe.walked({}, is_tree=True)
     return Diagnosis(
         acceptance_length=probe.walked({}),
-        tree_acceptance_length=None if target.recurrences else probe.walked({}, is_tree=True),
+        tree_acceptance_length=by_tree,
         num_prompts=len(prompts),
         num_tokens=sum(len(e.input_ids) - e.prompt_length() for e in examples),
         checks=checks,
@@ -172,7 +177,9 @@ def write_answers(
     prompts = [Example.from_pair(row, []) for row in inputs]
     config: Any = model.generation_config
     ends = end_tokens(model)
-    pad_token_id = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
+    pad_token_id = config.pad_token_id
+    if pad_token_id is None:
+        pad_token_id = next(iter(ends), 0)
     answers = regenerate_answers(
         model,
         prompts,
@@ -229,7 +236,11 @@ EXPLAINED = {
 def _unchanged(name: str, base: Measurement, tried: dict[str, float] | None) -> Check:
     """The check of a setting of which no other form is clearly better."""
     if tried is None:
-        return Check(name, "ok" if name in ("rope", "dtype") else "skipped", EXPLAINED[name])
+        is_fine = name in ("rope", "dtype")
+        status: Status = "skipped"
+        if is_fine:
+            status = "ok"
+        return Check(name, status, EXPLAINED[name])
     best = max(tried, key=lambda label: tried[label])
     sentence = (
         f"nothing tried is clearly better: {best} {tried[best]:.2f}, as configured {base.mean:.2f}"
@@ -246,7 +257,9 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
         yield Trial("tap_offset", f"taps {shift:+d}", advice, {"target_layer_ids": ids})
     if probe.deepstack_differs:
         after = not config.tap_after_deepstack
-        label = f"taps {'after' if after else 'before'} DeepStack's additions"
+        label = "taps before DeepStack's additions"
+        if after:
+            label = "taps after DeepStack's additions"
         yield Trial(
             "deepstack",
             label,
@@ -263,7 +276,9 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
     }
     for flags in others.values():
         if flags != now:
-            label = f"is_causal {flags[0] if len(set(flags)) == 1 else flags}"
+            label = f"is_causal {flags}"
+            if len(set(flags)) == 1:
+                label = f"is_causal {flags[0]}"
             yield Trial("causality", label, f"set is_causal to {flags}", {"is_causal": flags})
     # Without a window where layers slide, with one where none does; no text shows it that is not longer.
     own = config.sliding_window

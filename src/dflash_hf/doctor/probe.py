@@ -66,11 +66,9 @@ class Measurement:
         here, and only differences count.
         """
         total = sum(self.weights)
-        return (
-            sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total
-            if total
-            else 1.0
-        )
+        if not total:
+            return 1.0
+        return sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total
 
     def beats(self, other: Measurement) -> bool:
         """Whether it is better on the same texts by 3 % of the mean and three standard errors of the difference."""
@@ -111,15 +109,15 @@ class Probe:
     def _states(self, batch: Batch, layer_ids: list[int]) -> dict[bool, dict[int, Tensor]]:
         """Layers' outputs `[1, S, D]`, without and with what DeepStack adds to them; once where that is nothing."""
         found: list[dict[int, Tensor]] = []
-        for after in (False, True) if batch.model_inputs else (False,):
+        ways = [False]
+        if batch.model_inputs:
+            ways.append(True)
+        for after in ways:
             taps = target_features(self.target, layer_ids, batch, after_deepstack=after).taps
             found.append(dict(zip(layer_ids, taps.chunk(len(layer_ids), dim=-1), strict=True)))
         before = found[0]
-        after = found[-1]
-        return {
-            False: before,
-            True: {i: before[i] if torch.equal(before[i], after[i]) else after[i] for i in after},
-        }
+        changed = {i: s for i, s in found[-1].items() if not torch.equal(before[i], s)}
+        return {False: before, True: {**before, **changed}}
 
     @property
     def deepstack_differs(self) -> bool:
@@ -154,12 +152,15 @@ class Probe:
         for example, accepted in zip(self.examples, self._accepted(setup, is_tree), strict=True):
             first = example.prompt_length()
             committed += walk([0] * first + accepted, first, len(example.input_ids) - 1)
-        return sum(committed) / len(committed) if committed else 0.0
+        if not committed:
+            return 0.0
+        return sum(committed) / len(committed)
 
     def _accepted(self, setup: Setup, is_tree: bool = False) -> list[list[int]]:
         """Per text, the accepted proposals at each anchor: all answer tokens but the last. Counted once per setup."""
-        if (known := self._counted.get(key := repr((setup, is_tree)))) is not None:
-            return known
+        key = repr((setup, is_tree))
+        if key in self._counted:
+            return self._counted[key]
         draft = variant(self.draft, setup)
         found: list[list[int]] = []
         for example, (batch, states) in zip(self.examples, self.texts, strict=True):

@@ -59,7 +59,9 @@ class Agreement:
 
     def to_dict(self) -> dict[str, Any] | None:
         """Returns the difference as plain values, for JSON; `None` if there is none."""
-        return None if self.identical else asdict(self)
+        if self.identical:
+            return None
+        return asdict(self)
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
@@ -111,27 +113,38 @@ def agreement(
     if index in (len(plain), len(drafted)):
         sentence = f"{differs}, where one answer ends and the other goes on"
         return Agreement(sentence=sentence, token=index, is_tie=False)
-    reference = reference_for(target) if reference is None else reference
-    scores, size = _scores(reference, inputs, plain[:index], seed if sampled else None, settings)
+    if not sampled:
+        seed = None
+    if reference is None:
+        reference = reference_for(target)
+    scores, size = _scores(reference, inputs, plain[:index], seed, settings)
     margin = float(scores.max() - scores[[plain[index], drafted[index]]].min())
-    tolerance = (
-        (HALF_TIE if target.dtype in HALF else FULL_TIE) * torch.finfo(target.dtype).eps * size
-    )
+    widest = FULL_TIE
+    if target.dtype in HALF:
+        widest = HALF_TIE
+    tolerance = widest * torch.finfo(target.dtype).eps * size
     is_tie: bool | None = margin <= tolerance
     if not is_tie and sampled and bool(scores.isneginf().any()):
         is_tie = None  # rounding may also have moved the edge of what top-k or top-p leaves
-    what = "two logits with their noise" if sampled else "two logits"
+    what = "two logits"
+    if sampled:
+        what = "two logits with their noise"
     if is_tie is None:
         why = "whether by rounding cannot be said where top-k or top-p cut tokens off"
     elif is_tie:
         why = f"where {what} tie within rounding"
     else:
         why = f"where {what} do not tie within rounding to {_name(target.dtype)}"
-    measured = f" in {_name(reference.dtype)}" if reference.dtype in HALF else ""
+    measured = ""
+    if reference.dtype in HALF:
+        measured = f" in {_name(reference.dtype)}"
+    shown_margin = None
+    if math.isfinite(margin):
+        shown_margin = margin
     return Agreement(
         sentence=f"{differs}, {why} (margin {margin:.2g}{measured})",
         token=index,
-        margin=margin if math.isfinite(margin) else None,
+        margin=shown_margin,
         tolerance=tolerance,
         measured_in=_name(reference.dtype),
         is_tie=is_tie,
@@ -160,12 +173,15 @@ def reference_for(target: PreTrainedModel) -> PreTrainedModel:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor.clone()
+    if tensor.dtype in HALF:
+        return tensor.float()
+    return tensor.clone()
 
 
 def _no_copy(target: PreTrainedModel) -> str | None:
     """Says why a target gets no float32 copy, if it does not."""
-    devices = execution_devices(parts := Inventory.of(target))
+    parts = Inventory.of(target)
+    devices = execution_devices(parts)
     if is_offloaded(target) or len(devices) > 1:
         return "the target is not all on one device"
     if is_compiled(parts):
@@ -199,16 +215,18 @@ def _scores(
     tail = torch.tensor([list(begun)], dtype=ids.dtype, device=ids.device)
     row: dict[str, Any] = {}
     for name, value in inputs.items():
-        behind = (
-            tail
-            if name == "input_ids"
-            else torch.full_like(tail, name == "attention_mask", dtype=value.dtype)
-        )
-        row[name] = torch.cat([value, behind], dim=1) if value.shape == ids.shape else value
+        row[name] = value
+        if value.shape != ids.shape:
+            continue
+        behind = torch.full_like(tail, name == "attention_mask", dtype=value.dtype)
+        if name == "input_ids":
+            behind = tail
+        row[name] = torch.cat([value, behind], dim=1)
     options = {**settings, "max_new_tokens": 1, "return_dict_in_generate": True}
-    with torch.random.fork_rng(
-        [] if ids.device.type == "cpu" else [ids.device], device_type=ids.device.type
-    ):
+    accelerators: list[torch.device] = []
+    if ids.device.type != "cpu":
+        accelerators.append(ids.device)
+    with torch.random.fork_rng(accelerators, device_type=ids.device.type):
         out: Any = model.generate(**row, **options, output_scores=True, output_logits=True)
         logits = out.logits[0][0].double()
         scores = out.scores[0][0].double()

@@ -111,11 +111,16 @@ def encode_prompts(
     either = cast(Any, processor)
     names = [name for prompt in prompts for name in image_names(prompt)]
     if names and (processor is tokenizer or not template):
+        found = type(processor).__name__
+        if not template:
+            found += " without the template"
         raise ValueError(
-            f"expected a processor and its chat template for a prompt with images, got {type(processor).__name__}"
-            f"{'' if template else ' without the template'}; leave the images out, or take a target for images"
+            f"expected a processor and its chat template for a prompt with images, got {found}; leave the images "
+            "out, or take a target for images"
         )
-    padding: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(prompts) > 1 else {}
+    padding: dict[str, Any] = {}
+    if len(prompts) > 1:
+        padding = {"padding": True, "padding_side": "left"}
     if not template or (
         processor.chat_template is None and all(isinstance(prompt, str) for prompt in prompts)
     ):
@@ -150,7 +155,9 @@ def encode_prompts(
                 f"{one_line(error)}; change what it names (a system prompt, an option of the template), or leave the "
                 "template out"
             ) from error
-    kept = ("input_ids", "attention_mask") if processor is tokenizer else tuple(encoded)
+    kept = tuple(encoded)
+    if processor is tokenizer:
+        kept = ("input_ids", "attention_mask")
     return {name: encoded[name].to(device) for name in kept}
 
 
@@ -160,7 +167,9 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     ids = config.eos_token_id
     if ids is None:
         return []
-    return [ids] if isinstance(ids, int) else list(ids)
+    if isinstance(ids, int):
+        return [ids]
+    return list(ids)
 
 
 def answer(

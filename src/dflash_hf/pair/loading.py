@@ -46,11 +46,13 @@ def _check_device(device: str) -> None:
     except RuntimeError:
         raise ValueError(f"expected {what}, got {device!r}; choose one of them") from None
     here = accelerator()
-    count = torch.accelerator.device_count() if here is not None and here.type == wanted.type else 0
+    count = 0
+    found = "none"
+    if here is not None:
+        found = f"{torch.accelerator.device_count()} of type {here.type}"
+    if here is not None and here.type == wanted.type:
+        count = torch.accelerator.device_count()
     if wanted.type != "cpu" and (wanted.index or 0) >= count:
-        found = (
-            "none" if here is None else f"{torch.accelerator.device_count()} of type {here.type}"
-        )
         raise ValueError(
             f"expected an accelerator of this machine as --device, got {device!r}, and it has {found}; pass cpu or "
             "auto"
@@ -112,14 +114,18 @@ def load_target(
     with_images = takes_images(config)
     if with_images:
         check_pillow()
-    model_class = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    model_class: Any = AutoModelForCausalLM
+    encoder: Any = AutoTokenizer
+    kind = "a tokenizer"
+    if with_images:
+        model_class = AutoModelForImageTextToText
+        encoder = AutoProcessor
+        kind = "a processor"
     # The small files first: what is wrong with them is said before gigabytes are read.
-    encoder = AutoProcessor if with_images else AutoTokenizer
-    kind = "a processor" if with_images else "a tokenizer"
     processor: Any = _loaded(kind, target, lambda: encoder.from_pretrained(target))
-    tokenizer: Any = (
-        processor if isinstance(processor, PreTrainedTokenizerBase) else processor.tokenizer
-    )
+    tokenizer = processor
+    if not isinstance(processor, PreTrainedTokenizerBase):
+        tokenizer = processor.tokenizer
     # What Transformers makes where there are no files of one knows no text.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise ValueError(

@@ -92,7 +92,9 @@ class Run(BaseGenerateManager, BaseStreamer):
         num_tokens = inputs["input_ids"].shape[-1]
         room = self.pair.max_length - num_tokens
         if not num_tokens or room < 1 or (self.has_limit and settings.max_new_tokens > room):
-            wanted = f" beside an answer of {settings.max_new_tokens}" if self.has_limit else ""
+            wanted = ""
+            if self.has_limit:
+                wanted = f" beside an answer of {settings.max_new_tokens}"
             raise ValueError(
                 f"expected a prompt and an answer of together at most {self.pair.max_length} tokens, got a prompt of "
                 f"{num_tokens}{wanted}; shorten the prompt or lower the limit"
@@ -138,11 +140,14 @@ class Run(BaseGenerateManager, BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         """Takes the prompt, then every accepted run; raises `Ended` if this was the last step."""
-        if self.gone.is_set() or self.pair.stopping.is_set():
-            raise Ended(
-                "the server stops" if self.pair.stopping.is_set() else "the client has gone"
-            )
-        self.num_tokens += 1 if self.num_tokens < 0 else value.numel()
+        if self.pair.stopping.is_set():
+            raise Ended("the server stops")
+        if self.gone.is_set():
+            raise Ended("the client has gone")
+        if self.num_tokens < 0:
+            self.num_tokens = 0
+        else:
+            self.num_tokens += value.numel()
         if self.reader is not None:
             self.reader.put(value)
 
@@ -185,7 +190,9 @@ class Endpoint:
 
     def handler_for(self, run: Run) -> Any:
         """Returns a handler that finds the pair where it looks up models, and the run where it looks up managers."""
-        modality = Modality.VLM if self.pair.takes_images else Modality.LLM
+        modality = Modality.LLM
+        if self.pair.takes_images:
+            modality = Modality.VLM
         models = SimpleNamespace(
             force_model=None,  # which model is asked for has been looked at
             process_model_name=str,  # there are no revisions
@@ -267,7 +274,9 @@ async def or_gone(receive: Receive, run: Run, work: Coroutine[Any, Any, Any]) ->
 
 def refused(status: int, sentence: str, code: str | None = None) -> JSONResponse:
     """Returns an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "server_error"
+    if status < 500:
+        kind = "invalid_request_error"
     return JSONResponse(
         {"error": {"message": sentence, "type": kind, "param": None, "code": code}}, status
     )

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.utils import GenerateManager
 
 from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
-from dflash_hf.errors import require, shown
+from dflash_hf.errors import is_a, require, shown
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 
@@ -161,7 +161,8 @@ def _check_chat(asked: dict[str, Any], pair: Pair) -> None:
     """What only chats have; messages and biases become what the handler takes."""
     require(bool(pair.template), "a target with a chat template", "none", "ask /v1/completions")
     asked["messages"] = _messages(asked.get("messages"), pair)
-    if tools := asked.get("tools"):
+    tools = asked.get("tools")
+    if tools:
         require(isinstance(tools, list), "tools as a list", tools, FIX)
         good = all(isinstance(tool, dict) and _has_name(tool.get("function")) for tool in tools)
         require(good, "tools with a function that has a name", tools, FIX)
@@ -200,8 +201,11 @@ def _common(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> dict[st
     asked = {name: value for name, value in body.items() if name in fields} | {"model": pair.name}
     for name, (low, high, is_whole) in NUMBERS.items():
         value: Any = asked.get(name, low)
-        good = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
-        kind = "a whole number" if is_whole else "a number"
+        good = is_a(value, int, float)
+        kind = "a number"
+        if is_whole:
+            good = is_a(value, int)
+            kind = "a whole number"
         require(good and low <= value <= high, f"{name} as {kind} from {low} to {high}", value, FIX)
     # By the older name, which the handlers of every Transformers know
     if "max_completion_tokens" in asked:
@@ -216,7 +220,9 @@ def _common(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> dict[st
         FIX,
     )
     if "stop" in asked:
-        stops = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"]
+        stops = asked["stop"]
+        if isinstance(stops, str):
+            stops = [stops]
         good = isinstance(stops, list) and len(stops) <= MAX_STOPS
         require(good, f"stop as a text or a list of at most {MAX_STOPS}", stops, FIX)
         for stop in stops:
@@ -241,9 +247,11 @@ def _messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
             turn.get("role"),
             FIX,
         )
-        if calls := _tool_calls(turn.pop("tool_calls", [])):
+        content = turn.get("content")
+        calls = _tool_calls(turn.pop("tool_calls", []))
+        if calls:
             turn["tool_calls"] = calls
-        content = turn.get("content", "" if calls else None)
+            content = turn.get("content", "")
         if isinstance(content, list):
             num_images += sum(
                 isinstance(part, dict) and part.get("type") == "image_url" for part in content
@@ -269,8 +277,12 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
         pair.takes_images, "texts, which are all that this target reads", "an image", "leave it out"
     )
     url = part.get("image_url")
-    url = url.get("url") if isinstance(url, dict) else url
-    kind, _, code = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if isinstance(url, dict):
+        url = url.get("url")
+    kind = ""
+    code = ""
+    if isinstance(url, str):
+        kind, _, code = url.partition(",")
     # Neither files nor addresses: which ones the server may read is not for clients to say.
     is_data = re.fullmatch(r"data:[\w/+.-]*;base64", kind) is not None
     require(is_data, "each image as data:image/...;base64,...", url, "send what is in it")
@@ -297,14 +309,20 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         good = isinstance(call, dict) and _has_name(call.get("function"))
         require(good, "tool_calls with a function that has a name", call, FIX)
         arguments = call["function"].get("arguments")
-        try:
-            good = isinstance(
-                json.loads(arguments) if isinstance(arguments, str) else arguments, dict
-            )
-        except (ValueError, RecursionError):
-            good = False
+        read = arguments
+        if isinstance(arguments, str):
+            read = _read_json(arguments)
+        good = isinstance(read, dict)
         require(good, "arguments of each of tool_calls as an object in JSON", arguments, FIX)
     return calls
+
+
+def _read_json(text: str) -> Any:
+    """What a text says in JSON; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _biases(biases: Any, vocab_size: int) -> dict[str, float] | None:
