@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: @strict skips fields whose annotation is a string.
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Optional, Self, TypeVar
 
 from huggingface_hub.dataclasses import strict
@@ -55,6 +56,19 @@ class _AsTheTarget:
 
     def __repr__(self) -> str:
         return "the target's"
+
+
+def check_own(values: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a `config.json` of AngelSpec's, whose `model_type` is "dflash" too.
+
+    Its `num_target_layers` counts taps, so nothing of it may be taken for ours.
+    """
+    theirs = sorted({"target_num_hidden_layers", "rope_theta", "rope_scaling"} & values.keys())
+    what = "a config of this package's under model_type 'dflash'"
+    action = (
+        "it is another project's layout (AngelSpec's) under the same model_type, and not supported"
+    )
+    require(not theirs, what, theirs, action)
 
 
 @strict
@@ -164,6 +178,8 @@ class DFlashConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_sizes()
+        # A draft's own head is never its embedding, whatever a file says.
+        self.tie_word_embeddings = False
         # Fields are read as they were given, None included, for which their types leave no place.
         given: dict[str, Any] = vars(self)
         if given["target_hidden_size"] is None:
@@ -371,6 +387,7 @@ class DFlashConfig(PreTrainedConfig):
         require(
             model_type == cls.model_type, f"model_type {cls.model_type!r}", model_type, elsewhere
         )
+        check_own(config_dict)
         return super().from_dict(config_dict, **kwargs)
 
     def attention_kind(self, layer_idx: int) -> AttentionKind:

@@ -257,6 +257,6 @@ def test_a_zlab_checkpoint_loaded_by_auto_model_is_explained(tmp_path: Path) -> 
     assert isinstance(wrong, Qwen3Model)
     sentence = explain_foreign_draft(wrong)
     assert sentence is not None
-    assert "got a Qwen3Model whose config has a section dflash_config" in sentence
-    assert f"DFlashDraftModel.from_pretrained('{tmp_path}')" in sentence
+    assert "got a Qwen3Model whose config is a DFlash draft's in the format 'zlab'" in sentence
+    assert f"dflash_hf.load_draft('{tmp_path}')" in sentence
     assert explain_foreign_draft(object()) is None

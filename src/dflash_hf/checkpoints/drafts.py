@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file
+from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file, unshared
 from dflash_hf.checkpoints.formats import FORMATS, CheckpointFormat
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.configuration_dflash import DFlashConfig
@@ -150,7 +150,7 @@ def save_draft(
     weights |= chosen.derive(config, weights)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    save_torch_state_dict(unshared(weights), folder, metadata={"format": "pt"})
     text = json.dumps(written, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 

@@ -144,6 +144,18 @@ def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | Non
     return Path(file)
 
 
+def unshared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights of which no two share memory: a file of safetensors would hold one of them only."""
+    apart = dict(weights)
+    places: set[int] = set()
+    for name, tensor in weights.items():
+        place = tensor.untyped_storage().data_ptr()
+        if place in places:
+            apart[name] = tensor.clone()
+        places.add(place)
+    return apart
+
+
 def _no_weights(folder: Path) -> Exception:
     """The error for a place without safetensors: `OSError` where it is no folder here, as Transformers has it."""
     what = f"safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index)"

@@ -5,21 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from dflash_hf.checkpoints.deepspec import DEEPSPEC
-from dflash_hf.checkpoints.mapping import COMMON_IGNORED, FIELDS, CheckpointFormat, make_config
+from dflash_hf.checkpoints.mapping import (
+    COMMON_IGNORED,
+    FIELDS,
+    CheckpointFormat,
+    ConfigReader,
+    make_config,
+)
 from dflash_hf.checkpoints.muse import MUSE
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
-from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.configuration_dflash import DFlashConfig, check_own
 from dflash_hf.errors import shown
+
+
+def _read_own(reader: ConfigReader) -> dict[str, Any]:
+    check_own(reader.values)
+    # Null is a value here: `vocab_size` is not stated then.
+    return {name: reader.take(name, default=None) for name in FIELDS if name in reader.values}
+
 
 # Our own: what `DFlashConfig.save_pretrained` writes and the module's own weight names; nothing is renamed.
 OWN = CheckpointFormat(
     name="dflash",
     matches=lambda config: config.get("model_type") == DFlashConfig.model_type,
-    read_rest=lambda reader: {
-        name: reader.take(name, default=None) for name in FIELDS if name in reader.values
-    },
+    read_rest=_read_own,
     write_rest=DFlashConfig.to_diff_dict,
     ignored=COMMON_IGNORED - set(FIELDS),
 )
@@ -39,19 +52,31 @@ def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
     )
 
 
-def explain_foreign_draft(model: object) -> str | None:
+def is_draft(config: Mapping[str, Any]) -> bool:
+    """Returns True if a parsed `config.json` is that of a draft in a format that is known here."""
+    return any(known.matches(config) for known in FORMATS.values())
+
+
+def explain_foreign_draft(model: object, is_stock: bool = False) -> str | None:
     """Says what to do with a model that was made from a DFlash checkpoint but is not a `DFlashDraftModel`.
 
-    z-lab's checkpoints carry `model_type: "qwen3"`, so `AutoModel` loads them as a `Qwen3Model` without a word.
-    Returns `None` if the model is something else.
+    z-lab's checkpoints and DeepSpec's carry `model_type: "qwen3"`, so `AutoModel` and `AutoModelForCausalLM` load them
+    as a Qwen3 model without a word, which drafts nothing. Returns `None` if the model is something else, or is
+    Transformers' own draft and its own path (`speculation_type="dflash"`, here `is_stock`) is asked for.
     """
     config = getattr(model, "config", None)
-    if not isinstance(getattr(config, "dflash_config", None), Mapping):
+    if not isinstance(config, PreTrainedConfig) or isinstance(config, DFlashConfig):
+        return None
+    values = config.to_dict()
+    if not is_draft(values):
+        return None
+    form = detect_format(values)
+    if is_stock and form is MUSE:
         return None
     return (
-        f"expected a draft of class dflash_hf.DFlashDraftModel, got a {type(model).__name__} whose config has a "
-        "section dflash_config: a DFlash checkpoint loaded by another class; load it with "
-        f"DFlashDraftModel.from_pretrained({getattr(config, 'name_or_path', '') or '...'!r})"
+        f"expected a draft of class dflash_hf.DFlashDraftModel, got a {type(model).__name__} whose config is a DFlash "
+        f"draft's in the format {form.name!r}: a DFlash checkpoint loaded by another class; load it with "
+        f"dflash_hf.load_draft({config.name_or_path or '...'!r})"
     )
 
 
@@ -61,5 +86,6 @@ __all__ = [
     "CheckpointFormat",
     "detect_format",
     "explain_foreign_draft",
+    "is_draft",
     "make_config",
 ]

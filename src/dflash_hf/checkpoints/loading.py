@@ -27,6 +27,7 @@ from dflash_hf.checkpoints.files import (
     read_config,
     read_json,
     stored_tensors,
+    unshared,
 )
 from dflash_hf.checkpoints.formats import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.checkpoints.fresh import Tokenizer, fresh_config, set_first_values
@@ -249,6 +250,10 @@ class DFlashPreTrainedModel(PreTrainedModel):
         # Transformers would undo the renames of a draft that was loaded from another format.
         kwargs["save_original_format"] = False
         push_to_hub = kwargs.pop("push_to_hub", False)
+        embedding = getattr(self, "embed_tokens", None)
+        head = getattr(self, "lm_head", None)
+        if embedding is not None and head is not None and head.weight is embedding.weight:
+            kwargs.setdefault("state_dict", unshared(self.state_dict()))
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             self.generation_config.save_pretrained(save_directory)

@@ -92,17 +92,21 @@ class ConfigReader:
         what = f"{section} to be a dictionary in the checkpoint's config.json"
         require(isinstance(inner, Mapping), what, inner, "fix it")
         self.values |= {f"{section}.{key}": value for key, value in inner.items()}
-        self.unread = set(self.values)
+        # A key whose value is null says as much as one that is absent.
+        self.unread = {key for key, value in self.values.items() if value is not None}
+
+    def stated(self, *places: str) -> dict[str, Any]:
+        """Returns place -> value for those of `places` that say something; they count as read."""
+        self.unread.difference_update(places)
+        values = {place: self.values.get(place) for place in places}
+        return {place: value for place, value in values.items() if value is not None}
 
     def take(self, *places: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
         """Returns what the first of `places` that is present says, else the default; null means absent.
 
         Raises `ValueError` if two places disagree, none is there and there is no default, or the type is not `kind`.
         """
-        self.unread.difference_update(places)
-        stated = {
-            place: self.values[place] for place in places if self.values.get(place) is not None
-        }
+        stated = self.stated(*places)
         name = " or ".join(places)
         file = "the checkpoint's config.json"
         if not stated:
@@ -111,9 +115,7 @@ class ConfigReader:
                     f"expected {name} in {file}, got neither a value nor a default; add it"
                 )
             return copy.copy(default)  # a list of the table must not end up in a config
-        value = next(iter(stated.values()))
-        agrees = all(other == value for other in stated.values())
-        require(agrees, "one value", stated, f"make {file} agree with itself")
+        value = agreed(stated)
         if kind is not None:
             require(is_a(value, kind), f"{name} of type {kind.__name__} in {file}", value, "fix it")
         return value
@@ -146,6 +148,8 @@ class ConfigReader:
         """
         num_layers = self.take_num_layers(f"{section}num_hidden_layers")
         window = self.take(*windows, default=None)
+        # Qwen3Config itself writes false beside sliding layers; a window that stands elsewhere is still meant.
+        kept = self.stated(*windows).keys() - {f"{section}sliding_window"}
         layer_types: list[Any] | None = self.take(f"{section}layer_types", default=None, kind=list)
         use_window = self.take(f"{section}use_sliding_window", default=None)
         first_sliding = self.take(f"{section}max_window_layers", default=28, kind=int)
@@ -154,7 +158,7 @@ class ConfigReader:
             if use_window and window is not None:
                 full = min(max(first_sliding, 0), num_layers)
             layer_types = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-        elif use_window is False and "sliding_attention" in layer_types:
+        elif use_window is False and "sliding_attention" in layer_types and not kept:
             raise ValueError(
                 f"expected {section}use_sliding_window true or absent beside layer_types {shown(layer_types)}, got "
                 "false; make the checkpoint's config.json agree with itself"
@@ -166,38 +170,65 @@ class ConfigReader:
         }
 
     def take_rope(self, default_theta: float, section: str = "") -> dict[str, Any]:
-        """Returns `rope_parameters`, from that key (Transformers 5) or from `rope_theta` and `rope_scaling` (before).
+        """Returns `rope_parameters`, from that key (Transformers 5), from `rope_theta` and `rope_scaling` (before), or
+        from both where they say the same.
 
         `default_theta` is what the format means where it states none; the section has its dot.
         """
-        fix = "fix the checkpoint's config.json"
-        given = {
-            **self.take(
-                f"{section}rope_parameters", f"{section}rope_scaling", default={}, kind=dict
-            )
-        }
-        stated_kinds = [given.pop("type", None), given.pop("rope_type", None)]
-        kinds = [kind for kind in stated_kinds if kind is not None]
-        require(all(kind == kinds[0] for kind in kinds), "one rope_type", kinds, fix)
-        theta = self.take(f"{section}rope_theta", default=None)
-        thetas = [value for value in (given.pop("rope_theta", None), theta) if value is not None]
-        require(all(value == thetas[0] for value in thetas), "one rope_theta", thetas, fix)
-        name = "partial_rotary_factor"
-        partial = [given.pop(name, None), self.take(section + name, default=None)]
-        partial = [value for value in partial if value not in (None, 1.0)]
-        unknown = sorted(given.keys() - ROPE_KEYS - IMAGE_ROPE_KEYS)
+        ropes: dict[str, dict[str, Any]] = {}
+        for place in (f"{section}rope_parameters", f"{section}rope_scaling"):
+            given: dict[str, Any] = self.take(place, default={}, kind=dict)
+            if given:
+                ropes[place] = _of_one_kind(place, given)
+        # These two may stand beside the dictionary too.
+        theta = self.stated(f"{section}rope_theta")
+        partial = self.stated(f"{section}partial_rotary_factor")
+        for place, given in ropes.items():
+            theta[f"{place}.rope_theta"] = given.pop("rope_theta", None)
+            partial[f"{place}.partial_rotary_factor"] = given.pop("partial_rotary_factor", None)
+        theta = {place: value for place, value in theta.items() if value is not None}
+        partial = {place: value for place, value in partial.items() if value not in (None, 1.0)}
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": default_theta}
+        if theta:
+            rope["rope_theta"] = agreed(theta)
+        names = {name for given in ropes.values() for name in given}
+        for name in sorted(names):
+            said = {f"{place}.{name}": given.get(name) for place, given in ropes.items()}
+            rope[name] = agreed(said)
+        stated = {name for name, value in rope.items() if value is not None}
+        unknown = sorted(stated - ROPE_KEYS - IMAGE_ROPE_KEYS)
         if unknown or partial:
             raise ValueError(
-                f"expected a RoPE over whole heads with known parameters, got {name} {shown(partial)} and the "
-                f"parameters {shown(unknown)}; this variant is not supported"
+                "expected a RoPE over whole heads with known parameters, got the parameters "
+                f"{shown(unknown)} and the partial rotary factors {shown(partial)}; this variant is not supported"
             )
-        kinds.append("default")
-        thetas.append(default_theta)
-        return {
-            "rope_type": kinds[0],
-            "rope_theta": thetas[0],
-            **{name: value for name, value in given.items() if name in ROPE_KEYS},
-        }
+        return {name: value for name, value in rope.items() if name in ROPE_KEYS}
+
+
+def _of_one_kind(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A RoPE's parameters with its kind under one name; `type` is the one of Transformers 4."""
+    rope = dict(given)
+    kinds = {f"{place}.{name}": rope.pop(name, None) for name in ("rope_type", "type")}
+    kinds = {where: kind for where, kind in kinds.items() if kind is not None}
+    rope["rope_type"] = "default"
+    if kinds:
+        rope["rope_type"] = agreed(kinds)
+    return rope
+
+
+def agreed(stated: Mapping[str, Any]) -> Any:
+    """Returns the value that all places state; raises `ValueError` that names the places if they differ."""
+    values = list(stated.values())
+    if any(value != values[0] for value in values):
+        raise ValueError(
+            f"expected one value, got {beside(stated)}; make the checkpoint's config.json agree with itself"
+        )
+    return values[0]
+
+
+def beside(stated: Mapping[str, Any]) -> str:
+    """Returns the values of some places in words."""
+    return " beside ".join(f"{one_line(place)} = {shown(value)}" for place, value in stated.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +383,7 @@ COMMON_IGNORED = frozenset(
     {
         *(
             "_commit_hash",
+            "_attn_implementation_autoset",
             "_name_or_path",
             "name_or_path",
             "architectures",

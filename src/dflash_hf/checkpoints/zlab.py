@@ -19,11 +19,12 @@ from dflash_hf.checkpoints.mapping import (
     CheckpointFormat,
     ConfigReader,
     Key,
+    beside,
     plain_keys,
     qwen3_layers,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import shown
+from dflash_hf.errors import require, shown
 
 SECTION = "dflash_config"
 DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -49,22 +50,28 @@ KEYS = (
 
 # Domino, DSpark, sinks and others; each with the values under which the draft is a plain DFlash one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        _both("add_swa_attention_sink_bias", "attention_sink_bias", "causal_head"), (False,)
-    ),
+    **dict.fromkeys(_both("add_swa_attention_sink_bias", "attention_sink_bias"), (False,)),
     **dict.fromkeys(_both("sample_from_anchor", "shift_label", "use_confidence_head"), (False,)),
     **dict.fromkeys(_both("attention_value_scale", "logit_scale"), (1.0,)),
-    **dict.fromkeys(_both("markov_rank"), (0,)),
+    **dict.fromkeys(_both("markov_rank", "pure_draft_prefix_len"), (0,)),
+    "mlp_bias": (False,),
     **dict.fromkeys(_both("is_neox_style"), (True,)),
     f"{SECTION}.attention_mode": ("gqa", "mha"),
     f"{SECTION}.projector_type": ("dflash",),
 }
 
 
+# Of training: they change nothing of what a draft computes.
+TRAINING_KEYS = frozenset(_both("num_anchors", "loss_decay_gamma"))
+# All say whether attention inside the block is causal, on every layer; the last is JetSpec's.
+CAUSALITY = ("is_causal", *(f"{SECTION}.{name}" for name in ("is_causal", "causal", "causal_head")))
+
+
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     """Reads RoPE and, per layer, the window and the causality: five keys that qualify each other."""
+    _refuse_adapter(reader)
     layers = reader.take_layers(f"{SECTION}.swa_window_size", "sliding_window")
-    is_causal = reader.take("is_causal", f"{SECTION}.is_causal", f"{SECTION}.causal", default=None)
+    is_causal = _take_causality(reader)
     if (
         reader.take(f"{SECTION}.use_swa", "use_swa", default=False)
         and "sliding_attention" not in layers["layer_types"]
@@ -78,12 +85,36 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
             f"expected a draft over the whole vocabulary of {shown(vocab_size)}, got draft_vocab_size "
             f"{shown(draft_vocab_size)}; reduced vocabularies are not supported"
         )
+    head_dim = reader.take("head_dim", default=QWEN3_KEYS["head_dim"])
+    what = f"v_head_dim absent or equal to head_dim = {shown(head_dim)}"
+    value_dim = reader.take(*_both("v_head_dim"), default=head_dim)
+    require(value_dim == head_dim, what, value_dim, "this variant of DFlash is not supported")
     return {
         **layers,
         "target_hidden_size": reader.take(*_both("target_hidden_size"), default=None),
         "is_causal": is_causal,
         "rope_parameters": reader.take_rope(QWEN3_THETA),
     }
+
+
+def _refuse_adapter(reader: ConfigReader) -> None:
+    """Raises `ValueError` for JetSpec's linear map between a target's width and the draft's."""
+    adapter = sorted(name for name in reader.weights if name.startswith("hidden_dim_adapter."))
+    what = "a draft that takes the target's states as they are"
+    action = "this adapter of JetSpec's is not supported; take a draft trained for the target"
+    require(not adapter, what, adapter, action)
+
+
+def _take_causality(reader: ConfigReader) -> bool | None:
+    """Takes whether attention inside the block is causal; `None` if nothing says it."""
+    stated = reader.stated(*CAUSALITY, "causal_head")
+    if True in stated.values() and False in stated.values():
+        raise ValueError(
+            f"expected keys that say the same of causality inside the block, got {beside(stated)}; set all of them to "
+            "what the draft was trained with: in NeMo's JetSpec recipe that is dflash_config.causal = True, and "
+            "is_causal = False is left over from its base recipe"
+        )
+    return reader.take(*CAUSALITY, "causal_head", default=None)
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
@@ -123,6 +154,8 @@ ZLAB = CheckpointFormat(
     write_rest=_write_rest,
     refuse=_refuse,
     neutral=NEUTRAL,
-    ignored=COMMON_IGNORED | {f"{SECTION}.mask_token", "mask_token"},
+    ignored=COMMON_IGNORED
+    | TRAINING_KEYS
+    | {f"{SECTION}.mask_token", "mask_token", "pretraining_tp"},
     has_vocabulary=False,
 )

@@ -54,7 +54,8 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
         arguments = {**bound.pop("kwargs", {}), **bound}
     draft = unwrapped(arguments.get("assistant_model"))
     if not isinstance(draft, DFlashDraftModel):
-        foreign = explain_foreign_draft(draft)
+        is_stock = Settings(model, arguments)["speculation_type"] == "dflash"
+        foreign = explain_foreign_draft(draft, is_stock)
         if foreign:
             raise ValueError(foreign)
         return original(model, *args, **kwargs)

@@ -103,11 +103,11 @@ def load_target(
     )
     from transformers.utils import logging
 
-    from dflash_hf.configuration_dflash import DFlashConfig
+    from dflash_hf.checkpoints.formats import is_draft
 
     logging.disable_progress_bar()
     config = _loaded("a config", target, lambda: AutoConfig.from_pretrained(target))
-    if config.model_type == DFlashConfig.model_type:
+    if is_draft(config.to_dict()):
         raise ValueError(
             f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft"
         )
