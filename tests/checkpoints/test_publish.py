@@ -94,6 +94,25 @@ def test_the_target_that_a_card_names(front: str, named: str | None, tmp_path: P
     assert inspect_draft(tmp_path / "draft")["target"] == named
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("z-lab/Qwen3-8B-DFlash-b16", "published for Qwen/Qwen3-8B; config checked"),
+        ("z-lab/GLM-5.1-DFlash", "published for zai-org/GLM-5.1; nothing checked here"),
+    ],
+)
+def test_inspect_says_what_was_checked(name: str, said: str, tmp_path: Path) -> None:
+    shutil.copytree(TOY / "draft", tmp_path / name)
+    assert said in " ".join(run("inspect", tmp_path / name, columns=200).stdout.split())
+    assert "published" not in run("inspect", TOY / "draft", columns=200).stdout
+
+
+def test_drafts_say_what_is_refused() -> None:
+    printed = " ".join(run("drafts", "--target", "Qwen3.8-27B", columns=80).stdout.split())
+    assert "RadixArk/Qwen3.8-27B-DSpark refused: a variant that is not supported" in printed
+    assert "incoai/Qwen3.8-27B-DFlash2 config checked" in printed
+
+
 def test_inspect_refuses_what_loading_refuses(tmp_path: Path) -> None:
     shutil.copytree(TOY / "draft", tmp_path / "draft")
     file = tmp_path / "draft" / "config.json"
@@ -119,7 +138,7 @@ def test_published_drafts_are_a_table_of_known_values() -> None:
         assert hub_id.fullmatch(one.draft), one
         assert one.format in FORMATS, one
         assert one.thinking in ("on", "off", None), one
-        assert one.checked in ("config", "no"), one
+        assert one.checked in ("config", "layout", "refused", "no"), one
         named = re.search(r"(?:-b|block)(\d+)$", one.draft)
         assert named is None or int(named[1]) == one.block_size, one
 

@@ -272,6 +272,9 @@ class CheckpointFormat:
 
         Raises `ValueError` if a key is unknown, missing, contradicts another or belongs to an unsupported variant.
         """
+        what = "an unquantised draft"
+        quantised = config.get("quantization_config")
+        require(not quantised, what, quantised, "take the draft in bfloat16 or float32")
         reader = ConfigReader(config, self.section, weights)
         reader.unread -= self.ignored
         for key, allowed in self.neutral.items():

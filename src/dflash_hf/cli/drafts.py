@@ -14,7 +14,8 @@ PUBLISHED = Path(__file__).with_name("published.json")
 # What stands in the columns of the table, for those who read it.
 NOTES = (
     "block: its slots. thinking: the mode that its authors train or measure it in. - is not known. No published "
-    "weights have been run here; where a config was checked field by field, it says so."
+    "weights have been run here. config checked: its published config loads, with random weights. layout checked: "
+    "its project's config does. refused: a variant that is not supported."
 )
 
 
@@ -28,7 +29,9 @@ class PublishedDraft:
         block_size (`int`, *optional*): Slots of a block, the anchor included.
         thinking (`str`, *optional*): `"on"` or `"off"`: the mode of the target's chat template that its authors train
             or measure it in.
-        checked (`str`): What was looked at here: `"config"`, or `"no"`.
+        checked (`str`): What was looked at here: `"config"`, its published config, which loads with random weights;
+            `"layout"`, the config of another draft of its project, which loads; `"refused"`, a variant that is not
+            supported; or `"no"`.
     """
 
     target: str
@@ -42,7 +45,17 @@ class PublishedDraft:
 def published_drafts(target: str = "") -> list[PublishedDraft]:
     """Returns the published drafts whose target has this in its name, in any case of letters."""
     rows: list[dict[str, Any]] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    return [one for row in rows if target.lower() in (one := PublishedDraft(**row)).target.lower()]
+    every = [PublishedDraft(**row) for row in rows]
+    return [one for one in every if target.lower() in one.target.lower()]
+
+
+def words_for(checked: str) -> str:
+    """Returns what was looked at, in words; nothing where that is nothing."""
+    if checked == "no":
+        return ""
+    if checked == "refused":
+        return "refused: a variant that is not supported"
+    return f"{checked} checked"
 
 
 def drafts(
@@ -74,6 +87,8 @@ def drafts(
             f"{one.target:<33} {one.format:<11} {one.block_size or '-':>5} {one.thinking or '-':>8}"
         )
         console.print(cells, highlight=False)
-        checked = "" if one.checked == "no" else f" ({one.checked} checked)"
-        console.print(f"  {one.draft}{checked}", style="cyan", highlight=False)
+        checked = words_for(one.checked)
+        console.print(f"  {one.draft}", style="cyan", highlight=False)
+        if checked:
+            console.print(f"    {checked}", style="dim", highlight=False)
     console.print(NOTES, style="dim", highlight=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from dflash_hf.cli.drafts import published_drafts, words_for
 from dflash_hf.pair.loading import check_place
 
 
@@ -29,9 +31,19 @@ def inspect(
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in described(found).items():
+    for name, value in (described(found) | published_as(draft)).items():
         table.add_row(name, value)
     Console().print(table, highlight=False, markup=False)
+
+
+def published_as(place: str) -> dict[str, str]:
+    """Returns the line about a published draft, if the Hub id or the end of the path is that of one."""
+    end = "/".join(Path(place).parts[-2:])
+    for one in published_drafts():
+        if one.draft == end:
+            checked = words_for(one.checked) or "nothing checked here"
+            return {"published": f"for {one.target}; {checked}"}
+    return {}
 
 
 def described(found: dict[str, Any]) -> dict[str, str]:
