@@ -1,0 +1,150 @@
+"""Every pair of options through every format and back: the same draft, or a refusal that names what is lost."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.checkpoints.drafts import load_draft, save_draft
+from dflash_hf.checkpoints.formats import FIELDS, FORMATS
+from helpers.layouts import DFLASH2, FULL, OWN, SLIDING, YARN, content, make_draft
+
+# Option -> the ways in which a draft may have it, the first one as most drafts.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "causality": {
+        "none": {"is_causal": False},
+        "all": {"is_causal": True},
+        "one layer": {"is_causal": [True, False]},
+        "z-lab's rule": {"is_causal": None},
+    },
+    "window": {
+        "none": {},
+        "one layer": {"layer_types": [SLIDING, FULL], "sliding_window": 5},
+        "all layers": {"layer_types": [SLIDING] * 2, "sliding_window": 3},
+        "from the anchor": {
+            "layer_types": [SLIDING, FULL],
+            "sliding_window": 5,
+            "window_from_anchor": True,
+        },
+    },
+    "rope": {
+        "default": {},
+        "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        "yarn": {"rope_parameters": YARN, "max_position_embeddings": 256},
+        "llama3": {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    },
+    "vocabulary": {
+        "the target's": {},
+        "own head": {"own_lm_head": True},
+        "own both": OWN,
+        "reduced": {"own_lm_head": True, "draft_vocab_size": 13},
+    },
+    "anchor": {"kept": {}, "proposes": {"sample_from_anchor": True}},
+    "selector": {"none": {}, "DFlash 2": DFLASH2},
+}
+
+
+def pairs() -> list[dict[str, str]]:
+    """Every two options in all their ways, the others as most drafts have them; and each one beside DeepSpec's."""
+    usual = {name: next(iter(ways)) for name, ways in OPTIONS.items()}
+    found: dict[str, dict[str, str]] = {}
+    for one, other in itertools.combinations(OPTIONS, 2):
+        for first, second in itertools.product(OPTIONS[one], OPTIONS[other]):
+            choice = {**usual, one: first, other: second}
+            found[str(choice)] = choice
+    # DeepSpec's drafts have both of these.
+    deepspec = {**usual, "vocabulary": "own both", "anchor": "proposes"}
+    for one, ways in OPTIONS.items():
+        for way in ways:
+            choice = {**deepspec, one: way}
+            found[str(choice)] = choice
+    return list(found.values())
+
+
+def name_of(choice: dict[str, str]) -> str:
+    """The options that are not the usual ones, for a test's name."""
+    unusual = [f"{n}: {way}" for n, way in choice.items() if way != next(iter(OPTIONS[n]))]
+    return ", ".join(unusual) or "the usual ones"
+
+
+@torch.no_grad()
+def block_states(draft: DFlashDraftModel) -> torch.Tensor:
+    """What a draft computes of a block behind 9 context rows, of random inputs."""
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(1, 4, 16, generator=generator)
+    taps = torch.randn(1, 9, 32, generator=generator)
+    positions = torch.arange(13)[None]
+    out = draft(noise_embeds=noise, context_hidden_states=taps, position_ids=positions)
+    return out.last_hidden_state
+
+
+def refusal_of(draft: DFlashDraftModel, folder: Path, layout: Any) -> str:
+    """Saves a draft; returns the sentence of a refusal, else nothing."""
+    try:
+        save_draft(draft, folder, layout)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("choice", pairs(), ids=name_of)
+def test_there_and_back_or_refused_by_name(choice: dict[str, str], tmp_path: Path) -> None:
+    draft = draft_of(choice)
+    state = draft.state_dict()
+    expected = block_states(draft)
+    for layout in FORMATS:
+        there = tmp_path / layout
+        refusal = refusal_of(draft, there, layout)
+        if refusal:
+            named = set(re.findall(r"(\w+) = ", refusal))
+            assert named & set(FIELDS), refusal
+            assert "expected a draft that the format" in refusal
+            assert not there.exists()
+            continue
+        again = load_draft(there)
+        assert content(again.config) == content(draft.config), layout
+        assert again.state_dict().keys() == state.keys(), layout
+        for name, tensor in again.state_dict().items():
+            assert torch.equal(tensor, state[name]), (layout, name)
+        assert torch.equal(block_states(again), expected), layout
+
+
+def draft_of(choice: dict[str, str]) -> DFlashDraftModel:
+    """A tiny random draft with these options."""
+    fields: dict[str, Any] = {"raw_input_embeddings": True}
+    for name, way in choice.items():
+        fields |= OPTIONS[name][way]
+    return make_draft(**fields)
+
+
+# How many of the pairs each format expresses.
+EXPRESSED = {"dflash": 104, "zlab": 33, "speculators": 46, "muse": 16, "deepspec": 5}
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_what_a_format_expresses(layout: str) -> None:
+    form = FORMATS[layout]
+    count = 0
+    for choice in pairs():
+        draft = draft_of(choice)
+        try:
+            form.write_config(draft.config, "float32", frozenset(draft.state_dict()))
+        except ValueError:
+            continue
+        count += 1
+    assert count == EXPRESSED[layout]
