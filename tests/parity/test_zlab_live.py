@@ -3,6 +3,7 @@
 It is not among the development dependencies because of its pins: `pip install --no-deps dflash==0.1.0` is enough.
 """
 
+import importlib
 import itertools
 import json
 from pathlib import Path
@@ -16,11 +17,16 @@ from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from helpers.activations import recorded, relative_error
+from helpers.published_configs import CONFIGS
+from helpers.published_drafts import inputs_of, write
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target
 
 dflash = pytest.importorskip(
     "dflash", reason="z-lab's package is not installed: pip install --no-deps dflash==0.1.0"
 )
+importlib.import_module(
+    "dflash.model"
+)  # which the package itself imports when it is asked for a class
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -106,7 +112,7 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
                 position_ids=positions,
                 noise_embedding=noise,
                 target_hidden=taps,
-                **{CACHE_NAME: caches[1]},
+                past_key_values=caches[1],
             )
         for key, value in expected.items():
             assert relative_error({**got, "out": out}[key], value) < 1e-9, key
@@ -129,6 +135,41 @@ def test_zlab_loads_our_export(name: str, tmp_path: Path) -> None:
     )
 
 
+def of_zlabs_layout() -> list[str]:
+    """Published drafts that z-lab's own classes load."""
+    return [name for name, config in CONFIGS.items() if "dflash_config" in config]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", of_zlabs_layout())
+def test_a_published_config_computes_the_same(name: str, tmp_path: Path) -> None:
+    published = CONFIGS[name]
+    write(tmp_path, published)
+    ours = load_draft(tmp_path, dtype=torch.float64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = config["dflash_config"]
+    # What z-lab's class does not know: JetSpec's and Model-Optimizer's words for causality and windows, and Qwen3's
+    # rule that a window counts beside `use_sliding_window` alone, which vLLM and SGLang do not have.
+    is_other = "causal_head" in section or "use_swa" in section
+    if is_other:
+        config |= {"is_causal": ours.config.is_causal[0], "layer_types": ours.config.layer_types}
+    if ours.config.sliding_window:
+        config["use_sliding_window"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture = config["architectures"][0]
+    theirs = getattr(dflash, architecture).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    inputs = inputs_of(ours)
+    caches = [DynamicCache(config=model.config) for model in (ours, theirs)]
+    out = ours(**inputs, **{CACHE_NAME: caches[0]}).last_hidden_state
+    expected = theirs(
+        position_ids=inputs["position_ids"],
+        noise_embedding=inputs["noise_embeds"],
+        target_hidden=inputs["context_hidden_states"],
+        past_key_values=caches[1],
+    )
+    assert relative_error(out, expected) < 1e-9
+
+
 @pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
 def test_zlabs_loop_commits_the_same_at_every_verify(
     kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +184,9 @@ def test_zlabs_loop_commits_the_same_at_every_verify(
     theirs = (dflash.DFlash2DraftModel if kind else dflash.DFlashDraftModel).from_pretrained(
         tmp_path
     )
+    # A chain of all proposals, as z-lab verifies.
+    draft.generation_config.num_tree_nodes = 0
+    draft.generation_config.verify_width = 6
     counts: set[int] = set()
     for seed in range(4):
         ids = prompts([5 + 4 * seed], seed)["input_ids"]
