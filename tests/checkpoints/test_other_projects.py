@@ -16,6 +16,7 @@ from dflash_hf.checkpoints.drafts import inspect_draft, load_draft, save_draft
 from dflash_hf.checkpoints.formats import detect_format, make_config
 from dflash_hf.pair.loading import load_target
 from helpers.layouts import CONFIGS, FULL, SLIDING, TINY, YARN, content, make_draft
+from helpers.published_drafts import inputs_of
 from tiny import draft_config, prompts, tiny_target
 
 # A format, what of `CONFIGS` it can express, and the section of its decoder.
@@ -63,14 +64,7 @@ def rewrite(folder: Path, changes: dict[str, Any]) -> None:
 @torch.no_grad()
 def block_states(draft: DFlashDraftModel) -> torch.Tensor:
     """What a draft computes of a block of random embeddings behind random states."""
-    generator = torch.Generator().manual_seed(3)
-    config = draft.config
-    width = len(config.target_layer_ids) * config.target_hidden_size
-    noise = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
-    taps = torch.randn(1, 9, width, generator=generator)
-    positions = torch.arange(9 + config.block_size)[None]
-    out = draft(noise_embeds=noise, context_hidden_states=taps, position_ids=positions)
-    return out.last_hidden_state
+    return draft(**inputs_of(draft)).last_hidden_state
 
 
 # JetSpec: z-lab's class and keys, and one that makes all layers causal inside the block.
@@ -391,6 +385,65 @@ def test_a_head_that_shares_memory_is_written(layout: Any, tmp_path: Path) -> No
     assert again.config.own_lm_head
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(again.state_dict()[name], embedding.weight)
+
+
+def packed(weights: dict[str, torch.Tensor]) -> None:
+    """Packs one layer, as compressed-tensors does."""
+    weight = weights.pop("fc.weight")
+    weights["fc.weight_packed"] = torch.zeros(16, 4, dtype=torch.int32)
+    weights["fc.weight_scale"] = torch.ones(16, 1)
+    weights["fc.weight_shape"] = torch.tensor(weight.shape)
+
+
+def in_eight_bits(weights: dict[str, torch.Tensor]) -> None:
+    """Stores one layer in FP8, with a scale."""
+    weights["fc.weight"] = weights["fc.weight"].to(torch.float8_e4m3fn)
+    weights["fc.weight_scale"] = torch.ones(())
+
+
+def in_integers(weights: dict[str, torch.Tensor]) -> None:
+    """Stores one layer in INT8, and its scale nowhere."""
+    weights["fc.weight"] = weights["fc.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize("quantise", [packed, in_eight_bits, in_integers])
+def test_quantised_weights_are_called_so(quantise: Any, tmp_path: Path) -> None:
+    save_draft(make_draft(), tmp_path, "zlab")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    quantise(weights)
+    save_file(weights, file)
+    for door in (load_draft, inspect_draft):
+        with pytest.raises(ValueError, match="weights are quantised: take the draft in bfloat16"):
+            door(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["dflash", "speculators"])
+def test_training_on_keeps_a_reduced_vocabulary(layout: Any, target: Any, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"own_lm_head": True, "draft_vocab_size": 9, "own_embed_tokens": True}
+    plain: dict[str, Any] = {"layer_types": None, "sliding_window": None, "is_causal": False}
+    first = DFlashDraftModel(draft_config(target, **own, **plain))
+    ids = torch.arange(3, 57, 6)
+    assert first.d2t is not None
+    first.d2t.copy_(ids - torch.arange(9))
+    save_draft(first, tmp_path / "first", layout, target)
+    draft = load_draft(tmp_path / "first", dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
+    head = target.get_output_embeddings()
+    for _ in range(3):
+        out = draft(**inputs_of(draft)).last_hidden_state
+        draft.compute_logits(out, head)[..., ids].logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(draft.fc.weight, first.fc.weight)
+    for step, other in enumerate(("dflash", "speculators")):
+        save_draft(draft, tmp_path / f"{step}", other, target)  # type: ignore[arg-type]
+        again = load_draft(tmp_path / f"{step}")
+        assert again.d2t is not None
+        assert torch.equal(again.d2t + torch.arange(9), ids)
+        logits = again.compute_logits(block_states(again), head)
+        known = (logits > -torch.inf).all(dim=(0, 1)).nonzero().flatten()
+        assert torch.equal(known, ids)
 
 
 def test_tiny_has_what_the_tests_say() -> None:

@@ -176,7 +176,7 @@ def test_zlabs_loop_commits_the_same_at_every_verify(
 ) -> None:
     """Greedy, one row: z-lab's own `dflash_generate` over the same pair, verify by verify."""
     monkeypatch.setattr(dflash.model, "_cuda_time", lambda: 0.0)
-    target = tiny_target("qwen3")
+    target: Any = tiny_target("qwen3")
     with torch.no_grad():  # few tokens to choose from, so that a random draft is right now and then
         target.get_output_embeddings().weight[6:] *= 0.05
     draft = tiny_draft(target, 6, layer_types=None, raw_input_embeddings=True, **kind)

@@ -45,6 +45,20 @@ HUB_ARGUMENTS = (
     "subfolder",
     "token",
 )
+# How layers of quantised checkpoints call what they have instead of a weight, or beside it.
+QUANTISED = (
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_scale_inv",
+    "weight_shape",
+    "weight_zero_point",
+    "input_scale",
+    "qweight",
+    "qzeros",
+    "scales",
+    "absmax",
+)
 
 
 class Checkpoint(NamedTuple):
@@ -290,11 +304,20 @@ def _check_weights(
             wrong.append(f"{tensor.name} of type {tensor.dtype}")
     if {"F16", "BF16"} <= {tensor.dtype for tensor in found.values()}:
         wrong.append("weights of both types F16 and BF16")
+    action = "check that its config.json belongs to these weights"
+    if any(_is_quantised(tensor) for tensor in found.values()):
+        action = "these weights are quantised: take the draft in bfloat16 or float32"
     if wrong:
         raise ValueError(
             f"expected exactly the weights of a draft in the format {form.name!r} in {path}, got "
-            f"{listed(wrong, '; ')}; check that its config.json belongs to these weights"
+            f"{listed(wrong, '; ')}; {action}"
         )
+
+
+def _is_quantised(tensor: StoredTensor) -> bool:
+    """True for a weight of a quantised layer, or what belongs to one: its scales, its shape."""
+    last = tensor.name.rpartition(".")[2]
+    return last in QUANTISED or (last == "weight" and tensor.dtype not in FLOAT_DTYPES)
 
 
 def _check_vocabulary(
