@@ -34,7 +34,7 @@ def upstream(new: int) -> int:
     return new
 
 
-def test_an_argument_that_was_renamed_is_an_error_in_this_package_alone() -> None:
+def test_a_renamed_argument_fails_in_this_package_alone() -> None:
     with pytest.warns(FutureWarning, match="old"):
         calls_of("somebody_else.models")["renamed"](upstream)
     with pytest.raises(FutureWarning, match="old"):
@@ -51,7 +51,7 @@ def test_warnings_about_these_modules_are_errors(kind: type[Warning], module: st
 @pytest.mark.parametrize(
     ("module", "is_ours"), [("dflash_hf.generation.pretended", True), ("somebody_else", False)]
 )
-def test_a_deprecation_in_the_log_is_seen_where_this_package_calls(
+def test_a_logged_deprecation_is_seen_in_our_calls(
     module: str, is_ours: bool, deprecations: DeprecationLog
 ) -> None:
     log: Any = logging.get_logger("transformers.utils.generic")

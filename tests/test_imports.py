@@ -126,7 +126,7 @@ for line in {COMMAND_LINES}:
     assert not (loaded := loaded_by(code, NOT_LOADED_BY_IMPORT)), f"the command line loads {loaded}"
 
 
-def test_undocumented_exports_reports_missing_and_generated_docstrings() -> None:
+def test_missing_and_generated_docstrings_are_reported() -> None:
     package = types.ModuleType("fake")
     package.__all__ = ["Written", "Generated", "Missing"]
     package.Written = type("Written", (), {"__doc__": "Says what it is."})

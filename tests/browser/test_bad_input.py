@@ -242,7 +242,7 @@ def test_large_bodies_and_pages_from_elsewhere_are_refused(endless: Server) -> N
         )
 
 
-def test_another_browser_reads_nothing_of_a_page_whose_name_it_knows(
+def test_a_page_name_shows_another_browser_nothing(
     endless: Server, open_chat: Callable[..., Chat]
 ) -> None:
     chat, other = open_chat(endless), open_chat(endless)

@@ -209,7 +209,7 @@ def test_image_and_follow_up_are_answered_as_plain_generate_does(
     )
 
 
-def test_draft_off_is_plain_generate_and_so_is_a_top_p_that_leaves_the_best_token_alone(
+def test_draft_off_and_a_tiny_top_p_are_plain_generate(
     bundled: Server, open_chat: Callable[..., Chat]
 ) -> None:
     chat = open_chat(bundled)
@@ -310,7 +310,7 @@ def test_race_compares_both_ways_token_by_token(
     assert shown == [f"{seconds:.2f} s" for seconds in (plain, drafted)]
 
 
-def test_page_opens_with_an_example_that_was_raced_and_is_replayed_as_it_was(
+def test_page_opens_with_a_true_replay_of_a_raced_example(
     bundled: Server, open_chat: Callable[..., Chat]
 ) -> None:
     chat = open_chat(bundled)
@@ -340,7 +340,7 @@ def test_page_opens_with_an_example_that_was_raced_and_is_replayed_as_it_was(
     )
 
 
-def test_example_can_be_raced_on_and_is_not_part_of_the_conversation(
+def test_example_can_be_raced_outside_the_conversation(
     bundled: Server, open_chat: Callable[..., Chat]
 ) -> None:
     chat = open_chat(bundled)
@@ -358,7 +358,7 @@ def test_example_can_be_raced_on_and_is_not_part_of_the_conversation(
     assert chat.page.locator(".df-user p").all_text_contents() == [bundled.question()]
 
 
-def test_answer_can_be_written_again_and_copied_and_read_without_colours(
+def test_answer_can_be_retried_copied_and_read_without_colours(
     endless: Server, open_chat: Callable[..., Chat]
 ) -> None:
     """By the chatbot's own buttons."""

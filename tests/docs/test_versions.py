@@ -51,7 +51,7 @@ def test_table_says_what_is_pinned(script: ModuleType, file: str) -> None:
     }
 
 
-def test_the_newest_tested_transformers_is_the_one_of_the_constraints() -> None:
+def test_the_newest_tested_transformers_is_that_of_constraints() -> None:
     assert pinned("constraints.txt")["transformers"] == NEWEST_TRANSFORMERS
 
 

@@ -107,7 +107,7 @@ def test_an_adapter_per_row() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "alora"])
-def test_adapters_that_add_tokens_or_count_them_are_refused_before_any_forward(kind: str) -> None:
+def test_adapters_that_add_or_count_tokens_are_refused_early(kind: str) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     inputs = prompts([9], 1)
     if kind == "alora":

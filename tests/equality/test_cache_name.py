@@ -29,7 +29,7 @@ def test_the_name_is_the_one_that_forwards_fill() -> None:
 
 
 @pytest.mark.parametrize("name", ACCEPTED_NAMES)
-def test_a_cache_is_taken_under_every_name_that_plain_generate_takes(name: str) -> None:
+def test_a_cache_is_taken_under_each_name_of_plain_generate(name: str) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([9], 0)
     caches = [DynamicCache(config=target.config) for _ in range(2)]

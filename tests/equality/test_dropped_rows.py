@@ -96,7 +96,7 @@ def test_trees(sizes: list[int]) -> None:
     check(target, draft, inputs, sizes, do_sample=False, **SETTINGS)
 
 
-def test_pictures(sizes: list[int]) -> None:
+def test_images(sizes: list[int]) -> None:
     target: Any = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(4, 8), (4, 4)]], 0)
     ref = target.generate(**inputs, do_sample=False, max_new_tokens=30)
@@ -233,7 +233,7 @@ def test_whoever_sees_the_batch_sees_all_of_it(onlooker: str, sizes: list[int]) 
     assert set(sizes) == {len(LENGTHS)}
 
 
-def test_rows_are_dropped_behind_a_call_that_asked_for_hidden_states(sizes: list[int]) -> None:
+def test_rows_are_dropped_after_a_call_with_hidden_states(sizes: list[int]) -> None:
     """Transformers' hooks for them stay on the layers, and then the run's own hooks stand beside them."""
     target: Any = tiny_target("qwen3")
     inputs = prompts(LENGTHS, 0)

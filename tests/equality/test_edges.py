@@ -122,7 +122,7 @@ def test_a_forward_keyword_of_the_callers_reaches_every_verify(
     assert torch.equal(out, ref)
 
 
-def test_stop_strings_on_the_model_can_be_overridden_and_reach_the_loop(
+def test_stop_strings_of_the_model_work_and_can_be_overridden(
     deprecations: DeprecationLog,
 ) -> None:
     from transformers import AutoTokenizer
@@ -163,7 +163,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("length", [3, 6, 7])
-def test_a_length_criterion_below_the_prompt_still_gives_one_token(length: int) -> None:
+def test_a_length_below_the_prompt_still_gives_one_token(length: int) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([6], 4)
     settings = {**GREEDY, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)])}

@@ -47,7 +47,7 @@ def counted(model: nn.Module) -> Iterator[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_gives_the_plain_text_or_is_refused_before_any_forward(name: str) -> None:
+def test_a_family_gives_the_plain_text_or_is_refused_early(name: str) -> None:
     works = name in WORKS.split()
     try:
         target = build(name)

@@ -237,7 +237,7 @@ def test_a_trained_draft_is_about_as_often_right(
 # ---- what is copied
 
 
-def test_the_copy_has_the_drafts_products_and_the_head_and_shares_the_rest(emulated: None) -> None:
+def test_the_copy_rounds_products_and_head_and_shares_the_rest(emulated: None) -> None:
     target = tiny_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     drafter = drafting_copy(draft, find_target(target))

@@ -339,7 +339,7 @@ def test_time_steps_that_only_a_block_clamps_are_refused() -> None:
     refused(target, "time steps clamped to \\(0.001, 0.1\\)")
 
 
-def test_a_module_that_runs_no_hooks_is_an_error_and_not_a_wrong_text() -> None:
+def test_a_module_without_hooks_is_an_error_not_a_wrong_text() -> None:
     target = tiny_target("qwen3.5")
     layer: Any = target.model.layers[1].linear_attn
     # As a replaced layer would: it computes the same without calling its projection as a module.

@@ -89,7 +89,7 @@ def settings_of(case: str) -> tuple[dict[str, Any], list[Any]]:
 @pytest.mark.parametrize(
     ("case", "rows", "eos"), half(list(CASES), [1, 3], {"no eos": None, "eos": EOS})
 )
-def test_what_sees_the_whole_batch_is_called_as_plain_generate_calls_it(
+def test_code_that_sees_the_batch_is_called_as_in_generate(
     case: str, rows: int, eos: list[int] | None
 ) -> None:
     target = tiny_target("qwen3")
@@ -179,7 +179,7 @@ class RowByRow(StoppingCriteria):
 
 
 @pytest.mark.parametrize("eos", [None, EOS], ids=["no eos", "eos"])
-def test_a_criterion_that_looks_at_rows_alone_keeps_none_of_them_back(
+def test_a_row_wise_criterion_keeps_no_row_back(
     eos: list[int] | None,
 ) -> None:
     target = tiny_target("qwen3")

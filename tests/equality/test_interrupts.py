@@ -101,7 +101,7 @@ def test_an_interrupt_at_every_line(name: str) -> None:
     interrupt(CASES[name], None)
 
 
-def test_what_a_kept_traceback_holds_on_to_is_taken_back_at_the_next_call() -> None:
+def test_hooks_held_by_a_traceback_go_at_the_next_call() -> None:
     # As in a notebook, which keeps the last traceback.
     target = target_of("qwen3")
     before = left_behind(target)

@@ -266,7 +266,7 @@ def test_any_proposal_rule_keeps_the_text() -> None:
             assert torch.equal(step.proposals, rule(step.draft_logits, step.anchor))
 
 
-def test_a_lossy_rule_commits_proposals_and_then_the_targets_own_token() -> None:
+def test_a_lossy_rule_commits_proposals_and_the_bonus_token() -> None:
     """Typical acceptance: a proposal stands where the target gives it a good share of its best token's probability."""
     target, inputs = target_of("qwen3"), prompts([8, 5], 4)
     draft = tiny_draft(target)

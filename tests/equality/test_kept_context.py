@@ -105,7 +105,7 @@ def test_cropped_and_advanced_to_the_same_length_by_other_tokens(reasons: list[s
     assert "changed since" in reasons[0]
 
 
-def test_one_row_that_cannot_use_its_context_leaves_the_others_theirs(reasons: list[str]) -> None:
+def test_a_row_without_its_context_leaves_the_others_theirs(reasons: list[str]) -> None:
     target, draft, caches, ids, mask = first_turn("qwen3", [4, 11, 7])
     # The second row's first tokens are masked now: all its positions move.
     first = int(mask[1].argmax())
@@ -151,7 +151,7 @@ def test_options_may_change_between_turns(after: str, reasons: list[str]) -> Non
     assert not reasons
 
 
-def test_windows_that_count_from_the_anchor_and_a_block_that_proposes_from_it(
+def test_windows_and_proposals_that_begin_at_the_anchor(
     reasons: list[str],
 ) -> None:
     target = tiny_target("qwen3")

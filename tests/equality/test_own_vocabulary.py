@@ -147,7 +147,7 @@ def copy_of(target: Any, **overrides: Any) -> Copy:
     return draft
 
 
-def test_a_reduced_head_proposes_the_tokens_that_its_offsets_name() -> None:
+def test_a_reduced_head_proposes_the_tokens_of_its_offsets() -> None:
     target = tiny_target("qwen3")
     draft = copy_of(target, **REDUCED)
     full = target.get_output_embeddings()(draft.states)[0, 0]
@@ -183,7 +183,7 @@ def test_which_slots_propose(from_anchor: bool, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "overrides", [{}, {"sample_from_anchor": True}, {**OWN, "sample_from_anchor": True}]
 )
-def test_shared_noise_is_the_noise_of_the_position_that_a_slot_proposes(
+def test_shared_noise_is_that_of_the_proposed_position(
     overrides: dict[str, Any],
 ) -> None:
     """Where target and draft find all tokens equally likely the noise alone decides, and every proposal stands."""
@@ -237,7 +237,7 @@ def test_rejection_has_the_targets_distribution(from_anchor: bool) -> None:
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_tap_minus_one_is_the_embedding_output_in_prefill_and_verify() -> None:
+def test_tap_minus_one_is_the_embedding_everywhere() -> None:
     """Against Transformers' `hidden_states[0]`, also where the embedding is scaled (Gemma)."""
     for family in ("qwen3", "gemma3"):
         target = tiny_target(family)
@@ -276,7 +276,7 @@ def test_context_of_tap_minus_one_reaches_the_draft() -> None:
         start += count
 
 
-def test_widths_beyond_the_block_are_refused_without_sample_from_anchor() -> None:
+def test_widths_beyond_the_block_need_sample_from_anchor() -> None:
     target = tiny_target("qwen3")
     inputs = prompts([5], 1)
     for overrides, limit in ((VARIANTS["own"], 8), (VARIANTS["deepspec"], 9)):

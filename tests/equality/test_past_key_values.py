@@ -106,7 +106,7 @@ def test_rows_that_end_in_the_same_verify_at_different_tokens() -> None:
     turn(target, draft, caches, ids, mask)
 
 
-def test_padding_that_is_called_real_is_attended_to_as_plain_generate_does() -> None:
+def test_padding_called_real_is_attended_to_as_in_generate() -> None:
     target = tiny_target("qwen3")
     ids = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
     caches = (DynamicCache(), DynamicCache())
@@ -341,7 +341,7 @@ def test_caches_that_cannot_be_continued_are_refused(case: str) -> None:
     assert not calls
 
 
-def test_a_mask_that_fits_neither_the_conversation_nor_its_new_part_is_refused() -> None:
+def test_a_mask_that_fits_no_part_of_the_chat_is_refused() -> None:
     target = tiny_target("qwen3")
     with pytest.raises(ValueError, match="an attention_mask of 7"):
         target.generate(
@@ -353,7 +353,7 @@ def test_a_mask_that_fits_neither_the_conversation_nor_its_new_part_is_refused()
         )
 
 
-def test_a_static_cache_shorter_than_the_window_is_refused_when_it_would_overflow() -> None:
+def test_a_static_cache_that_would_overflow_is_refused() -> None:
     target = tiny_target("mistral")
     cache = StaticCache(config=target.config, max_cache_len=8)
     with pytest.raises(ValueError, match="room for the longest"):

@@ -42,7 +42,7 @@ def test_answers_are_the_same(pair: tuple[Any, DFlashDraftModel, Any], batch_siz
     assert plain(texts, **settings, assistant_model=draft) == plain(texts, **settings)
 
 
-def test_a_draft_that_states_no_vocabulary_takes_the_targets_tokenizer(
+def test_a_draft_without_a_vocabulary_takes_the_tokenizer(
     pair: tuple[Any, DFlashDraftModel, Any],
 ) -> None:
     target, draft, tokenizer = pair
@@ -114,7 +114,7 @@ def both(pipe: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, OracleDraft]:
     )
 
 
-def test_answers_about_pictures_are_the_same(pictures: tuple[Any, Any, list[Any]]) -> None:
+def test_answers_about_images_are_the_same(pictures: tuple[Any, Any, list[Any]]) -> None:
     target, processor, (one, wide) = pictures
     pipe: Any = pipeline("image-text-to-text", model=target, processor=processor)
     chats = [
@@ -136,7 +136,7 @@ def test_answers_about_pictures_are_the_same(pictures: tuple[Any, Any, list[Any]
     assert len({str(answer) for answer in plain}) == len(chats)
 
 
-def test_several_rows_with_pictures_are_the_same(pictures: tuple[Any, Any, list[Any]]) -> None:
+def test_several_rows_with_images_are_the_same(pictures: tuple[Any, Any, list[Any]]) -> None:
     target, processor, (one, wide) = pictures
     pipe: Any = pipeline("image-text-to-text", model=target, processor=processor)
     sign = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -142,7 +142,7 @@ def test_chats_become_the_same_tensors(processor: Any, chat: Any) -> None:
     assert made["attention_mask"][:, -1].all()
 
 
-def test_paths_urls_and_pictures_are_the_same(processor: Any, tmp_path: Path) -> None:
+def test_paths_urls_and_images_are_the_same(processor: Any, tmp_path: Path) -> None:
     ONE.save(tmp_path / "one.png")
     made = [
         processor.apply_chat_template([user({"type": "image", **where}, "what?")], **TENSORS)
@@ -218,7 +218,7 @@ def test_saved_files_are_those_of_the_original(
         )
 
 
-def test_a_processor_from_parts_states_a_video_processor_that_fits(
+def test_a_processor_from_parts_states_its_video_processor(
     family: str, processor: Any, tmp_path: Path
 ) -> None:
     made = OURS[family](
@@ -251,7 +251,7 @@ def test_videos_are_refused(processor: Any) -> None:
         (torch.zeros(3, 4, 0), "3 × 4 × 0"),
     ],
 )
-def test_pictures_without_pixels_are_refused(processor: Any, empty: Any, sides: str) -> None:
+def test_images_without_pixels_are_refused(processor: Any, empty: Any, sides: str) -> None:
     with pytest.raises(
         ValueError,
         match=f"^expected an image of at least one pixel, got one of {sides}; leave it out$",

@@ -188,7 +188,7 @@ def test_three_tokens_follow_the_targets_joint_distribution(
     assert 1.02 < acceptance < block_size
 
 
-def test_a_distribution_that_forgets_the_drafted_prefix_fails_that_test(
+def test_forgetting_the_drafted_prefix_fails_that_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A path's distribution has to be conditional: tokens were not drawn from that of the best predecessor.
@@ -246,7 +246,7 @@ class Counting(LogitsProcessor):
         return scores
 
 
-def test_a_stateful_processor_sees_exactly_what_plain_generate_shows_it() -> None:
+def test_a_stateful_processor_sees_what_generate_shows_it() -> None:
     target = tiny_target("llama")
     inputs = prompts([7], 2)
     plain, ours = Counting(), Counting()

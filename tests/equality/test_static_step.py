@@ -117,7 +117,7 @@ PICTURES: dict[str, list[list[Grid]]] = {
 @pytest.mark.parametrize(
     ("family", "rows", "engine"), pairs(list(VISION), PICTURES, ["static", "cuda_graph"])
 )
-def test_pictures_give_the_plain_text(family: str, rows: list[list[Grid]], engine: Any) -> None:
+def test_images_give_the_plain_text(family: str, rows: list[list[Grid]], engine: Any) -> None:
     target = picture_target_of(family)
     if engine == "cuda_graph" and family == "qwen3-vl-moe":
         target = vision_target(family).float()

@@ -122,7 +122,7 @@ def test_a_consumer_that_has_seen_enough_ends_the_run(pair: Any) -> None:
     assert torch.equal(out, ref[:, : out.shape[1]])
 
 
-def test_a_consumer_that_raises_ends_the_run_and_the_next_one_is_right(pair: Any) -> None:
+def test_the_run_after_a_consumer_that_raises_is_right(pair: Any) -> None:
     target, draft, tokenizer, inputs = pair
 
     class Broken(TextStreamer):

@@ -70,9 +70,7 @@ def test_a_draft_may_have_another_dtype(dtype: torch.dtype, lengths: list[int]) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt-oss", "llama"])
-def test_a_target_in_half_precision_differs_by_no_more_than_a_rounding(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_half_precision_differs_by_at_most_a_rounding(family: str, dtype: torch.dtype) -> None:
     """A verify is a wider forward than plain decoding's, and rounds in another order.
 
     So each text is held to the plain one up to the first token at which the target's two best logits, computed

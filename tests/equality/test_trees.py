@@ -430,7 +430,7 @@ def test_steps_that_are_looked_at_show_the_path() -> None:
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("engine", ["eager", "static", "cuda_graph"])
-def test_a_streamer_that_wants_trees_gets_those_that_iterate_shows(
+def test_a_streamer_of_trees_gets_those_of_iterate(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)

@@ -138,7 +138,7 @@ def test_a_video_may_come_in_a_later_turn_of_a_kept_cache() -> None:
     assert draft.last_stats.acceptance_length > 1.2
 
 
-def test_a_video_beside_a_picture_in_a_kept_cache_is_refused_before_any_forward() -> None:
+def test_a_video_beside_a_cached_image_is_refused_early() -> None:
     target, first, both = later_turn([[(4, 4), (2, 4, 4)]])
     cache = DynamicCache(config=target.config.get_text_config())
     settings = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}

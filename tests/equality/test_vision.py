@@ -33,7 +33,7 @@ ROWS: dict[str, list[list[Grid]]] = {
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("name", VISION)
-def test_pictures_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
+def test_images_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
     target = vision_target(name)
     # Every two of targets, rows and block sizes.
     seed = (list(VISION).index(name) + list(ROWS.values()).index(rows)) % 4
@@ -46,7 +46,7 @@ def test_pictures_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None
     assert 1.0 < draft.last_stats.acceptance_length < block_size
 
 
-def test_a_prompt_may_end_in_a_picture() -> None:
+def test_a_prompt_may_end_in_an_image() -> None:
     # The last token's rows of positions then differ, and each is counted on.
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 8)], [(8, 2)]], 0, words=(5, 5))
@@ -81,7 +81,7 @@ def test_sliding_windows_under_several_rows_of_positions(rows: list[list[Grid]])
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
-def test_iterate_with_pictures_commits_what_generate_does(name: str) -> None:
+def test_iterate_with_images_commits_what_generate_does(name: str) -> None:
     target = vision_target(name)
     inputs = vision_prompts(target, name, ROWS["mixed batch"], 0)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -115,7 +115,7 @@ def test_a_draft_of_the_text_model_works_on_the_vision_model() -> None:
     assert draft.last_stats.acceptance_length > 1.2
 
 
-def test_a_sampled_text_about_pictures_is_the_same_at_every_block_size() -> None:
+def test_a_sampled_text_on_images_is_the_same_at_every_block() -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
     texts: list[Tensor] = []
@@ -128,7 +128,7 @@ def test_a_sampled_text_about_pictures_is_the_same_at_every_block_size() -> None
     assert torch.equal(texts[0], texts[1])
 
 
-def test_no_picture_reaches_a_verify() -> None:
+def test_no_image_reaches_a_verify() -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)]], 0)
     seen: list[set[str]] = []
@@ -147,7 +147,7 @@ def test_no_picture_reaches_a_verify() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
-def test_memory_of_a_prefill_is_the_tapped_layers_and_no_second_copy_of_pictures(
+def test_a_prefill_holds_tapped_layers_and_images_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = vision_target(name)
@@ -209,7 +209,7 @@ def test_memory_of_a_prefill_is_the_tapped_layers_and_no_second_copy_of_pictures
     assert found[2][2] == []
 
 
-def test_a_draft_counts_picture_tokens_one_by_one() -> None:
+def test_a_draft_counts_image_tokens_one_by_one() -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
     draft = oracle_draft(target, [[0]] * 3, 0)
@@ -218,7 +218,7 @@ def test_a_draft_counts_picture_tokens_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
-def test_deepstack_changes_picture_tokens_of_its_layers_only(name: str) -> None:
+def test_deepstack_changes_image_tokens_of_its_layers_only(name: str) -> None:
     target = vision_target(name)
     inputs = vision_prompts(target, name, ROWS["mixed batch"], 0)
     layers = find_target(target).layers
@@ -245,7 +245,7 @@ def test_deepstack_changes_picture_tokens_of_its_layers_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_decoding_and_training_tap_at_the_side_of_deepstack_that_the_config_says(
+def test_taps_are_on_the_configured_side_of_deepstack(
     after: bool,
 ) -> None:
     target = vision_target("qwen3-vl")
@@ -292,7 +292,7 @@ def test_decoding_and_training_tap_at_the_side_of_deepstack_that_the_config_says
     assert torch.equal(features[real], wanted[real])
 
 
-def test_a_target_that_counts_positions_itself_is_refused_before_any_forward(
+def test_a_target_that_counts_positions_is_refused_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # As Qwen2.5-Omni's thinker does.
@@ -350,7 +350,7 @@ TURNS: dict[str, tuple[list[list[Grid]], list[list[Grid]]]] = {
         {"all pictures": True, "new pictures": False},
     ),
 )
-def test_a_later_turn_brings_pictures_to_a_kept_cache(
+def test_a_later_turn_brings_images_to_a_kept_cache(
     name: str, turns: tuple[list[list[Grid]], list[list[Grid]]], whole: bool
 ) -> None:
     target = vision_target(name)
@@ -389,7 +389,7 @@ def test_a_later_turn_brings_pictures_to_a_kept_cache(
 @pytest.mark.parametrize(
     "rows", [[[(4, 4)]], [[(4, 4)], [], [(2, 6), (4, 4)]]], ids=["one row", "batch"]
 )
-def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_does(
+def test_a_later_turn_without_images_counts_on_as_generate(
     name: str, rows: list[list[Grid]]
 ) -> None:
     # The model remembers the difference of its last call, whosever it was. The same wrong text, where it is wrong.
@@ -438,7 +438,7 @@ def test_a_later_turn_that_says_nothing_of_pictures_counts_on_as_plain_generate_
     assert not torch.equal(refs[0], refs[1])
 
 
-def test_pictures_that_do_not_fit_a_kept_cache_are_refused() -> None:
+def test_images_that_do_not_fit_a_kept_cache_are_refused() -> None:
     target = vision_target("qwen3-vl")
     settings = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
     first, more = (vision_prompts(target, "qwen3-vl", [[grid]], 0) for grid in [(4, 4), (2, 6)])

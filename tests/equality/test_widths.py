@@ -259,7 +259,7 @@ def test_a_kept_cache_is_plain_generates(engine: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_pictures_give_the_plain_text(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_give_the_plain_text(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_random_widths(monkeypatch, 1)
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8), (6, 4)]], 0)
@@ -358,7 +358,7 @@ def test_stale_columns_behind_a_narrow_verify_are_never_used(
 # ---- the choice itself, in a run
 
 
-def test_graphs_are_captured_widest_first_and_those_that_save_nothing_dropped(
+def test_graphs_come_widest_first_and_useless_ones_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
@@ -449,7 +449,7 @@ def follows(target: Any, draft: Any, inputs: dict[str, Tensor], **settings: Any)
     return len(set(stats.verify_widths)) > 1
 
 
-def test_it_is_the_default_where_the_text_cannot_follow_the_clock(
+def test_auto_is_the_default_where_no_text_follows_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_random_widths(monkeypatch, 1)

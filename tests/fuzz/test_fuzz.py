@@ -72,7 +72,7 @@ def test_a_fault_put_in_on_purpose_is_seen_within_300_cases(
     assert "AssertionError" in found.failure or "left behind" in found.failure
 
 
-def test_the_smallest_case_and_its_seed_are_printed_and_bring_a_failure_back(
+def test_the_printed_case_and_seed_bring_a_failure_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_long_answers(case: object) -> None:

@@ -135,7 +135,7 @@ def test_widths_that_change_give_the_plain_text(
         assert len(set(draft.last_stats.verify_widths)) >= 2
 
 
-def test_costs_of_widths_are_measured_once_and_the_steady_state_waits_for_nothing(
+def test_widths_are_measured_once_and_later_steps_wait_for_none(
     device: str, captured: list[int], num_guarded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(widths, "MIN_SAVING", -1.0)
@@ -213,7 +213,7 @@ def test_a_sampled_text_is_the_eager_one(device: str, proposal: Any, kind: dict[
 
 
 @families("qwen3-vl", "gemma3", "qwen2.5-vl")
-def test_pictures_give_the_plain_text(device: str, family: str) -> None:
+def test_images_give_the_plain_text(device: str, family: str) -> None:
     target = vision_target(family).float().to(device)
     inputs = on(device, vision_prompts(target.cpu(), family, [[(4, 4)], [], [(2, 8), (6, 4)]], 0))
     inputs = {name: t.float() if t.is_floating_point() else t for name, t in inputs.items()}
@@ -315,7 +315,7 @@ def test_a_capture_that_cuda_refuses_ends_in_the_eager_loop(
 
 
 @gpu_only
-def test_others_capture_outside_inference_mode_while_our_graphs_live(device: str) -> None:
+def test_others_capture_outside_inference_mode_beside_us(device: str) -> None:
     """Torch makes the generator's tensors at the first capture: they must not be those of inference mode."""
     target = target_on(device, "qwen3", torch.float32)
     inputs = on(device, prompts([4, 11, 7], 0))
@@ -363,7 +363,7 @@ def test_a_refused_capture_keeps_no_memory(device: str) -> None:
 
 
 @gpu_only
-def test_a_replay_writes_into_nothing_that_others_have_been_given(device: str) -> None:
+def test_a_replay_writes_into_no_memory_of_others(device: str) -> None:
     """Inductor lets go of cuBLAS's workspaces before captures of its own; ours are in the graphs' pools."""
     target = target_on(device, "qwen3", torch.float32)
     inputs = on(device, prompts([4, 11, 7], 0))

@@ -292,7 +292,7 @@ def test_any_strides(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_shorter_view_of_a_row_that_has_not_wrapped_is_the_same(device: str) -> None:
+def test_a_shorter_view_of_an_unwrapped_row_is_the_same(device: str) -> None:
     (query, key, value, lengths), options = inputs({"lengths": [20, 3]}, torch.float32, device)
     narrow = [t.narrow(2, 0, 24) for t in (key, value)]
     out = block_attention(query, *narrow, lengths, **options)

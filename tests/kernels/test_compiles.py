@@ -71,7 +71,7 @@ def compiled(which: str, cache: Path, *capabilities: int) -> dict[int, list[dict
     ],
     ids=str,
 )
-def test_kernels_compile_fit_and_keep_what_they_need_in_registers(
+def test_kernels_compile_and_fit_shared_memory_and_registers(
     which: str, capabilities: tuple[int, ...], tmp_path: Path
 ) -> None:
     found = compiled(which, tmp_path, *capabilities)

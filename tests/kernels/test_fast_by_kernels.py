@@ -323,7 +323,7 @@ def own_forward(module: Any) -> Callable[..., Any]:
     return module.forward
 
 
-def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by(calls: Calls) -> None:
+def test_a_replaced_forward_and_hooks_stay_in_force(calls: Calls) -> None:
     target = tiny_target("qwen3")
     layer: Any = target.model.layers[1]
     own = own_forward(layer.input_layernorm)

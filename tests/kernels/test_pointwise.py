@@ -95,7 +95,7 @@ def test_kernels_compute_what_the_references_compute(
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", REAL, ids=str)
-def test_kernels_compute_what_the_references_compute_at_real_sizes(
+def test_kernels_equal_the_references_at_real_sizes(
     shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     check(shape, dtype, device)

@@ -95,7 +95,7 @@ def test_every_kind_of_draft_gives_the_plain_text(
     check_greedy(tiny_target("mistral"), prompts([4, 11, 7], 2), calls, engine, 4, **kind)
 
 
-def test_pictures_give_the_plain_text(calls: Calls) -> None:
+def test_images_give_the_plain_text(calls: Calls) -> None:
     target = vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8)]], 0)
     inputs = {
@@ -230,7 +230,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(("sampling", "name"), half([False, True], list(PAIRS)))
-def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
+def test_no_tensor_moves_and_steps_do_not_follow_acceptance(
     sampling: bool, name: str, monkeypatch: pytest.MonkeyPatch, calls: Calls
 ) -> None:
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 128)
@@ -263,7 +263,7 @@ def test_a_step_over_finished_rows_changes_only_scratch(
     assert calls.all()["accept_and_prepare"] == 1 + 2 * len(frozen)
 
 
-def test_a_graph_is_replayed_with_the_kernels_it_was_captured_with(calls: Calls) -> None:
+def test_a_graph_replays_the_kernels_of_its_capture(calls: Calls) -> None:
     target, draft, inputs, ref = pair("cuda_graph")
     for enabled in (True, False, True):
         before = calls.all()["accept_and_prepare"]
@@ -294,7 +294,7 @@ def test_copies_of_weights_are_made_anew_in_their_place() -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
 @pytest.mark.parametrize("what", ["bias", "hook"])
-def test_projections_that_are_more_than_a_weight_take_the_torch_path(
+def test_projections_beyond_a_weight_take_the_torch_path(
     what: str, engine: Any, calls: Calls
 ) -> None:
     options = {"attention_bias": True} if what == "bias" else {}
@@ -314,7 +314,7 @@ def test_projections_that_are_more_than_a_weight_take_the_torch_path(
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
-def test_what_an_earlier_call_has_left_is_emptied_only_if_it_is_read(
+def test_kept_buffers_are_emptied_only_if_they_are_read(
     family: str, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN in every slot between two calls: in full layers kernels read none that their run has not written."""

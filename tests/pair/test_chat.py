@@ -31,7 +31,7 @@ def ask(conversation: Conversation, text: str, **settings: object) -> Answer:
     return answer
 
 
-def test_answers_are_plain_generate_s_and_the_figures_are_the_run_s_own() -> None:
+def test_answers_are_plain_and_figures_are_those_of_the_run() -> None:
     plain, drafted = Conversation(), Conversation()
     for question in QUESTIONS:
         expected = ask(plain, question, use_draft=False)

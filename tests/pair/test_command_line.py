@@ -184,7 +184,7 @@ def test_damaged_targets_are_one_sentence(name: str, tmp_path: Path) -> None:
     assert_refused(run("generate", PROMPT, "--target", tmp_path / "target"), message)
 
 
-def test_without_pillow_a_target_that_takes_images_names_the_extra(
+def test_without_pillow_a_vision_target_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -210,7 +210,7 @@ def test_what_nobody_foresaw_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) 
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_an_interrupt_and_a_reader_that_went_away_have_their_own_status(
+def test_interrupts_and_closed_pipes_have_their_own_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -336,7 +336,7 @@ def noting(order: list[str], name: str, call: Callable[..., Any]) -> Callable[..
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.7", "--seed", "5")])
-def test_the_drafted_answer_comes_first_and_is_compared_on_request(
+def test_the_drafted_answer_is_first_and_compared_on_request(
     sampling: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []

@@ -140,7 +140,7 @@ def test_what_is_measured_is_what_generate_does() -> None:
         assert probe.walked(fields) == pytest.approx(sum(committed) / len(committed)), fields
 
 
-def test_taps_before_and_after_deepstack_are_tried_where_they_differ() -> None:
+def test_taps_on_both_sides_of_deepstack_are_tried() -> None:
     """Measured as `generate` decodes; the bundled draft does nearly as well with either."""
     folder = TOY / "vision"
     target = AutoModelForImageTextToText.from_pretrained(folder / "target")
@@ -243,7 +243,7 @@ def test_each_damage_is_the_one_finding(damage: str) -> None:
     assert words in f"{diagnosis.findings[0].sentence}; {diagnosis.findings[0].advice}"
 
 
-def test_the_rope_of_a_target_with_axes_for_images_is_one_that_a_draft_can_have() -> None:
+def test_a_draft_can_have_the_rope_of_a_vision_target() -> None:
     draft = pair()[1]
     axes = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
     rope = {
@@ -297,7 +297,7 @@ THINKING = (
 
 
 @pytest.mark.parametrize(("default", "expected"), [("true", ["thinking"]), ("false", [])])
-def test_thinking_mode_is_named_where_the_draft_does_better_in_the_other_one(
+def test_the_thinking_mode_that_the_draft_prefers_is_named(
     default: str, expected: list[str]
 ) -> None:
     """A template whose thinking prefix leads the target away from the texts that the draft knows."""
@@ -310,7 +310,7 @@ def test_thinking_mode_is_named_where_the_draft_does_better_in_the_other_one(
     assert check.measured["enable_thinking=False"] > check.measured["enable_thinking=True"]
 
 
-def test_the_chat_template_is_named_where_the_draft_does_better_without_it() -> None:
+def test_a_template_that_hurts_the_draft_is_named() -> None:
     """A template that writes noise around prompts which are templated already."""
     target, draft, tokenizer = pair()
     other = copy.deepcopy(tokenizer)
@@ -355,7 +355,7 @@ def run_doctor(*arguments: str) -> Result:
     return CliRunner().invoke(app, command, env={"COLUMNS": "200"})
 
 
-def test_the_command_prints_json_alone_and_says_by_its_status_how_it_went(tmp_path: Path) -> None:
+def test_the_command_prints_json_alone_and_its_status_is_right(tmp_path: Path) -> None:
     run = run_doctor("--json", *HELD_OUT)
     assert run.exit_code == 0, run.stderr
     assert json.loads(run.stdout)["findings"] == []
@@ -391,7 +391,7 @@ def test_prompt_files(tmp_path: Path) -> None:
             read_prompts(rows)
 
 
-def test_without_template_and_prompts_there_is_nothing_to_measure_on() -> None:
+def test_without_template_and_prompts_nothing_is_measured() -> None:
     target, draft, tokenizer = pair()
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None

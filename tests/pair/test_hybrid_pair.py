@@ -83,7 +83,7 @@ def test_the_pair_is_small_hybrid_and_float32() -> None:
 
 
 @pytest.mark.parametrize("per_kind", [2, pytest.param(PER_KIND, marks=pytest.mark.slow)])
-def test_answers_are_identical_and_every_verify_accepts_what_the_walk_says(per_kind: int) -> None:
+def test_answers_are_identical_and_accept_as_walked(per_kind: int) -> None:
     target, draft, _ = pair()
     verifies: dict[str, list[int]] = defaultdict(list)
     for at, row in enumerate(prompts()):
@@ -104,7 +104,7 @@ def test_answers_are_identical_and_every_verify_accepts_what_the_walk_says(per_k
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 9))]
 )
-def test_left_padded_batches_are_identical_and_roll_each_row_back_by_itself(first: int) -> None:
+def test_padded_batches_are_identical_and_roll_rows_back(first: int) -> None:
     target, draft, tokenizer = pair()
     alone = range(first, len(prompts()), PER_KIND)
     others = [at for at in range(len(prompts())) if at % PER_KIND >= 9]

@@ -72,9 +72,7 @@ def test_the_demo_of_a_clone_reads_the_clone() -> None:
     assert BUNDLED == ROOT / "demos" / "toy"
 
 
-def test_the_demo_needs_the_package_alone_and_leaves_it_as_it_was(
-    site: Path, tmp_path: Path
-) -> None:
+def test_the_demo_needs_the_package_alone_and_keeps_it(site: Path, tmp_path: Path) -> None:
     before = sizes(site)
     done = run(site, tmp_path, "demo", "--per-kind", "1", "--max-new-tokens", "8", "--json")
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def test_the_pair_is_small_float32_and_stored_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_going_on_from_a_kept_cache_accepts_what_it_accepts_without(rows: int) -> None:
+def test_acceptance_with_a_kept_cache_is_that_without(rows: int) -> None:
     target, draft, _ = pair()
     inputs = batch_of(prompts(1)[:rows])
     cache = DynamicCache(config=target.config)
@@ -96,7 +96,7 @@ def alone(index: int) -> tuple[torch.Tensor, list[int]]:
     return out, draft.last_stats.num_committed[0]
 
 
-def test_every_answer_is_identical_and_acceptance_is_above_the_floors() -> None:
+def test_every_answer_is_identical_and_acceptance_is_high() -> None:
     target, _, tokenizer = pair()
     verifies: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(chosen()):

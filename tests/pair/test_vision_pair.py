@@ -93,7 +93,7 @@ def test_the_pair_is_small_and_float32() -> None:
     assert draft.config.mask_token_id == processor.tokenizer.mask_token_id
 
 
-def test_answers_are_identical_and_acceptance_is_above_the_floors() -> None:
+def test_answers_are_identical_and_acceptance_is_high() -> None:
     target, draft, processor = pair()
     verifies: dict[str, list[int]] = defaultdict(list)
     seen: dict[str, int] = defaultdict(int)
@@ -117,9 +117,7 @@ def test_answers_are_identical_and_acceptance_is_above_the_floors() -> None:
     assert sum(exact) / len(exact) >= 0.9
 
 
-def test_batches_of_texts_and_pictures_are_identical_and_accept_what_the_rows_accept_alone() -> (
-    None
-):
+def test_mixed_batches_are_identical_and_accept_as_rows_alone() -> None:
     target, draft, _ = pair()
     rows = mixed_rows()
     inputs = batch_of(rows)
@@ -186,7 +184,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_the_generate_command_asks_the_bundled_pair_about_a_picture() -> None:
+def test_generate_asks_the_bundled_pair_about_an_image() -> None:
     part, question = with_images(1)[0]["messages"][0]["content"]
     result = run("generate", question["text"], "--image", part["path"], "--compare")
     assert result.exit_code == 0, result.output

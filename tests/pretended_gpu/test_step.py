@@ -381,7 +381,7 @@ def test_eager_experts_are_found_to_count_on_the_host(target: str) -> None:
         captured_step(run)
 
 
-def test_grouped_experts_are_found_to_count_on_the_host_of_other_gpus(
+def test_grouped_experts_count_on_the_host_of_other_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = run_of(Case(target="qwen3-30b-a3b-short", experts="grouped_mm"))
@@ -391,7 +391,7 @@ def test_grouped_experts_are_found_to_count_on_the_host_of_other_gpus(
 
 
 @pytest.mark.parametrize("target", ["qwen3-30b-a3b-short", "gpt-oss-short"])
-def test_experts_that_are_counted_on_the_host_are_known_before_any_work(
+def test_experts_counted_on_the_host_are_known_early(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # These weights are of a class of their own
@@ -440,7 +440,7 @@ def test_experts_that_are_counted_on_the_host_are_known_before_any_work(
         (False, "greedy", 32 * 1024, 25),
     ],
 )
-def test_one_graph_is_enough_where_lengths_are_read_on_the_device(
+def test_one_graph_is_enough_where_the_device_reads_lengths(
     kernels: bool | None, warpers: str, limit: int, captures: int
 ) -> None:
     with ops.kernels(kernels):

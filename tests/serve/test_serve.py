@@ -175,7 +175,7 @@ def test_penalties_and_biases_are_those_of_generate(text: Served) -> None:
     assert both_ways(text, ADDS, logit_bias={str(token): -100}, max_tokens=64)[0] == expected
 
 
-def test_sampling_is_that_of_generate_with_the_draft_and_the_seed(text: Served) -> None:
+def test_sampling_is_that_of_generate_with_draft_and_seed(text: Served) -> None:
     hello: Messages = [{"role": "user", "content": "Hello."}]
 
     def sampled(seed: int) -> str:

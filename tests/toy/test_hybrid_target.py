@@ -102,7 +102,7 @@ def test_fresh_heads_remember_for_more_than_a_few_tokens() -> None:
     assert 1e-3 <= float(torch.cat(steps).min()) < float(torch.cat(steps).max()) <= 0.1
 
 
-def test_the_stored_target_is_the_configured_one_with_the_text_targets_tokenizer() -> None:
+def test_the_stored_target_has_its_config_and_the_tokenizer() -> None:
     """Weights in 16 bits; the config and the tokenizer files are what the scripts would write."""
     folder = HYBRID_DIR / "target"
     with safe_open(folder / "model.safetensors", "pt") as weights:

@@ -163,7 +163,7 @@ def test_encoding(tokenizer: PreTrainedTokenizerBase, kind: VisionKind) -> None:
         assert tokenizer.decode(marked) == "".join(f"{text}{tokenizer.eos_token}" for text in said)
 
 
-def test_pictures_land_on_whole_cells() -> None:
+def test_images_land_on_whole_cells() -> None:
     """The processor's resize keeps the grid: a cell is two by two image tokens."""
     for index in range(20):
         scene = make_vision_sample("describe", "train", index).pictures()[0]

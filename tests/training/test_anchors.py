@@ -76,7 +76,7 @@ def test_flex_mask_is_the_dense_one(kind: tuple[int | None, bool, bool], batch: 
     assert torch.equal(block_mask.to_dense().bool().amax(dim=(2, 3)), dense.amax(dim=(2, 3)))
 
 
-def test_valid_anchors_are_answer_tokens_with_a_successor_in_the_answer() -> None:
+def test_anchors_are_answer_tokens_with_a_successor() -> None:
     loss_mask = torch.tensor([[0, 1, 1, 1, 0, 1, 0, 1, 1], [1, 1, 0, 0, 0, 0, 0, 0, 1]]).bool()
     expected = torch.tensor([[0, 1, 1, 0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0]]).bool()
     assert torch.equal(valid_anchors(loss_mask), expected)

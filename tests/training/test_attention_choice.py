@@ -141,7 +141,7 @@ def test_one_compiled_function_serves_batches_of_every_shape() -> None:
     assert after[-1] == after[-3], "every shape is compiled anew"
 
 
-def test_a_backward_pass_that_does_not_compile_fails_in_the_forward(
+def test_a_backward_that_does_not_compile_fails_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not hasattr(lowering, "force_non_lazy_backward_lowering"):

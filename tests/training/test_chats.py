@@ -108,7 +108,7 @@ def answers_of(processor: Any, example: Example) -> list[str]:
 ANSWERS = ["it is b<|im_end|>", "no, c<|im_end|>", "it is b<|im_end|>"]
 
 
-def test_the_loss_is_on_answers_wherever_pictures_stand(processor: Any) -> None:
+def test_the_loss_is_on_answers_wherever_images_stand(processor: Any) -> None:
     example = Example.from_messages(processor, CHAT, pictures())
     assert answers_of(processor, example) == ANSWERS
     short = processor.tokenizer.apply_chat_template(
@@ -142,7 +142,7 @@ def test_answers_that_the_processor_changes_are_refused(
         Example.from_messages(processor, CHAT, pictures())
 
 
-def test_every_picture_belongs_to_its_turn(processor: Any) -> None:
+def test_every_image_belongs_to_its_turn(processor: Any) -> None:
     """In order, whatever it is given as; the inputs are those of the processor's own call."""
     images = pictures()
     whole = Example.from_messages(processor, CHAT, images)
@@ -174,7 +174,7 @@ def test_every_picture_belongs_to_its_turn(processor: Any) -> None:
     )
 
 
-def test_where_pictures_go_and_what_they_may_be(tmp_path: Path) -> None:
+def test_where_images_go_and_which_ones_are_taken(tmp_path: Path) -> None:
     images = pictures()
     images[0].save(tmp_path / "a.png")
     raw = io.BytesIO()
@@ -226,7 +226,7 @@ def test_where_pictures_go_and_what_they_may_be(tmp_path: Path) -> None:
             prepare_multimodal_messages(messages, images_given)
 
 
-def test_rows_without_a_picture_are_plain_text(processor: Any) -> None:
+def test_rows_without_an_image_are_plain_text(processor: Any) -> None:
     row = {
         "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
         "image": None,

@@ -84,7 +84,7 @@ def test_a_mixed_batch_gives_the_features_of_each_row_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "smolvlm"])
 @torch.no_grad()
-def test_only_tapped_layers_are_kept_and_no_picture_features(name: str) -> None:
+def test_only_tapped_layers_are_kept_and_no_image_features(name: str) -> None:
     target = vision_target(name)
     found = find_target(target)
     outputs: dict[int | str, weakref.ref[Tensor]] = {}
@@ -213,7 +213,7 @@ def test_embedding_and_head_are_found_from_the_model(name: str, tied: bool) -> N
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "smolvlm"])
-def test_a_draft_trains_on_text_and_pictures(name: str, tmp_path: Path) -> None:
+def test_a_draft_trains_on_text_and_images(name: str, tmp_path: Path) -> None:
     target = vision_target(name).float()
     examples = answered(prompts_of(target, name))
     for example in examples:

@@ -73,7 +73,7 @@ def test_logits_are_held_one_chunk_at_a_time() -> None:
     assert more["peak"] - peaks[16] < 20 * logits, "more blocks are no more logits"
 
 
-def test_distillation_holds_the_targets_logits_of_the_columns_it_needs() -> None:
+def test_distillation_holds_only_the_needed_target_logits() -> None:
     options: dict[str, Any] = {"batch_size": 2, "num_anchors": 8, "chunk_blocks": 1}
     short, long = (
         peak_memory(TARGET, DRAFT, length=length, **options, objective="kl")["peak"]

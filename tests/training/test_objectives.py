@@ -127,7 +127,7 @@ def test_objective_and_gradient_equal_the_definition(
         assert bool(labels.mask[:, :, 0].any()) == bool(ahead)
 
 
-def test_the_likely_tokens_of_all_of_the_vocabulary_are_the_whole_distribution() -> None:
+def test_all_likely_tokens_are_the_whole_distribution() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(1, 3, WIDTH, dtype=torch.float64), nn.Linear(WIDTH, VOCAB).double()
     log_p, ids = torch.randn(1, 1, 3, VOCAB, dtype=torch.float64).log_softmax(dim=-1).topk(VOCAB)
@@ -166,7 +166,7 @@ def test_losses_that_are_no_numbers_are_told_by_row(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_frozen_head_gives_the_gradient_of_a_trained_one_under_autocast(
+def test_a_frozen_head_has_the_same_gradient_under_autocast(
     objective: Objective, batch: Batch
 ) -> None:
     """But for rounding to bfloat16: one multiplies by a slot's weight before the head, the other behind it."""

@@ -160,7 +160,7 @@ def test_anchors_are_drawn_per_example(texts: list[Example]) -> None:
         assert anchors.reach == int(anchors.indices.max())
 
 
-def test_best_fit_leaves_little_room_and_batches_keep_to_their_rows() -> None:
+def test_best_fit_leaves_little_room_and_keeps_rows() -> None:
     assert best_fit(range(5), [5, 9, 4, 1, 3], 10) == [[1, 3], [0, 2], [4]]
     lengths = torch.randint(1, 64, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = best_fit(range(500), lengths, 64)

@@ -136,7 +136,7 @@ def test_a_run_killed_at_many_places_is_the_same_run(
     assert killed == num_kills
 
 
-def test_a_resumed_run_saves_and_records_at_the_steps_that_are_asked_for_now(
+def test_a_resumed_run_saves_at_the_steps_asked_for_now(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
 ) -> None:
     whole, resumed = make_draft(), make_draft(initializer_range=0.5)
@@ -153,7 +153,7 @@ def test_a_resumed_run_saves_and_records_at_the_steps_that_are_asked_for_now(
     assert [row["step"] for row in records(again) if "loss" in row][-4:] == [5, 6, 7, 8]
 
 
-def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(
+def test_an_unfinished_checkpoint_is_passed_over(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither one that lacks a part, nor the remains of an earlier run in the same folder, nor a torn file."""

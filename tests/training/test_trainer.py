@@ -63,9 +63,7 @@ def test_accumulation_equals_a_larger_batch(target, make_draft, tmp_path: Path) 
     torch.testing.assert_close(one.fc.weight, two.fc.weight, rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_leaves_records_checkpoints_and_the_target_as_it_was(
-    target, make_draft, tmp_path: Path
-) -> None:
+def test_a_run_leaves_records_and_the_target_as_it_was(target, make_draft, tmp_path: Path) -> None:
     before = {name: p.clone() for name, p in target.named_parameters()}
     draft = make_draft()
     args = options(tmp_path, save_steps=2, save_total_limit=2, eval_strategy="steps", eval_steps=4)

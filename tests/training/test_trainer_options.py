@@ -65,7 +65,7 @@ def test_a_draft_learns(name: str, target, make_draft, data: list[Example], tmp_
     assert slots == draft.config.block_size - (not draft.config.sample_from_anchor)
 
 
-def test_features_on_disk_are_written_once_and_train_the_same_draft(
+def test_features_on_disk_train_the_same_draft(
     target, make_draft, data: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit with batches of one row; workers read them; another epoch or another run makes none."""
@@ -96,7 +96,7 @@ def test_features_on_disk_are_written_once_and_train_the_same_draft(
             assert torch.equal(value, draft.state_dict()[name]), name
 
 
-def test_features_of_another_target_are_refused_before_the_first_step(
+def test_features_of_another_target_are_refused_early(
     target, make_draft, data: list[Example], tmp_path: Path
 ) -> None:
     args = options(
@@ -113,7 +113,7 @@ def test_features_of_another_target_are_refused_before_the_first_step(
     assert trainer.state.global_step == 0
 
 
-def test_a_tokenizer_is_saved_beside_the_draft_and_changes_nothing_in_it(
+def test_a_tokenizer_saved_beside_a_draft_changes_nothing(
     target, make_draft, data: list[Example], tmp_path: Path
 ) -> None:
     """Transformers would make its special tokens the draft's, which are the target's."""

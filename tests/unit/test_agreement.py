@@ -55,7 +55,7 @@ def test_identical_answers_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_margins_are_those_of_the_logits_and_ties_those_within_the_tolerance(
+def test_margins_are_of_logits_and_ties_within_tolerance(
     dtype: torch.dtype,
 ) -> None:
     """Half precision is measured in float32; every pair of tokens is a tie or not by the one rule."""
@@ -88,7 +88,7 @@ def test_margins_are_those_of_the_logits_and_ties_those_within_the_tolerance(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_tokens_whose_logits_are_one_step_apart_tie_in_that_dtype_only(dtype: torch.dtype) -> None:
+def test_logits_one_step_apart_tie_in_that_dtype_only(dtype: torch.dtype) -> None:
     target = tiny_target("qwen3")
     best = int(logits_of(target, prompts([7], 0), BEGUN).argmax())
     other = (best + 20) % VOCAB

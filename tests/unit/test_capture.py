@@ -133,9 +133,7 @@ def test_the_workspace_of_a_graph_is_its_own(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_a_capture_begins_outside_inference_mode_and_what_is_captured_is_in_the_callers(
-    is_inference: bool, world: World
-) -> None:
+def test_a_capture_begins_outside_inference_mode(is_inference: bool, world: World) -> None:
     with torch.inference_mode(is_inference):
         _, out = capture(lambda: None, torch.is_inference_mode_enabled, DEVICE, POOL)
         assert torch.is_inference_mode_enabled() == is_inference
@@ -145,9 +143,7 @@ def test_a_capture_begins_outside_inference_mode_and_what_is_captured_is_in_the_
 @pytest.mark.parametrize(
     "ends_by_itself", [False, True], ids=["torch 2.11", "a torch that ends it"]
 )
-def test_a_refused_capture_leaves_generator_allocator_and_pool_as_they_were(
-    ends_by_itself: bool, world: World
-) -> None:
+def test_a_refused_capture_leaves_torch_as_it_was(ends_by_itself: bool, world: World) -> None:
     world.is_refusing, world.ends_by_itself = True, ends_by_itself
 
     def refused() -> None:

@@ -76,7 +76,7 @@ def test_first_frame_of_an_animation_is_read_and_said(tmp_path: Path) -> None:
     assert found.image.getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_large_image_is_kept_small_and_a_larger_one_is_never_decoded(tmp_path: Path) -> None:
+def test_large_images_are_kept_small_or_never_decoded(tmp_path: Path) -> None:
     Image.new("L", (4000, 3000)).save(tmp_path / "large.png")
     kept = read_image(tmp_path / "large.png").image
     assert 0.99 * KEPT_PIXELS < kept.width * kept.height <= KEPT_PIXELS
@@ -163,7 +163,7 @@ def test_stop_ends_a_run_and_the_wait_for_one() -> None:
     thread.submit(int).result()
 
 
-def test_stop_before_the_first_token_does_not_wait_for_the_prefill() -> None:
+def test_stop_before_the_first_token_waits_for_nothing() -> None:
     thread, stop, prefilled = InferenceThread(), threading.Event(), threading.Event()
 
     def prefill() -> None:
@@ -315,7 +315,7 @@ def headline(plain_seconds: float, drafted_seconds: float) -> str:
     return re.sub(r"<[^>]*>", "", " ".join(render("headline", None, (plain, drafted)).split()))
 
 
-def test_headline_says_how_much_faster_and_when_a_draft_does_not_pay_why() -> None:
+def test_headline_says_how_much_faster_or_why_not() -> None:
     fast = headline(4.0, 1.0)
     assert "Same answer, 4.0× faster" in fast
     assert "Each colour is one step of the big model: 5 steps instead of 9." in fast
@@ -432,7 +432,7 @@ def typed(model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(("refusal", "stay"), [(ValueError, 1), (ImageError, 0)])
-def test_terminal_shows_sentences_as_they_are_and_refused_images_do_not_stay(
+def test_terminal_shows_sentences_and_drops_refused_images(
     refusal: type[ValueError], stay: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture(8, 8).save(tmp_path / "a.png")

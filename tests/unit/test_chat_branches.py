@@ -198,7 +198,7 @@ def shown(tried: Tried | None, *, stats: SpeculativeStats | None = None) -> str:
     )
 
 
-def test_a_chain_is_shown_as_before_and_a_tree_has_one_stop_for_the_keyboard() -> None:
+def test_a_tree_has_one_stop_for_the_keyboard_a_chain_none() -> None:
     chain = shown(None)
     assert chain.count("title=") == 3
     assert "data-df" not in chain
@@ -230,7 +230,7 @@ def test_nothing_that_was_tried_is_markup() -> None:
     assert page[start : page.index('"', start)].count("\t") == 2
 
 
-def test_where_guesses_came_from_is_said_at_the_end_and_of_trees_only() -> None:
+def test_sources_of_guesses_are_shown_at_the_end_of_trees() -> None:
     tried = Tried(branches=[], num_more=0, num_off_branch=2)
     stats = SpeculativeStats(
         num_accepted=[[5, 4]], num_tried_by_node=[9, 9], num_accepted_from_text=1

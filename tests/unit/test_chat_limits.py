@@ -98,7 +98,7 @@ def test_on_loopback_only_its_own_names_are_answered(
         assert (b"content-type", b"text/plain; charset=utf-8") in sent[0]["headers"]
 
 
-def test_without_a_name_and_over_a_web_socket_nothing_is_answered(tmp_path: Path) -> None:
+def test_no_name_and_no_web_socket_is_answered(tmp_path: Path) -> None:
     assert call(guard(tmp_path))[0]["status"] == 400
     assert call(guard(tmp_path), kind="websocket", host="localhost") == [
         {"type": "websocket.close", "code": 1008}
@@ -307,7 +307,7 @@ def test_request_that_does_not_say_its_length_is_refused(path: str, tmp_path: Pa
     assert sent[0]["status"] == 411
 
 
-def test_rests_of_uploads_that_broke_off_are_deleted_and_uploads_are_not(tmp_path: Path) -> None:
+def test_broken_uploads_are_deleted_and_whole_ones_stay(tmp_path: Path) -> None:
     uploads = Uploads(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "kept").mkdir()
@@ -343,7 +343,7 @@ def blank(num_bytes: int) -> ChatImage:
     return ChatImage(name="x.png", image=image, thumbnail="")
 
 
-def test_images_of_all_conversations_are_limited_and_who_loses_them_is_told(
+def test_images_of_all_chats_are_limited_and_losers_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(conversation_module, "MAX_IMAGE_BYTES", 90)
@@ -382,7 +382,7 @@ def test_conversation_that_is_being_answered_is_never_dropped(
         pass
 
 
-def test_surplus_conversations_are_told_and_closed_or_empty_ones_are_not() -> None:
+def test_surplus_conversations_are_told_unless_closed_or_empty() -> None:
     sessions = Sessions()
     for page in ("asked", "closed", "empty"):
         with sessions.use(page) as conversation:

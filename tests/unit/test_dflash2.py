@@ -104,7 +104,7 @@ def test_teacher_forced_scores_are_those_of_the_walk() -> None:
 
 
 @torch.no_grad()
-def test_a_fresh_dflash2_draft_is_the_dflash1_draft_of_the_same_body() -> None:
+def test_a_fresh_dflash2_draft_is_the_dflash1_draft() -> None:
     """Identity convolutions and a successor codebook of zeros: bit for bit the same states, logits and proposals."""
     target = tiny_target("qwen3")
     torch.manual_seed(3)

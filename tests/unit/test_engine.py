@@ -55,7 +55,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     ],
 )
 @pytest.mark.parametrize("sampling", [False, True])
-def test_nothing_moves_and_every_step_is_the_same_whatever_is_accepted(
+def test_no_tensor_moves_and_steps_do_not_follow_acceptance(
     sampling: bool, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 128)
@@ -217,7 +217,7 @@ def test_a_number_of_the_hosts_in_arithmetic_passes() -> None:
         assert numbers.is_cuda
 
 
-def test_buckets_hold_every_length_and_grow_by_no_more_than_a_quarter(
+def test_buckets_hold_every_length_and_grow_by_a_quarter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 4)
@@ -342,7 +342,7 @@ def test_a_target_that_reads_on_the_host_runs_eagerly(told: Any) -> None:
     assert "a step of Qwen3ForCausalLM needs the host (aten._local_scalar_dense" in told()[0]
 
 
-def test_inputs_of_the_users_own_are_part_of_a_graph_or_run_eagerly() -> None:
+def test_own_inputs_are_part_of_a_graph_or_run_eagerly() -> None:
     target, draft, inputs, ref = pair("cuda_graph")
     for own, engine in (
         ({"output_hidden_states": False}, "cuda_graph"),
@@ -353,7 +353,7 @@ def test_inputs_of_the_users_own_are_part_of_a_graph_or_run_eagerly() -> None:
         assert draft.last_stats.engine == engine
 
 
-def test_no_memory_for_a_graph_runs_eagerly_and_releases_what_was_captured(
+def test_no_memory_for_a_graph_runs_eagerly_and_frees_graphs(
     monkeypatch: pytest.MonkeyPatch, told: Any
 ) -> None:
     target, draft, inputs, ref = pair("cuda_graph")
@@ -379,7 +379,7 @@ def test_no_memory_for_a_graph_runs_eagerly_and_releases_what_was_captured(
     assert draft.last_stats.engine == "cuda_graph"
 
 
-def test_a_device_that_fails_leaves_a_message_and_nothing_half_written(
+def test_a_failing_device_leaves_a_message_and_no_half_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, draft, inputs, ref = pair("cuda_graph")

@@ -150,7 +150,7 @@ def test_a_class_of_the_users_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert fast_form_of(layer, torch.float32) is not None
 
 
-def test_a_replaced_function_fails_the_trial_until_it_is_put_back(
+def test_a_replaced_function_fails_the_trial_until_put_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer: Any = cast(Any, tiny_target("qwen3")).model.layers[0]
@@ -324,7 +324,7 @@ def test_what_a_hook_changes_in_the_prefill_is_seen(where: str, what: str) -> No
 
 
 @pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
-def test_a_call_of_the_users_within_a_forward_sees_what_they_have_changed(is_nested: bool) -> None:
+def test_a_nested_call_sees_the_changes_of_its_caller(is_nested: bool) -> None:
     target: Any = tiny_target("qwen3")
     inputs, ids, busy, seen = prompts([9], 1), prompts([6], 4), list[bool](), list[Tensor]()
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -368,7 +368,7 @@ def attached(target: nn.Module) -> list[str]:
     return [name for name, module in target.named_modules() if "forward" in vars(module)]
 
 
-def test_it_ends_with_the_verify_and_stays_away_where_gradients_or_autocast_are() -> None:
+def test_it_ends_with_the_verify_and_yields_to_gradients() -> None:
     target = tiny_target("qwen3")
     found = find_target(target)
     with fast_layers(found):
@@ -616,7 +616,7 @@ def test_a_copy_that_is_made_meanwhile_is_a_model_of_its_own() -> None:
     assert torch.equal(made(ids).logits, wanted)
 
 
-def test_a_forward_of_the_users_stays_and_hooks_are_not_passed_by() -> None:
+def test_a_replaced_forward_and_hooks_stay_in_force() -> None:
     target = tiny_target("qwen3")
     layer: Any = target.model.layers[1]
     plain = layer.input_layernorm.forward

@@ -210,7 +210,7 @@ def test_the_mask_token_stands_in_no_text_and_is_said(
     assert words in caplog.text
 
 
-def test_a_token_that_a_config_or_the_chat_template_names_is_no_mask_token() -> None:
+def test_a_named_special_token_is_no_mask_token() -> None:
     target = tiny_target("llama")
     assert choose_mask_token(target, tokenizer_of(WORDS[:-8]), VOCAB) == VOCAB - 12
     target.config.image_token_id = VOCAB - 12

@@ -27,7 +27,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch)
 
 
-def test_graphs_are_kept_for_calls_of_the_same_shape_and_freed_on_request() -> None:
+def test_graphs_are_kept_for_equal_shapes_and_can_be_freed() -> None:
     target, draft, inputs, ref = pair("cuda_graph")
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     captured = list(TapeStep.captured)
@@ -68,7 +68,7 @@ def test_graphs_of_a_few_settings_are_kept() -> None:
     assert len(TapeStep.captured) == num_captured
 
 
-def test_weights_that_moved_are_captured_again_and_changed_ones_are_seen() -> None:
+def test_moved_weights_are_captured_again_changed_ones_seen() -> None:
     target, draft, inputs, _ = pair("cuda_graph")
     target.generate(**inputs, **GREEDY, assistant_model=draft)
     num_captured = len(TapeStep.captured)

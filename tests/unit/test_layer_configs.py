@@ -30,7 +30,7 @@ GEMMA4 = Gemma4TextConfig(
 )
 
 
-def test_layers_that_are_alike_have_the_sizes_of_the_whole_config() -> None:
+def test_equal_layers_have_the_sizes_of_the_whole_config() -> None:
     config = Qwen3Config(
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
     )

@@ -55,7 +55,7 @@ def test_definitions_by_hand() -> None:
         HAND.acceptance_length_as("eagle")  # type: ignore[arg-type]
 
 
-def test_positions_that_a_narrow_verify_did_not_try_are_not_rejections() -> None:
+def test_positions_not_tried_are_no_rejections() -> None:
     # Row 0: widths 4, 2, 4. Row 1 ended after two verifies. The second, of width 2, tried one proposal only.
     stats = SpeculativeStats(
         num_committed=[[4, 2, 2], [1, 2]],

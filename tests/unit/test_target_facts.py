@@ -180,7 +180,7 @@ def test_other_weights_in_the_same_modules_are_seen() -> None:
     assert not find_target(target).takes_inference_mode
 
 
-def test_a_forward_whose_source_cannot_be_read_is_taken_to_hand_keywords_on(
+def test_a_forward_without_source_hands_keywords_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = tiny_target("qwen3")

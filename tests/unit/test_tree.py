@@ -188,7 +188,7 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
     assert paths == sorted(expected, key=lambda path: -expected[path])
 
 
-def test_the_continuation_is_that_of_the_latest_place_that_shares_most() -> None:
+def test_the_continuation_is_of_the_latest_longest_match() -> None:
     torch.manual_seed(7)
     found = set[int]()
     for num_columns in (0, 1, 2, 5, 30, 60):
@@ -222,7 +222,7 @@ def test_a_draft_that_is_sure_of_other_tokens_is_followed() -> None:
 @pytest.mark.parametrize(
     ("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4)]
 )
-def test_a_continuation_counts_where_it_is_likelier_than_what_the_draft_says(
+def test_a_continuation_counts_where_it_beats_the_draft(
     num_nodes: int, depth: int, vocab: int
 ) -> None:
     torch.manual_seed(num_nodes)

@@ -126,9 +126,7 @@ def modelled_gain(rows: int, width: int) -> float:
 
 
 @pytest.mark.parametrize(("rows", "gain"), [(1, 1.0), (8, 1.0), (16, 1.17), (32, 1.26), (64, 1.31)])
-def test_the_table_of_captured_steps_is_within_a_few_per_cent_of_the_models_best(
-    rows: int, gain: float
-) -> None:
+def test_the_table_of_captured_steps_is_near_the_models_best(rows: int, gain: float) -> None:
     found = modelled_gain(rows, captured_width(rows))
     assert found == pytest.approx(gain, abs=0.01)
     assert found >= 0.98 * max(modelled_gain(rows, width) for width in range(1, 17))
@@ -258,7 +256,7 @@ def test_a_run_with_known_costs_is_close_to_the_best_width(
     assert rate_of(widths[20:], shares, costs) > 0.98 * best_rate(shares, costs)
 
 
-def test_where_nothing_is_cheaper_than_the_whole_block_it_is_verified() -> None:
+def test_the_whole_block_is_verified_where_it_is_cheapest() -> None:
     chooser = WidthChooser(16)
     chooser.set_costs({16: 1.0})
     assert set(simulate(chooser, [0.3] * 15, knee_at(40.0), steps=300)) == {16}
@@ -311,7 +309,7 @@ def follow(parents: list[int], kept: set[int]) -> list[int]:
     return path + [0] * (len(parents) - len(path))
 
 
-def test_the_chain_in_a_tree_is_counted_as_far_as_the_tree_has_it() -> None:
+def test_the_chain_counts_as_far_as_the_tree_has_it() -> None:
     chain = [0, 0, 1, 2, 3]
     assert along_chain(chain, follow(chain, {1, 2, 3, 4})) == (4, 4)
     assert along_chain(chain, follow(chain, {1, 2})) == (2, 3)
@@ -326,7 +324,7 @@ def test_the_chain_in_a_tree_is_counted_as_far_as_the_tree_has_it() -> None:
 
 @pytest.mark.parametrize("saving", [0.0, 0.05])
 @pytest.mark.parametrize(("share", "second"), [(0.97, 0.01), (0.6, 0.3), (0.3, 0.2)])
-def test_a_chain_is_verified_where_branches_bring_less_than_they_cost(
+def test_a_chain_is_verified_where_branches_do_not_pay(
     share: float, second: float, saving: float
 ) -> None:
     """A tree of two chains of 8, whose first tokens are right with these chances; a chain of 15 may cost less."""
@@ -504,7 +502,7 @@ def test_what_a_width_does_once_is_not_its_cost() -> None:
     assert widths[-50:].count(8) > 45
 
 
-def test_short_answers_come_back_from_a_width_that_a_disturbance_chose() -> None:
+def test_short_answers_recover_from_a_disturbed_width() -> None:
     """Ten steps an answer: how long a width has been held is counted across answers, or no other is ever tried."""
     costs = {width: 10 + width / 8 for width in candidate_widths(16)}
     chooser, draw = WidthChooser(16), random.Random(0)
@@ -528,7 +526,7 @@ def test_short_answers_come_back_from_a_width_that_a_disturbance_chose() -> None
     assert sum(answer.count(16) for answer in chosen[-10:]) > 85
 
 
-def test_what_a_run_has_seen_is_kept_for_the_next_of_its_pair_and_rows() -> None:
+def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     draft, target = nn.Linear(1, 1), nn.Linear(1, 1)
     chooser, clock = WidthChooser(16), 0.0
     for _ in range(40):  # never right, and dear

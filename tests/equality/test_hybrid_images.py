@@ -25,7 +25,7 @@ ROWS: dict[str, list[list[Grid]]] = {
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("name", VISION_HYBRIDS)
-def test_pictures_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
+def test_images_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
     target = vision_target(name)
     inputs = vision_prompts(target, name, rows, 0)
     ref = target.generate(**inputs, **GREEDY)
@@ -37,7 +37,7 @@ def test_pictures_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None
 
 
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
-def test_pictures_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch)
     target = vision_target("qwen3.5-vl")
     inputs = vision_prompts(target, "qwen3.5-vl", ROWS["mixed batch"], 0)
@@ -49,7 +49,7 @@ def test_pictures_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatc
     assert 1.0 < draft.last_stats.acceptance_length < 8.0
 
 
-def test_the_cache_of_a_conversation_with_pictures_is_plain_generates(
+def test_the_cache_after_images_is_plain_generates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = vision_target("qwen3.5-vl")

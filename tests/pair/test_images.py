@@ -71,7 +71,7 @@ def test_a_target_is_loaded_as_its_config_says(folder: Path) -> None:
     assert isinstance(processor, PreTrainedTokenizerBase)
 
 
-def test_paths_of_pictures_are_relative_to_the_file(folder: Path) -> None:
+def test_paths_of_images_are_relative_to_the_file(folder: Path) -> None:
     for prompts in (
         [row["messages"] for row in read_prompts(folder / "held_out.jsonl", 3)],
         read_doctor_prompts(folder / "held_out.jsonl"),
@@ -107,9 +107,7 @@ def test_prompts_are_encoded_as_the_processor_does(folder: Path) -> None:
     )
 
 
-def test_pictures_need_a_processor_its_template_and_a_readable_file(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_images_need_a_processor_a_template_and_a_good_file(folder: Path, tmp_path: Path) -> None:
     target, _, processor = loaded(folder)
     prompt = read_prompts(folder / "held_out.jsonl", 1)[0]["messages"]
     with pytest.raises(ValueError, match=r"expected a processor .* got \w+; leave"):
@@ -140,7 +138,7 @@ def test_answers_are_compared_and_say_what_they_are_about(folder: Path, known: P
             assert result.to_dict()["images"] == list(result.images)
 
 
-def test_the_demo_names_the_pictures(known: Path) -> None:
+def test_the_demo_names_the_images(known: Path) -> None:
     result = run("demo", "--pair", str(known), "--per-kind", "1", "--max-new-tokens", str(NEW))
     assert result.exit_code == 0, result.output
     assert "[000.png] Question 0 about count?" in result.stdout
@@ -151,9 +149,7 @@ def test_the_demo_names_the_pictures(known: Path) -> None:
     assert [row["images"] for row in rows if row["kind"] == "compare"][1] == ["005.png", "006.png"]
 
 
-def test_the_demo_shows_the_pair_for_pictures_beside_the_one_for_texts(
-    known: Path, tmp_path: Path
-) -> None:
+def test_the_demo_shows_the_vision_pair_beside_the_text_pair(known: Path, tmp_path: Path) -> None:
     for name in ("target", "draft", "held_out.jsonl"):
         (tmp_path / name).symlink_to(TOY / name)
     (tmp_path / "vision").symlink_to(known)
@@ -170,7 +166,7 @@ def test_the_demo_shows_the_pair_for_pictures_beside_the_one_for_texts(
     assert result["all"]["identical"] is True
 
 
-def test_generate_takes_pictures_in_their_order(folder: Path) -> None:
+def test_generate_takes_images_in_their_order(folder: Path) -> None:
     files = [str(folder / "pictures" / name) for name in ("003.png", "000.png")]
     options = [*pair_options(folder), "--max-new-tokens", str(NEW)]
     result = run("generate", "What?", "--image", files[0], "--image", files[1], *options)
@@ -186,7 +182,7 @@ def test_generate_takes_pictures_in_their_order(folder: Path) -> None:
     assert last_json(swapped)["text"] != row["text"]
 
 
-def test_pictures_that_cannot_be_used_are_one_sentence(folder: Path) -> None:
+def test_images_that_cannot_be_used_are_one_sentence(folder: Path) -> None:
     missing = run("generate", "What?", "--image", "/nowhere.png", *pair_options(folder))
     assert (missing.exit_code, "expected an image file, got '/nowhere.png'" in missing.stderr) == (
         2,
@@ -205,7 +201,7 @@ def test_pictures_that_cannot_be_used_are_one_sentence(folder: Path) -> None:
     assert (texts.exit_code, "expected a processor" in texts.stderr) == (2, True)
 
 
-def test_the_doctor_measures_on_pictures_what_generate_does(folder: Path) -> None:
+def test_the_doctor_measures_images_as_generate_does(folder: Path) -> None:
     target, draft, processor = loaded(folder)
     chained = variant(draft, {})
     use_whole_blocks(chained)
@@ -224,7 +220,7 @@ def test_the_doctor_measures_on_pictures_what_generate_does(folder: Path) -> Non
     assert status["chat_template"] == "skipped"
 
 
-def test_the_doctor_command_takes_pictures(known: Path) -> None:
+def test_the_doctor_command_takes_images(known: Path) -> None:
     options = ["--max-new-tokens", str(NEW), "--num-prompts", "4", "--json"]
     result = run(
         "doctor", *pair_options(known), "--prompts", str(known / "held_out.jsonl"), *options
@@ -233,7 +229,7 @@ def test_the_doctor_command_takes_pictures(known: Path) -> None:
     assert json.loads(result.stdout.splitlines()[-1])["findings"] == ["weights"]
 
 
-def test_convert_asks_a_target_for_pictures(known: Path, tmp_path: Path) -> None:
+def test_convert_asks_a_vision_target(known: Path, tmp_path: Path) -> None:
     options = ["--to", "speculators", "--target", str(known / "target")]
     plain = tmp_path / "draft"
     shutil.copytree(known / "draft", plain)

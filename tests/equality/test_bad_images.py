@@ -97,7 +97,7 @@ def test_odd_files_give_the_plain_text(processor: Any, tmp_path: Path) -> None:
     assert draft.last_stats.acceptance_length > 1.2
 
 
-def test_pictures_are_turned_and_animations_stand_still(processor: Any, tmp_path: Path) -> None:
+def test_images_are_turned_and_animations_stand_still(processor: Any, tmp_path: Path) -> None:
     for name in ("rotated.jpg", "animated.webp", "plain.png"):
         FILES[name][0](tmp_path / name)
     with Image.open(tmp_path / "rotated.jpg") as image:
@@ -142,7 +142,7 @@ def test_files_that_cannot_be_read_are_refused_in_a_sentence(
     not hasattr(ProcessorMixin, "_adjust_assistant_masks_indices"),
     reason="older Transformers do not count the signs",
 )
-def test_pictures_and_signs_that_do_not_fit_are_refused_by_the_processor(processor: Any) -> None:
+def test_the_processor_refuses_images_that_do_not_fit_the_text(processor: Any) -> None:
     one = picture(16, 24)
     for text, images in ((f"{SIGN}{SIGN}", [one]), ("what?", [one]), (f"{SIGN}", [one, one])):
         with pytest.raises(ValueError, match="should be the same as the number of images"):
@@ -183,7 +183,7 @@ def test_tensors_that_do_not_fit_are_refused_before_any_forward(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "gemma3", "smolvlm"])
-def test_signs_without_any_picture_are_text_as_in_plain_generate(name: str) -> None:
+def test_signs_without_images_are_text_as_in_plain_generate(name: str) -> None:
     target = vision_target(name)
     inputs = vision_prompts(target, name, [[(4, 4)], []], 0)
     bare = {key: inputs[key] for key in ("input_ids", "attention_mask")}
