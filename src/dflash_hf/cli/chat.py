@@ -48,7 +48,7 @@ def chat(
         ),
     ] = None,
     web: Annotated[
-        bool, typer.Option("--web", help="On a web page; needs dflash-hf[demo].")
+        bool, typer.Option("--web", help="On a web page; needs the extra demo.")
     ] = False,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is this machine only.")
@@ -68,7 +68,7 @@ def chat(
         float, typer.Option(help="In the terminal; 0 is greedy.", min=0.0, max=2.0)
     ] = 0.0,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)
+        int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
     ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",

@@ -31,16 +31,16 @@ def demo(
         int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
     ] = 320,
     threads: Annotated[
-        int, typer.Option(help="CPU threads; models this small want one.", min=1, max=1024)
+        int, typer.Option(help="CPU threads; one is best for models this small.", min=1, max=1024)
     ] = 1,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Show the bundled pair at work, in an editable install that for images too: the same answers in fewer forwards.
+    """Show that the bundled pair gives the same answers in fewer forwards, with images too in an editable install.
 
-    Fails if a single token differs, unless it does where two tie within rounding: in half precision either may win.
+    Fails if a token differs, unless the two tokens tie within rounding, as they may in half precision.
     """
     import torch
 

@@ -36,7 +36,7 @@ def doctor(
         typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages."),
     ] = None,
     num_prompts: Annotated[
-        int, typer.Option(help="How many of them to use, the built-in ones too.", min=1)
+        int, typer.Option(help="Number of prompts to use, also of the built-in ones.", min=1)
     ] = 8,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)
@@ -47,7 +47,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Find what ruins a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
+    """Find settings that lower a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
     given = None if prompts is None else read_prompts(prompts)
     from dflash_hf.doctor.diagnosis import diagnose
 

@@ -59,7 +59,9 @@ def words_for(checked: str) -> str:
 
 
 def drafts(
-    target: Annotated[str, typer.Option(help="Only those whose target has this in its name.")] = "",
+    target: Annotated[
+        str, typer.Option(help="List only drafts whose target's name contains this.")
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON list and nothing else.")
     ] = False,

@@ -40,13 +40,13 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="What to answer; - or nothing reads it from stdin.", show_default=False
+            help="The prompt; without it, or with -, stdin is read.", show_default=False
         ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="An image's file, before the prompt; once for each image."),
+        typer.Option(help="Image file, placed before the prompt; repeat it for several."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     raw: Annotated[
@@ -83,7 +83,7 @@ def generate(
         str | None, typer.Option(help="Tokens of a block that are verified, or auto.")
     ] = None,
     num_tree_nodes: Annotated[
-        str | None, typer.Option(help="Verify a tree of so many tokens, or auto.")
+        str | None, typer.Option(help="Number of tokens in the verified tree, or auto.")
     ] = None,
     proposal: Annotated[
         str | None,
@@ -106,8 +106,8 @@ def generate(
 ) -> None:
     """Answer a prompt with a draft, as it comes: the answer on stdout, everything else on stderr.
 
-    --compare answers again without the draft. A token that differs is an error, unless it does where two tie within
-    rounding: in half precision either may win.
+    --compare answers again without the draft. A different token is an error, unless the two tokens tie within
+    rounding, as they may in half precision.
     """
     asked = conversation(read_prompt(prompt, file), image or [], system)
     encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)

@@ -53,7 +53,9 @@ def push(
     to: Annotated[Path | None, typer.Option("--to", help="A new folder to write instead.")] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Hub id of its target, for the card; by default what the draft names."),
+        typer.Option(
+            help="Hub id of its target, for the card; by default the one that the draft names."
+        ),
     ] = None,
     license: Annotated[
         str | None, typer.Option(help="License of the draft, for a new card.")

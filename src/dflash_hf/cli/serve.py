@@ -38,7 +38,7 @@ def serve(
         str, typer.Option(help="Options of the chat template, as JSON, where a request has none.")
     ] = "{}",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)
+        int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
     ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
