@@ -91,7 +91,7 @@ def interrupt(case: Case, num_points: int | None) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupt_at_some_lines(name: str) -> None:
-    interrupt(CASES[name], 16)
+    interrupt(CASES[name], 10)
 
 
 @pytest.mark.slow
