@@ -1,0 +1,172 @@
+"""What `dflash-hf train` refuses before its first stage: nothing is answered, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dflash_hf.cli.train_stages as stages
+from dflash_hf.cli.train_errors import CHECKPOINTING, explained, less_memory
+from dflash_hf.cli.train_settings import STAGES, TrainSettings
+from dflash_hf.cli.train_stages import make_arguments
+from dflash_hf.training.identity import processor_identity, target_identity
+from helpers.training_command import SMALL, TOY, said, train, write_rows
+
+BARE: list[object] = ["--target", TOY / "target", "--threads", 1]
+
+# Options -> a part of the sentence.
+IDLE: dict[str, tuple[list[object], str]] = {
+    "block of a draft that is there": (
+        ["--draft", TOY / "draft", "--block-size", 16],
+        "expected --block-size without --draft, whose config says it, got 16; leave one of them out",
+    ),
+    "fields of a draft that is there": (
+        ["--draft", TOY / "draft", "--draft-options", '{"num_taps": 2}'],
+        "expected --draft-options without --draft",
+    ),
+    "server beside the data's answers": (
+        ["--answers", "data", "--server", "http://127.0.0.1:1"],
+        "expected --server with --answers target",
+    ),
+    "length beside the data's answers": (
+        ["--answers", "data", "--max-new-tokens", 3],
+        "expected --max-new-tokens with --answers target",
+    ),
+    "nucleus of greedy answers": (
+        ["--top-p", 0.9],
+        "expected --top-p with a --temperature above 0, got 0.9",
+    ),
+    "name of no server": (["--server-model", "x"], "expected --server-model with --server"),
+    "decay of D-PACE": (["--gamma", 4], "expected --gamma with another --loss than dpace"),
+    "folder of no sets": (["--bench-data-dir", TOY], "expected --bench-data-dir with --bench-data"),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_an_option_without_effect_is_refused(name: str, tmp_path: Path) -> None:
+    words, sentence = IDLE[name]
+    data = TOY / "held_out.jsonl"
+    result = train(*BARE, "--dataset", data, "--output-dir", tmp_path / "out", *words)
+    assert result.exit_code == 2, result.output
+    assert sentence in said(result)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Options -> a part of the sentence.
+REFUSED: dict[str, tuple[list[object], str]] = {
+    "a file that is not there": (["--dataset", "gone.jsonl"], "expected a file as --dataset"),
+    "a field that no draft has": (
+        ["--draft-options", '{"num_tap": 2}'],
+        "expected fields of DFlashConfig, got 'num_tap'; fix the name",
+    ),
+    "a number of another type": (
+        ["--draft-options", '{"num_taps": "four"}'],
+        "expected values of the fields' types as --draft-options, got {'num_taps': 'four'}",
+    ),
+    "a field of another type": (
+        ["--draft-options", '{"sliding_window": "wide"}'],
+        "expected values of the fields' types as --draft-options, got {'sliding_window': 'wide'}",
+    ),
+    "a tap that the target has not": (
+        ["--draft-options", '{"target_layer_ids": [0, 99]}'],
+        "target_layer_ids",
+    ),
+    "a reporter that nobody knows": (
+        ["--report-to", "nobody"],
+        "expected reporters that are installed as --report-to, got 'nobody'",
+    ),
+    "a set of questions that is not there": (["--bench-data", "gone.jsonl"], "gone.jsonl"),
+    "a device that is not there": (["--device", "cuda:99"], "as --device, got 'cuda:99'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_later_stage_lacks_is_refused_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, sentence = REFUSED[name]
+    for stage in STAGES:
+        monkeypatch.setitem(stages.RUNNERS, stage, _unasked)
+    data = TOY / "held_out.jsonl"
+    result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL, *words)
+    assert result.exit_code == 2, result.output
+    assert sentence in said(result)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _unasked(*args: Any) -> Any:
+    raise AssertionError("a stage was begun")
+
+
+def test_a_draft_of_another_target_is_refused_first(tmp_path: Path) -> None:
+    words = ["--dataset", TOY / "held_out.jsonl", "--draft", TOY / "vision" / "draft"]
+    result = train(*BARE, *words, "--output-dir", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    assert "expected a draft for" in said(result)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 10_000
+
+    monkeypatch.setattr("dflash_hf.cli.train_preflight.shutil.disk_usage", lambda path: Usage)
+    data = write_rows(tmp_path / "rows.jsonl")
+    result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL)
+    assert result.exit_code == 2, result.output
+    assert f"GB free on the disk of {tmp_path / 'out'} for answers, checkpoints" in said(result)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_the_target_is_told_by_weights_template_and_vocabulary() -> None:
+    target = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    tokenizer: Any = AutoTokenizer.from_pretrained(TOY / "target")
+    first = {**target_identity(target), **processor_identity(tokenizer)}
+    assert sorted(first) == ["chat_template", "config", "vocabulary", "weights"]
+    tokenizer.chat_template += " "
+    changed = processor_identity(tokenizer)
+    assert changed["chat_template"] != first["chat_template"]
+    assert changed["vocabulary"] == first["vocabulary"]
+    tokenizer.add_tokens("a token that is new")
+    assert processor_identity(tokenizer)["vocabulary"] != first["vocabulary"]
+    with torch.no_grad():
+        next(target.parameters())[-1, -1] += 1
+    assert target_identity(target)["weights"] != first["weights"]
+
+
+# Options of a run that is too large -> options that take less.
+LESS: dict[str, tuple[dict[str, Any], str]] = {
+    "a batch": (
+        {"per_device_train_batch_size": 8},
+        "--per-device-train-batch-size 4 --gradient-accumulation-steps 2",
+    ),
+    "one row": ({"per_device_train_batch_size": 1}, "checkpointing true"),
+    "few logits": (
+        {"per_device_train_batch_size": 1, "arguments": {CHECKPOINTING: True}},
+        "--chunk-blocks 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LESS)
+def test_a_step_that_does_not_fit_names_what_takes_less(name: str, tmp_path: Path) -> None:
+    options, advice = LESS[name]
+    settings = TrainSettings(target="org/x", output_dir=tmp_path / "out", **options)
+    arguments = make_arguments(settings)
+    assert advice in less_memory(settings, arguments, "run")
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory"),
+    ):
+        sentence = str(explained(error, settings, arguments, "run"))
+        assert sentence.startswith("expected run to fit the memory, got ")
+        assert advice in sentence
+    other = RuntimeError("shapes differ")
+    assert explained(other, settings, arguments, "run") is other
