@@ -48,17 +48,15 @@ def demo(
 
     torch.set_num_threads(threads)
     console = Console(stderr=as_json)
-    folders = [
-        folder
-        for folder in (pair, pair / "vision")
-        if folder == pair or (folder / "target").is_dir()
-    ]
+    folders = [pair]
+    if (pair / "vision" / "target").is_dir():
+        folders.append(pair / "vision")
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    # All of them are read before anything is loaded.
+    prompts = [read_prompts(folder / "held_out.jsonl", per_kind) for folder in folders]
     rows: list[Comparison] = []
-    for folder, prompts in [
-        (folder, read_prompts(folder / "held_out.jsonl", per_kind)) for folder in folders
-    ]:
-        rows += _answer(folder, dtype, prompts, settings, console, as_json)
+    for folder, asked in zip(folders, prompts, strict=True):
+        rows += _answer(folder, dtype, asked, settings, console, as_json)
     if as_json:
         typer.echo(json.dumps({"rows": [row.to_dict() for row in rows], "all": pool(rows)}))
     else:
@@ -82,9 +80,8 @@ def _answer(
 
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         target, draft, processor = load_pair(str(folder / "target"), str(folder / "draft"), dtype)
-    shown = next((prompt for prompt in prompts if image_names(prompt["messages"])), prompts[0])[
-        "messages"
-    ]
+    seen = [prompt for prompt in prompts if image_names(prompt["messages"])]
+    shown = (seen or prompts)[0]["messages"]
     warm_up(target, draft, processor, shown)
     if not as_json:
         console.print(prompt_line(shown), highlight=False)
@@ -108,10 +105,12 @@ def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
     if not path.exists():
         advice = "give as --pair a folder with target/, draft/ and held_out.jsonl"
         raise ValueError(f"expected held-out prompts in {path}, got no file; {advice}")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {**row, "kind": str(row.get("kind")), "messages": prompt} for row, prompt in read_rows(path)
     ]
     if not rows:
         raise ValueError(f"expected held-out prompts in {path}, got none; write one per line")
-    kinds = dict.fromkeys(row["kind"] for row in rows)
-    return [row for kind in kinds for row in [r for r in rows if r["kind"] == kind][:per_kind]]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"], []).append(row)
+    return [row for found in by_kind.values() for row in found[:per_kind]]

@@ -78,23 +78,24 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     table.add_column("what it means", overflow="fold")
     for check in diagnosis.checks:
         # Sentences quote lists, whose brackets are no markup.
-        meaning = escape(check.sentence) + (
-            f"\n[bold]{escape(check.advice)}" if check.advice else ""
-        )
+        meaning = escape(check.sentence)
+        if check.advice:
+            meaning += f"\n[bold]{escape(check.advice)}"
         table.add_row(check.name, f"[{COLOURS[check.status]}]{check.status}", meaning)
     console.print(table)
     found = _counted(len(diagnosis.findings), "finding")
     prompts = _counted(diagnosis.num_prompts, "prompt")
+    length = f"acceptance length {diagnosis.acceptance_length:.2f} as configured"
     tree = diagnosis.tree_acceptance_length
-    by_tree = "" if tree is None else f", {tree:.2f} with a tree of as many tokens"
-    console.print(
-        f"acceptance length {diagnosis.acceptance_length:.2f} as configured{by_tree}: what generate has on {prompts} "
-        f"and {diagnosis.num_tokens} tokens of answers; {found}",
-        highlight=False,
-    )
+    if tree is not None:
+        length += f", {tree:.2f} with a tree of as many tokens"
+    measured = f"what generate has on {prompts} and {diagnosis.num_tokens} tokens of answers"
+    console.print(f"{length}: {measured}; {found}", highlight=False)
     if diagnosis.num_tokens:
         console.print(EXPLAINED, style="dim", highlight=False)
 
 
 def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    if number == 1:
+        return f"1 {what}"
+    return f"{number} {what}s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -155,11 +154,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError(
             "expected a prompt, got none; give it as an argument, by --file, or on stdin"
         )
-    where = "stdin" if file is None else str(file)
-    with (
-        nullcontext(typer.get_binary_stream("stdin")) if file is None else file.open("rb") as stream
-    ):
-        content = stream.read(MAX_BYTES + 1)
+    if file is None:
+        where = "stdin"
+        content = typer.get_binary_stream("stdin").read(MAX_BYTES + 1)
+    else:
+        where = str(file)
+        with file.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(
             f"expected a prompt of at most {MAX_BYTES / 2**20:.0f} MB in {where}, got more; shorten it"
@@ -183,9 +184,10 @@ def conversation(text: str, images: list[Path], system: str | None) -> Prompt:
     if system is None:
         return asked
     content = checked_text(system, "--system")
-    # Templates that place images read the texts of all turns in parts.
-    parts = [{"type": "text", "text": content}] if images else content
-    return [{"role": "system", "content": parts}, *as_messages(asked)]
+    said: dict[str, Any] = {"role": "system", "content": content}
+    if images:  # templates that place images read the texts of all turns in parts
+        said["content"] = [{"type": "text", "text": content}]
+    return [said, *as_messages(asked)]
 
 
 def draft_options(*values: Any) -> dict[str, Any]:
@@ -221,9 +223,8 @@ def show_answer(
     if is_compared:
         check_comparable(assistant, settings)
         warm_up(model, assistant, processor, "Hello.")
-    if encoding.get("enable_thinking") is False and "enable_thinking" not in str(
-        processor.chat_template
-    ):
+    is_asked = encoding.get("enable_thinking") is False
+    if is_asked and "enable_thinking" not in str(processor.chat_template):
         console.print(
             "the chat template has no enable_thinking: it is left as it is", style="yellow"
         )

@@ -48,30 +48,35 @@ def published_as(place: str) -> dict[str, str]:
 
 def described(found: dict[str, Any]) -> dict[str, str]:
     """Returns the lines of the table, in words, of what [`~dflash_hf.checkpoints.drafts.inspect_draft`] found."""
-    wanted = [] if found["target"] is None else [found["target"]]
+    form = found["format"]
+    if found["is_dflash2"]:
+        form += " (DFlash 2)"
+    wanted: list[str] = []
+    if found["target"]:
+        wanted.append(found["target"])
     if found["num_target_layers"]:
         wanted.append(f"{found['num_target_layers']} layers")
     wanted.append(f"hidden size {found['target_hidden_size']}")
-    vocabulary = "not stated" if found["vocab_size"] is None else f"{found['vocab_size']:,} tokens"
-    if found["draft_vocab_size"] is not None:
+    layers = f"{found['num_hidden_layers']} of hidden size {found['hidden_size']}"
+    if found["sliding_window"]:
+        layers += f", some of them with a window of {found['sliding_window']}"
+    vocabulary = "not stated"
+    if found["vocab_size"]:
+        vocabulary = f"{found['vocab_size']:,} tokens"
+    if found["draft_vocab_size"]:
         vocabulary += f", of which it proposes {found['draft_vocab_size']:,}"
-    own = [
-        what
-        for what, flag in (("embedding", "own_embed_tokens"), ("head", "own_lm_head"))
-        if found[flag]
-    ]
-    window = (
-        ""
-        if found["sliding_window"] is None
-        else f", some of them with a window of {found['sliding_window']}"
-    )
+    own: list[str] = []
+    if found["own_embed_tokens"]:
+        own.append("embedding")
+    if found["own_lm_head"]:
+        own.append("head")
     return {
-        "format": found["format"] + (" (DFlash 2)" if found["is_dflash2"] else ""),
+        "format": form,
         "target": ", ".join(wanted),
         "taps": f"after layers {', '.join(map(str, found['target_layer_ids']))} (from 0)",
         "block": f"{found['block_size']} slots, {found['num_proposals']} tokens proposed",
         "mask token": str(found["mask_token_id"]),
-        "layers": f"{found['num_hidden_layers']} of hidden size {found['hidden_size']}{window}",
+        "layers": layers,
         "vocabulary": vocabulary,
         "its own": " and ".join(own) or "neither embedding nor head: the target's",
         "dtype": ", ".join(found["dtypes"]),

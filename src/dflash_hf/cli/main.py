@@ -56,11 +56,14 @@ class SentenceGroup(TyperGroup):
                 raise
             if ctx.params.get("show_traceback"):
                 typer.echo(traceback.format_exc(), err=True)
-            is_refusal = isinstance(error, ValueError | OSError | ImportError)
-            typer.secho(
-                f"Error: {one_line(error) if is_refusal else unexpected(error)}", err=True, fg="red"
-            )
-            raise typer.Exit(REFUSED if is_refusal else UNEXPECTED) from error
+            if isinstance(error, ValueError | OSError | ImportError):
+                sentence = one_line(error)
+                status = REFUSED
+            else:
+                sentence = unexpected(error)
+                status = UNEXPECTED
+            typer.secho(f"Error: {sentence}", err=True, fg="red")
+            raise typer.Exit(status) from error
 
 
 def unexpected(error: Exception) -> str:

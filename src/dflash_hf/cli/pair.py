@@ -83,22 +83,20 @@ def given_or_bundled(target: str | None, draft: str | None, name: str) -> tuple[
 
 def default_pair() -> str:
     """Returns the name of the pair to chat with: the real one where it has been fetched, else a toy that is there."""
-    return next(
-        (name for name in ("smollm2", "vision") if all(map(Path.is_dir, _folders(name)))), "text"
-    )
+    for name in ("smollm2", "vision"):
+        target, draft = _folders(name)
+        if target.is_dir() and draft.is_dir():
+            return name
+    return "text"
 
 
 def about(target: str, draft: str) -> str:
     """Returns a sentence on what a bundled pair can be asked, and none about other pairs."""
     given = [Path(target).resolve(), Path(draft).resolve()]
-    return next(
-        (
-            text
-            for name, text in ABOUT.items()
-            if [path.resolve() for path in _folders(name)] == given
-        ),
-        "",
-    )
+    for name, text in ABOUT.items():
+        if [path.resolve() for path in _folders(name)] == given:
+            return text
+    return ""
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
@@ -108,12 +106,16 @@ def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
         found = json.loads(text)
     what = "a JSON object as --chat-template-kwargs"
     require(isinstance(found, dict), what, text, "write it in one pair of '...'")
-    return found | ({"enable_thinking": False} if no_thinking else {})
+    if no_thinking:
+        found["enable_thinking"] = False
+    return found
 
 
 def width_of(text: str) -> int | Literal["auto"]:
     """Returns a whole number or `"auto"`, as some options have it; raises `ValueError` if it is neither."""
-    return "auto" if text == "auto" else int(text)
+    if text == "auto":
+        return "auto"
+    return int(text)
 
 
 __all__ = [

@@ -79,18 +79,23 @@ def push(
         raise ValueError(
             f"expected a Hub id such as my-org/my-draft, got {repo!r}; write to a folder with --to"
         )
-    place = str(repo if to is None else to.resolve())
+    if to is None:
+        place = str(repo)
+        told = f"https://huggingface.co/{place}"
+    else:
+        place = str(to.resolve())
+        told = place
     # Made whole before anything is written where others read it.
     with (
         TemporaryDirectory(prefix="dflash-push-") as made,
         Console(stderr=True).status(f"writing {escape(place)}"),
     ):
         write_repository(draft, Path(made), place, target, license)
-        if to is not None:
-            shutil.copytree(made, to, dirs_exist_ok=True)
-        else:
+        if to is None:
             upload(Path(made), place, private)
-    typer.echo(place if to is not None else f"https://huggingface.co/{place}")
+        else:
+            shutil.copytree(made, to, dirs_exist_ok=True)
+    typer.echo(told)
 
 
 def write_repository(
@@ -113,13 +118,11 @@ def write_repository(
         raise ValueError(
             f"expected --target, got none, and {draft} does not name its target; pass it"
         )
-    optional = [
-        find_file(draft, name, {})
-        for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    ]
-    files = {tensor.file for tensor in stored_tensors(draft).values()} | {
-        file for file in optional if file
-    }
+    files = {tensor.file for tensor in stored_tensors(draft).values()}
+    for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        file = find_file(draft, name, {})
+        if file:
+            files.add(file)
     for file in sorted(files):
         shutil.copyfile(file, folder / file.name)
     (folder / CARD).write_text(
@@ -149,7 +152,9 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
             place,
         )
     heading = ON_CARD.strip().splitlines()[0]
-    return text if heading in text else text.rstrip("\n") + "\n" + ON_CARD.format(place=place)
+    if heading in text:
+        return text
+    return text.rstrip("\n") + "\n" + ON_CARD.format(place=place)
 
 
 def upload(folder: Path, repo: str, private: bool | None) -> None:

@@ -73,7 +73,8 @@ def serve(
             served.generation.submit(warm_up, *loaded, "Hello.").result()
         if no_thinking and "enable_thinking" not in served.template:
             typer.echo("the chat template has no enable_thinking: it is left as it is", err=True)
-        place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
+        address = f"[{host}]" if ":" in host else host
+        place = f"http://{address}:{listening.getsockname()[1]}/v1"
         typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
         # Python leaves at once on SIGTERM otherwise.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
