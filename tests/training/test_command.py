@@ -524,6 +524,26 @@ def test_the_guides_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert asked[0].learning_rate == 6e-4
 
 
+RECIPE = ROOT / "demos" / "smollm2" / "train.yaml"
+
+
+def test_the_bundled_recipes_first_stages_run(data: Path, tmp_path: Path) -> None:
+    """On the bundled target instead of its own, which has to be fetched."""
+    words = ["--config", RECIPE, "--target", TOY / "target", "--dataset", data, "--threads", 1]
+    words += ["--num-prompts", 6, "--self-prompts", 2, "--max-new-tokens", 8]
+    words += ["--output-dir", tmp_path / "out", "--stages", "prepare,regenerate"]
+    result = train(*words)
+    assert result.exit_code == 0, result.output
+    assert "regenerate: answers" in result.output
+    settings = yaml.safe_load((tmp_path / "out" / "settings.yaml").read_text())
+    recipe = yaml.safe_load(RECIPE.read_text())
+    changed = {"target", "dataset", "output_dir", "threads"}
+    changed |= {"num_prompts", "self_prompts", "max_new_tokens"}
+    defaults = {item.name: item.default for item in OPTIONS}
+    for name in recipe.keys() - changed:
+        assert settings.get(name, defaults.get(name)) == recipe[name], name
+
+
 @pytest.mark.parametrize("name", ["muon", "adamw_torch"])
 def test_every_optimizer_of_the_arguments_can_be_named(name: str) -> None:
     assert read_arguments(["--optim", name]) == {"optim": name}
