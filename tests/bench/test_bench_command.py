@@ -112,7 +112,8 @@ def test_what_a_run_leaves(done: tuple[Path, list[object]]) -> None:
     described = run["provenance"]["models"]["float32"]
     assert described["dtype"] == "float32"
     assert described["attention"] == "sdpa"
-    assert len(described["chat_template"]) == 64
+    assert len(described["chat_template"]) == 16
+    assert sorted(described["target"]) == ["config", "weights"]
     assert {"torch", "transformers", "python"} <= set(run["provenance"]["versions"])
 
 

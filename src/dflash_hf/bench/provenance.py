@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from dflash_hf.bench.methods import Models
+from dflash_hf.training.identity import target_identity, text_identity
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash-hf", "dflash", "tokenizers")
 
@@ -60,7 +60,8 @@ def _describe(models: Models) -> dict[str, Any]:
         "attention": config._attn_implementation,
         "target_class": type(models.target).__name__,
         "target_commit": getattr(config, "_commit_hash", None),
-        "chat_template": None if template is None else hashlib.sha256(text.encode()).hexdigest(),
+        "target": target_identity(models.target),
+        "chat_template": None if template is None else text_identity(text),
     }
     if models.draft is not None:
         described["draft_dtype"] = str(models.draft.dtype).removeprefix("torch.")
