@@ -31,6 +31,7 @@ LEVELS = {
     "dflash_hf.errors": 1,
     "dflash_hf.devices": 1,
     "dflash_hf.plot_style": 1,
+    "dflash_hf.tables": 1,
     "dflash_hf.layer_configs": 1,
     "dflash_hf.configuration_dflash": 1,
     "dflash_hf.processing_qwen3_vl": 1,

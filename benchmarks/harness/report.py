@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from dflash_hf.tables import make_table
 
 from .machine import RESULTS
 
@@ -23,9 +24,8 @@ def show(title: str, rows: list[dict[str, Any]], columns: list[Column]) -> None:
         rows: The rows.
         columns: Heading, and the key of its values; `a.b` looks into nested dictionaries.
     """
-    table = Table(title=title, title_justify="left")
-    for heading, _ in columns:
-        table.add_column(heading, justify="right" if heading != columns[0][0] else "left")
+    first, *others = [heading for heading, _ in columns]
+    table = make_table(title, [first], others, wraps=True)
     for row in rows:
         table.add_row(*(_cell(_look_up(row, key)) for _, key in columns))
     # A pipe has no width of its own, and a table folded to 80 columns cannot be read.
@@ -46,13 +46,9 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else f"{value:.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def is_record(path: Path) -> bool:

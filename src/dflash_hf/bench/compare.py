@@ -24,6 +24,7 @@ from dflash_hf.bench.questions import Key
 from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import Scores, read_scores
 from dflash_hf.errors import listed
+from dflash_hf.tables import make_table
 
 # Of an interval: a comparison has many rows, and one in twenty of 95 % ones would be a false alarm
 CERTAIN = 0.99
@@ -263,9 +264,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         )
     )
     if comparison.conditions:
-        table = Table(title="what else differs", title_justify="left")
-        for heading in ("", "A", "B"):
-            table.add_column(heading, overflow="fold")
+        table = make_table("what else differs", ["", "A", "B"], [])
         for row in comparison.conditions:
             table.add_row(*map(Text, row))
         tables.append(table)
@@ -274,13 +273,11 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
     caption = f"{changed} of {of} numbers changed beyond noise (of the choice of questions)"
     if comparison.left_out:
         caption += f"; only one of the runs has {listed(comparison.left_out)}"
-    table = Table(title=names, title_justify="left", caption=Text(caption), caption_justify="left")
-    for heading in ("set", "method"):
-        table.add_column(heading, overflow="fold")
+    numbers = ["A", "B", "change", "99 % interval", "n"]
+    table = make_table(names, ["set", "method", ""], numbers)
     table.add_column("")
-    for heading in ("A", "B", "change", "99 % interval", "n"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    table.caption = Text(caption)
+    table.caption_justify = "left"
     previous = None
     for change in comparison.changes:
         here = (change.dataset, change.model_id)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
 from dflash_hf.data.prompt_files import read_prompts
+from dflash_hf.tables import make_table
 
 if TYPE_CHECKING:
     from dflash_hf.doctor.diagnosis import Diagnosis
@@ -72,10 +72,9 @@ def doctor(
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:
     """Prints the table, and one line under it."""
-    table = Table(title="what could ruin acceptance")
-    for heading in ("check", "result"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("what it means", overflow="fold")
+    table = make_table("what could ruin acceptance", ["check", "result", "what it means"], [])
+    for short in table.columns[:2]:
+        short.no_wrap = True
     for check in diagnosis.checks:
         # Sentences quote lists, whose brackets are no markup.
         meaning = escape(check.sentence)

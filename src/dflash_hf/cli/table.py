@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dflash_hf.data.prompt_files import Prompt, as_messages, image_names, text_of
+from dflash_hf.tables import make_table
 
 if TYPE_CHECKING:
     from dflash_hf.pair.answers import Comparison
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
 def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     """Prints a table, of a line per kind of prompt and one over several kinds, and where answers differ."""
-    from dflash_hf.pair.answers import pool
-
-    # Narrow enough for 60 columns.
-    table = Table(
-        title="answers with and without the draft", box=None, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    table.add_column("prompts", overflow="fold")
     headings = (
         "same",
         "tokens",
@@ -33,28 +26,18 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
         "draft\nsec.",
         "ratio",
     )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    kinds = list(dict.fromkeys(row.kind for row in rows))
-    groups = [
-        (f"{kind} ({sum(r.kind == kind for r in rows)})", [r for r in rows if r.kind == kind])
-        for kind in kinds
-    ]
-    if len(kinds) > 1:
-        groups.append((f"all ({len(rows)})", list(rows)))
-    for name, group in groups:
-        total = pool(group)
-        table.add_row(
-            name,
-            _same(group),
-            str(total["num_tokens"]),
-            str(total["num_target_forwards"]),
-            f"{total['acceptance_length']:.2f}",
-            f"{total['plain_seconds']:.2f}",
-            f"{total['seconds']:.2f}",
-            f"{total['ratio']:.2f}x",
-            style="bold" if len(kinds) > 1 and name == groups[-1][0] else None,
-        )
+    table = make_table("answers with and without the draft", ["prompts"], headings)
+    # Narrow enough for 60 columns.
+    table.box = None
+    table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
+    by_kind: dict[str, list[Comparison]] = {}
+    for row in rows:
+        by_kind.setdefault(row.kind, []).append(row)
+    for kind, group in by_kind.items():
+        table.add_row(f"{kind} ({len(group)})", *_cells(group))
+    if len(by_kind) > 1:
+        table.add_row(f"all ({len(rows)})", *_cells(rows), style="bold")
     console.print(table)
     different = [(number, row) for number, row in enumerate(rows, 1) if not row.identical]
     for number, row in different:
@@ -67,6 +50,22 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
         console.print(
             "--dtype float32 compares where hardly anything ties", style="dim", highlight=False
         )
+
+
+def _cells(rows: Sequence[Comparison]) -> list[str]:
+    """The numbers of a group of comparisons, as text."""
+    from dflash_hf.pair.answers import pool
+
+    total = pool(rows)
+    return [
+        _same(rows),
+        str(total["num_tokens"]),
+        str(total["num_target_forwards"]),
+        f"{total['acceptance_length']:.2f}",
+        f"{total['plain_seconds']:.2f}",
+        f"{total['seconds']:.2f}",
+        f"{total['ratio']:.2f}x",
+    ]
 
 
 def _same(rows: Sequence[Comparison]) -> str:
