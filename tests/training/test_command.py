@@ -547,3 +547,19 @@ def test_the_bundled_recipes_first_stages_run(data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["muon", "adamw_torch"])
 def test_every_optimizer_of_the_arguments_can_be_named(name: str) -> None:
     assert read_arguments(["--optim", name]) == {"optim": name}
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_no_beginning(
+    data: Path, tmp_path: Path
+) -> None:
+    """A process may end while it writes the first one: the training begins again."""
+    words = ["--dataset", data, "--output-dir", tmp_path / "out", *SMALL]
+    whole = ["--stages", "prepare,regenerate,run"]
+    assert train(*words, "--stages", "prepare,regenerate").exit_code == 0
+    torn = tmp_path / "out" / "run" / "checkpoint-2"
+    torn.mkdir(parents=True)
+    (torn / "trainer_state.json").write_text('{"global_st')
+    result = train("--output-dir", tmp_path / "out", *whole)
+    assert result.exit_code == 0, result.output
+    state = json.loads((tmp_path / "out" / "stages.json").read_text())
+    assert state["run"]["facts"]["steps"] == 4

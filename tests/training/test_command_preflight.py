@@ -80,6 +80,10 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         "expected reporters that are installed as --report-to, got 'nobody'",
     ),
     "a set of questions that is not there": (["--bench-data", "gone.jsonl"], "gone.jsonl"),
+    "a server that is not there": (
+        ["--server", "http://127.0.0.1:9", "--server-model", "x"],
+        "expected answers of http://127.0.0.1:9, got",
+    ),
     "a device that is not there": (["--device", "cuda:99"], "as --device, got 'cuda:99'"),
 }
 
@@ -165,8 +169,39 @@ def test_a_step_that_does_not_fit_names_what_takes_less(name: str, tmp_path: Pat
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough memory"),
     ):
-        sentence = str(explained(error, settings, arguments, "run"))
+        sentence = str(explained(error, settings, "run", advice))
         assert sentence.startswith("expected run to fit the memory, got ")
         assert advice in sentence
     other = RuntimeError("shapes differ")
-    assert explained(other, settings, arguments, "run") is other
+    assert explained(other, settings, "run", advice) is other
+
+
+def test_a_target_that_does_not_fit_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(stages, "load_target", full)
+    data = TOY / "held_out.jsonl"
+    result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL)
+    assert result.exit_code == 2, result.output
+    sentence = "expected a target that fits the memory, got CUDA out of memory.; add --dtype"
+    assert sentence in said(result)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_in_a_yaml_are_not_asked_for(tmp_path: Path) -> None:
+    """A file that names every option is one that leaves them as they are."""
+    text = f"""
+target: {TOY / "target"}
+dataset: {TOY / "held_out.jsonl"}
+output_dir: {tmp_path / "out"}
+temperature: 0.0
+top_p: 1.0
+threads: 1
+"""
+    (tmp_path / "train.yaml").write_text(text)
+    words = ["--config", tmp_path / "train.yaml", "--stages", "prepare"]
+    assert train(*words).exit_code == 0
+    assert train(*words, "--top-p", 1).exit_code == 2

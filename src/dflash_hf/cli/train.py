@@ -97,7 +97,8 @@ def train(
     --report-to trackio. Given the folder of a run that was begun it goes on.
     """
     settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])
-    settings.check_idle([name for name in options if _is_given(ctx, name)])
+    # A YAML may have defaults in it; on the command line they are meant.
+    settings.check_idle({*settings.asked(), *_typed(ctx)})
     wanted = _stages(stages)
     from dflash_hf.cli.train_stages import run_stages
 
@@ -108,10 +109,10 @@ def train(
         raise typer.Exit(130) from error
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    """Returns True for an option of the command line or of a YAML file."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+def _typed(ctx: typer.Context) -> list[str]:
+    """Returns the names of the options on the command line."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:

@@ -20,20 +20,22 @@ CHECKPOINTING = next(
 )
 
 
-def explained(
-    error: Exception, settings: TrainSettings, arguments: DFlashTrainingArguments, stage: Stage
-) -> Exception:
-    """Returns a sentence for a full disk or a full device; any other error as it is."""
+def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str) -> Exception:
+    """Returns a sentence for a full disk or a full device; any other error as it is.
+
+    Args:
+        stage (`str`): What did not fit.
+        less (`str`): Options under which it takes less memory.
+    """
     goes_on = f"dflash-hf train --output-dir {settings.output_dir}"
     is_full_disk = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     if is_full_disk:
         free = shutil.disk_usage(settings.output_dir).free / 2**20
-        what = f"room on the disk of {settings.output_dir} for {stage}"
-        return ValueError(f"expected {what}, got {free:,.0f} MB free; free some: {goes_on} goes on")
+        room = f"room on the disk of {settings.output_dir} for {stage}"
+        return ValueError(f"expected {room}, got {free:,.0f} MB free; free some: {goes_on} goes on")
     if is_out_of_memory(error):
-        advice = less_memory(settings, arguments, stage)
         return ValueError(
-            f"expected {stage} to fit the memory, got {one_line(error)}; go on with {goes_on} {advice}"
+            f"expected {stage} to fit the memory, got {one_line(error)}; go on with {goes_on} {less}"
         )
     return error
 
@@ -47,10 +49,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, stage: Stage) -> str:
     """Returns options under which a stage takes less, those that cost least first."""
-    if stage in ("prepare", "regenerate") and settings.answer_batch > 1:
+    if stage == "regenerate" and settings.answer_batch > 1:
         return f"--answer-batch {settings.answer_batch // 2}"
     if stage != "run":
-        return "--dtype bfloat16 or on a larger device"
+        return "on a larger device"
     options: dict[str, Any] = {}
     rows = arguments.per_device_train_batch_size
     if rows > 1:

@@ -6,6 +6,7 @@ shows it, and [`dflash_hf.cli.train_stages`] says which options take less.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,10 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.forward import check_packing
+from dflash_hf.training.server import AnswerServer
 from dflash_hf.training.trainer import DFlashTrainer
+
+logger = logging.getLogger(__name__)
 
 GB = 10**9
 # Of a checkpoint per weight: the draft and AdamW's two averages, all in float32.
@@ -41,7 +45,7 @@ TOKEN_BYTES = 8  # of an answer's token in a file of JSON, about
 def check_before_loading(
     settings: TrainSettings, arguments: DFlashTrainingArguments, pending: Sequence[Stage]
 ) -> None:
-    """Checks what the stages need beside the models: reporters, the optimizer's package, the bench's questions.
+    """Checks what the stages need beside the models: reporters, the optimizer, the server, the bench's questions.
 
     Raises:
         ValueError: If something is missing; with the option that asks for it.
@@ -49,6 +53,9 @@ def check_before_loading(
     if "run" in pending:
         _check_reporters(arguments)
         _check_optimizer(arguments)
+    if "regenerate" in pending and settings.server is not None:
+        model = AnswerServer(settings.server).model
+        logger.info("%s is there, and serves %s", settings.server, model)
     if "bench" in pending:
         folder = None if settings.bench_data_dir is None else Path(settings.bench_data_dir)
         for name in settings.bench_data:

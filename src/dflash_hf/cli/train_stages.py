@@ -21,12 +21,12 @@ from dflash_hf.checkpoints.drafts import load_draft
 from dflash_hf.cli.convert import load_target_for
 from dflash_hf.cli.push import upload, write_repository
 from dflash_hf.cli.train_card import card_facts, question_of
-from dflash_hf.cli.train_errors import explained
+from dflash_hf.cli.train_errors import explained, is_out_of_memory, less_memory
 from dflash_hf.cli.train_preflight import check_before_loading, check_with_target, fresh_options
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, Stage, TrainSettings
 from dflash_hf.cli.train_state import RunState
 from dflash_hf.data.row_files import write_whole
-from dflash_hf.errors import require
+from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor
 from dflash_hf.pair.loading import load_processor, load_target
@@ -114,7 +114,8 @@ def run_stages(
             if is_first or stage in ("run", "bench"):
                 facts = RUNNERS[stage](settings, state, target)
         except (OSError, RuntimeError, MemoryError) as error:
-            raise explained(error, settings, arguments, stage) from error
+            less = less_memory(settings, arguments, stage)
+            raise explained(error, settings, stage, less) from error
         # A bench waits itself, and leaves the group
         if size > 1 and stage not in ("bench", "export"):
             Processes("auto").wait()
@@ -149,7 +150,12 @@ def _preflight(
     try:
         model, processor = target.look()
     except (RuntimeError, MemoryError) as error:
-        raise explained(error, settings, arguments, pending[0]) from error
+        if not is_out_of_memory(error):
+            raise
+        advice = "add --dtype bfloat16, or take a larger device"
+        raise ValueError(
+            f"expected a target that fits the memory, got {one_line(error)}; {advice}"
+        ) from error
     state.check_target({**target_identity(model), **processor_identity(processor)})
     if not state.is_done("run"):
         check_with_target(settings, arguments, model, processor)
