@@ -15,11 +15,24 @@ import pytest
 
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.run import run
-from dflash_hf.bench.server import Server
+from dflash_hf.bench.server import server_method
+from dflash_hf.data.openai_client import NoTextError, OpenAIClient
 from helpers.bench_runs import TOY, answers_in, settings_in
 
 HELLO = [{"role": "user", "content": "Hello."}]
 WORDS = ["Good ", "day ", "to ", "you."]
+# The first piece of an answer with thoughts, by the names that servers have given them.
+THOUGHTS = {
+    "thinking": {"reasoning": "Hm."},
+    "thinking before": {"reasoning_content": "Hm."},
+    "thinking twice": {"reasoning": "Hm.", "reasoning_content": "Hm."},
+}
+# What comes in place of words.
+NO_TEXT = {
+    "tools": {"tool_calls": [{"index": 0, "function": {"name": "add", "arguments": "{}"}}]},
+    "refusal": {"refusal": "I will not."},
+    "silent": {"content": ""},
+}
 PNG = next((TOY / "vision" / "pictures").rglob("*.png"))
 
 
@@ -92,13 +105,16 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        words = WORDS[: body["max_tokens"]]
+        words = [] if server.kind in NO_TEXT else WORDS[: body["max_tokens"]]
+        first = {**THOUGHTS, **NO_TEXT}.get(server.kind)
+        if first is not None:
+            self.event({"choices": [{"index": 0, "delta": first, "finish_reason": None}]})
         for word in words:
             time.sleep(0.02)
             self.event(
                 {"choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}]}
             )
-        reason = "length" if len(words) < len(WORDS) else "stop"
+        reason = "length" if len(words) == body["max_tokens"] else "stop"
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         if server.kind == "mute":
             self.event({"error": {"message": "out of memory"}})
@@ -129,7 +145,7 @@ def small(request: pytest.FixtureRequest) -> Generator[Small]:
 
 @pytest.mark.parametrize("small", ["vllm", "sglang", "plain"], indirect=True)
 def test_an_answer_is_what_the_server_says(small: Small) -> None:
-    server = Server(url=f"{small.url}/v1/", template_options={"enable_thinking": False})
+    server = server_method(OpenAIClient(f"{small.url}/v1/"), {"enable_thinking": False})
     options = Options(batch=3, max_new_tokens=3, temperature=0.5, top_p=0.9)
     turns = server([HELLO] * 3, options, 2**40 + 5)
     assert small.most_at_once == 3, "a batch is asked at once"
@@ -172,20 +188,32 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
     ("small", "error", "sentence"),
     [
         ("broken", httpx.HTTPStatusError, '500 {"message": "the model is too'),
-        ("uncounted", ValueError, "expected usage at the end"),
+        ("uncounted", ValueError, "expected usage in the answer of http://"),
         ("mute", ValueError, "out of memory"),
+        ("tools", NoTextError, "expected a text as the answer of http://.*, got calls of tools"),
+        ("refusal", NoTextError, "got a refusal; ask for text alone"),
+        ("silent", NoTextError, "got nothing; "),
     ],
     indirect=["small"],
 )
 def test_a_server_that_fails(small: Small, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence.replace("{", r"\{")):
-        Server(url=small.url, model="small")([HELLO], Options(max_new_tokens=4), 0)
+        server_method(OpenAIClient(small.url), {})([HELLO], Options(max_new_tokens=4), 0)
+
+
+@pytest.mark.parametrize("small", THOUGHTS, indirect=True)
+def test_thoughts_are_no_part_of_what_is_scored(small: Small) -> None:
+    answer = OpenAIClient(small.url).stream({"messages": HELLO, "max_tokens": 9})
+    assert (answer.thoughts, answer.text) == ("Hm.", "".join(WORDS))
+    turn = server_method(OpenAIClient(small.url), {})([HELLO], Options(max_new_tokens=9), 0)[0]
+    assert turn.text == "".join(WORDS)
 
 
 @pytest.mark.parametrize("small", ["plain"], indirect=True)
 def test_images_are_sent_along(small: Small) -> None:
     content = [{"type": "image", "path": str(PNG)}, {"type": "text", "text": "What?"}]
-    Server(url=small.url)([[{"role": "user", "content": content}]], Options(max_new_tokens=1), 0)
+    asked = [{"role": "user", "content": content}]
+    server_method(OpenAIClient(small.url), {})([asked], Options(max_new_tokens=1), 0)
     image, text = small.bodies[0]["messages"][0]["content"]
     assert text == {"type": "text", "text": "What?"}
     assert image["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")

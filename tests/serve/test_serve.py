@@ -19,12 +19,13 @@ from openai import APIError, BadRequestError, NotFoundError
 from PIL import Image
 
 from dflash_hf.bench.cells import Options
-from dflash_hf.bench.server import Server
+from dflash_hf.bench.server import server_method
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
 from dflash_hf.training.messages import ChatTemplate
-from dflash_hf.training.server import AnswerServer
+from dflash_hf.training.server import served_answers
 from helpers.served import Served
 from helpers.source_tree import ROOT
 
@@ -258,13 +259,12 @@ def test_models_and_health(text: Served) -> None:
 
 def test_our_own_clients_understand_it(text: Served) -> None:
     messages, expected, num_tokens = chats()[0]
-    turn = Server(url=text.url)([messages], Options(max_new_tokens=600), seed=0)[0]
+    client = OpenAIClient(text.url)
+    turn = server_method(client, {})([messages], Options(max_new_tokens=600), 0)[0]
     assert (turn.text, turn.new_tokens, turn.finish_reason) == (expected, num_tokens, "stop")
     template = ChatTemplate(pair("text")[2])
     sampling = {"max_tokens": 600, "temperature": 0.0, "top_p": 1.0, "seed": 3}
-    ids, finished = AnswerServer(text.url).answer(
-        template, [{"messages": messages}], [None], sampling
-    )[0]
+    ids, finished = served_answers(client, template, [{"messages": messages}], [None], sampling)[0]
     assert (template.tokenizer.decode(ids, skip_special_tokens=True), finished) == (expected, True)
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoProcessor, PreTrainedModel
 
 from dflash_hf.training import (
-    AnswerServer,
+    OpenAIClient,
     PromptSettings,
     RegenerateSettings,
     check_answers,
@@ -353,6 +353,9 @@ class Handler(BaseHTTPRequestHandler):
         ]
         choice: dict[str, Any] = {"finish_reason": "stop" if finished else "length"}
         choice["message"] = {"content": own.tokenizer.decode(ids, skip_special_tokens=True)}
+        if own.kind == "tools":
+            function = {"name": "add", "arguments": "{}"}
+            choice["message"] = {"content": None, "tool_calls": [{"function": function}]}
         if own.kind == "thinking":
             choice["message"]["reasoning_content"] = "so"
         if own.kind in ("vllm", "broken"):
@@ -396,10 +399,10 @@ def test_a_server_answers_in_the_targets_place(
     with pytest.raises(
         ValueError, match=r"expected answers of http.*, got 500 .*too large.*; start it, and run"
     ):
-        regenerate(served, AnswerServer(url), tokenizer)
+        regenerate(served, OpenAIClient(url), tokenizer)
     kept = served.output.read_bytes()
     server.kind = "vllm"
-    report = regenerate(served, AnswerServer(url), tokenizer)
+    report = regenerate(served, OpenAIClient(url), tokenizer)
     assert served.output.read_bytes().startswith(kept)
     assert (report.num_answers, report.num_new) == (8, 8 - kept.count(b"\n"))
     assert {row["id"]: row for row in rows_of(served.output)} == expected
@@ -417,15 +420,17 @@ def test_a_server_answers_in_the_targets_place(
     ):
         server.kind = kind
         with pytest.raises(ValueError, match=reason):
-            regenerate(asked(tmp_path, f"{kind}.jsonl"), AnswerServer(url), tokenizer)
+            regenerate(asked(tmp_path, f"{kind}.jsonl"), OpenAIClient(url), tokenizer)
 
 
-def test_texts_of_a_server_are_tokenized_again(tmp_path: Path, tokenizer: Any, server: Any) -> None:
+def test_texts_of_a_server_are_tokenized_again(
+    tmp_path: Path, tokenizer: Any, server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """What is no text of one's own (single bytes that are no letter) comes back as it reads."""
     url = f"http://127.0.0.1:{server.server_address[1]}"
     server.kind = "sglang"
     settings = asked(tmp_path)
-    regenerate(settings, AnswerServer(url, "small"), tokenizer)
+    regenerate(settings, OpenAIClient(url, "small"), tokenizer)
     rows = rows_of(settings.output)
     for row in rows:
         wrote = plain_answer(server.target, tokenizer, row["messages"])
@@ -433,12 +438,17 @@ def test_texts_of_a_server_are_tokenized_again(tmp_path: Path, tokenizer: Any, s
         assert tokenizer.decode(row["answer_ids"], skip_special_tokens=True) == text
         assert row["finished"] == (wrote[-1] == tokenizer.eos_token_id)
         assert (row["answer_ids"][-1:] == [tokenizer.eos_token_id]) == row["finished"]
+    server.kind = "tools"
+    with pytest.raises(ValueError, match=r"expected prompts in .*, got 'none to answer'"):
+        regenerate(asked(tmp_path, "tools.jsonl"), OpenAIClient(url), tokenizer)
+    assert "expected a text as the answer of" in caplog.text
+    assert "got calls of tools" in caplog.text
     server.shutdown()
     server.server_close()
     with pytest.raises(
         ValueError, match=rf"expected answers of {url}, got .*; start it, and run this again"
     ):
-        regenerate(asked(tmp_path, "gone.jsonl"), AnswerServer(url), tokenizer)
+        regenerate(asked(tmp_path, "gone.jsonl"), OpenAIClient(url), tokenizer)
     assert not (tmp_path / "gone.jsonl").exists()
 
 

@@ -33,7 +33,8 @@ from dflash_hf.bench.progress import Bars
 from dflash_hf.bench.provenance import provenance
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
-from dflash_hf.bench.server import Server
+from dflash_hf.bench.server import server_method
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.errors import one_line, require
 from dflash_hf.generation.checks import check_static_stock, check_stock
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -225,11 +226,8 @@ def _make_methods(
     def make(name: str, dtype: str) -> Method:
         if name == "server":
             assert settings.server is not None
-            return Server(
-                url=settings.server,
-                model=settings.server_model,
-                template_options=settings.template_options,
-            )
+            client = OpenAIClient(settings.server, settings.server_model)
+            return server_method(client, settings.template_options)
         if name != "zlab":
             return local_method(WAYS[name], models[dtype])
         from dflash_hf.bench.zlab import zlab_way

@@ -25,6 +25,7 @@ from dflash_hf.cli.train_errors import explained, is_out_of_memory, less_memory
 from dflash_hf.cli.train_preflight import check_before_loading, check_with_target, fresh_options
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, Stage, TrainSettings
 from dflash_hf.cli.train_state import RunState
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -38,7 +39,6 @@ from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.identity import processor_identity, target_identity
 from dflash_hf.training.prepare import PrepareSettings, prepare, read_examples
 from dflash_hf.training.prompts import PromptSettings, write_prompts
-from dflash_hf.training.server import AnswerServer
 from dflash_hf.training.trainer import DFlashTrainer
 
 TRAIN = "train.jsonl"
@@ -220,7 +220,7 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
         if settings.draft is not None:
             draft = load_draft(settings.draft, dtype=model.dtype, device_map=settings.device)
     else:
-        model = AnswerServer(settings.server, settings.server_model)
+        model = OpenAIClient(settings.server, settings.server_model)
         processor = load_processor(settings.target)
     facts: dict[str, Any] = {}
     for name in (HELD_OUT, TRAIN):

@@ -1,5 +1,6 @@
 """Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
 
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.training.answering import Regenerated, RegenerateSettings, check_answers
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
@@ -8,17 +9,16 @@ from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows, read_examples
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.regenerate import regenerate_answers
-from dflash_hf.training.server import AnswerServer
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens
 from dflash_hf.training.walking import WalkedAcceptance, walk, walked_acceptance
 
 __all__ = [
-    "AnswerServer",
     "ChatDataset",
     "DFlashTrainer",
     "DFlashTrainingArguments",
     "Example",
+    "OpenAIClient",
     "PrepareSettings",
     "Prepared",
     "PromptSettings",

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.data.row_files import RowFile, append_rows, repair, write_rows
 from dflash_hf.errors import require
 from dflash_hf.training.chat_dataset import ChatDataset
@@ -31,7 +32,7 @@ from dflash_hf.training.identity import target_identity, text_identity
 from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.prepare import Processing, meta_path, read_meta
 from dflash_hf.training.regenerate import generated
-from dflash_hf.training.server import Answer, AnswerServer
+from dflash_hf.training.server import Answer, served_answers, served_model
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Regenerated:
 
 def regenerate(
     settings: RegenerateSettings,
-    target: PreTrainedModel | AnswerServer,
+    target: PreTrainedModel | OpenAIClient,
     processing_class: Processing,
     draft: PreTrainedModel | None = None,
 ) -> Regenerated:
@@ -206,7 +207,7 @@ class _Run:
     """One call of [`regenerate`]."""
 
     settings: RegenerateSettings
-    target: PreTrainedModel | AnswerServer
+    target: PreTrainedModel | OpenAIClient
     processing_class: Processing
     draft: PreTrainedModel | None
     report: Regenerated = field(default_factory=Regenerated)
@@ -222,8 +223,8 @@ class _Run:
         output = self.settings.output
         target = self.target
         by = (
-            {"server_model": target.model}
-            if isinstance(target, AnswerServer)
+            {"server_model": served_model(target)}
+            if isinstance(target, OpenAIClient)
             else target_identity(target)
         )
         made = {
@@ -338,7 +339,7 @@ class _Run:
         rows = [questions[at] for at in chosen]
         seed = json.dumps([self.settings.seed, *(row["id"] for row in rows)]).encode()
         number = int.from_bytes(hashlib.sha256(seed).digest()[:4], "big") >> 1
-        if isinstance(self.target, AnswerServer):
+        if isinstance(self.target, OpenAIClient):
             written = self._by_server(self.target, prompts, chosen, number)
             lengths = [prompts.lengths[at] for at in chosen]
         else:
@@ -398,7 +399,7 @@ class _Run:
         return [(ids, ids[-1] in every) for ids in written]
 
     def _by_server(
-        self, server: AnswerServer, prompts: ChatDataset, chosen: Sequence[int], seed: int
+        self, server: OpenAIClient, prompts: ChatDataset, chosen: Sequence[int], seed: int
     ) -> list[Answer]:
         settings = self.settings
         rows = [prompts.rows[at] for at in chosen]
@@ -412,7 +413,7 @@ class _Run:
             "seed": seed,
             **({"top_k": settings.top_k} if settings.top_k else {}),
         }
-        return server.answer(self.template, rows, lengths, options)
+        return served_answers(server, self.template, rows, lengths, options)
 
 
 def _users(messages: Sequence[Mapping[str, Any]]) -> list[int]:
