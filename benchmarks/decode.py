@@ -9,13 +9,12 @@ on, elsewhere it is left out), `zlab` (z-lab's package `dflash` 0.1.0, the same 
 15 tokens). The last four take one prompt at a time. Within a prompt every method runs before the next prompt does,
 each time in another order, so that a machine that drifts does so for all of them.
 
-Definitions. A *step* is one forward of the target after the prefill; its time runs from the end of one forward to the
-end of the next, so drafting and all that happens between forwards is in it (`ours`, where a hook on the target would
-change what runs: the mean of each run, by its statistics; `stock/static`: by a stopping criterion that stops nothing).
-*Acceptance length* is the number of tokens committed per verify, the bonus included, pooled over rows and prompts; the
-prefill's token (for lookup: all that the first forward commits) belongs to no verify. For `stock`, `stock/static` and
-`lookup` it is counted as new tokens per forward of the target, by a hook. *tokens/s* is new tokens over the wall time
-of the whole call, *decode tokens/s* leaves the prefill and its token out. A prompt's time is the median of its
+The ways of decoding are those of `dflash-hf bench`. A *step* is one forward of the target after the prefill; its time
+runs from one call of a stopping criterion that stops nothing to the next, so drafting and all that happens between
+forwards is in it. `ours` and `zlab` have statistics instead: there each step of a run has the mean. *Acceptance
+length* is the number of tokens committed per verify, the bonus included, pooled over rows and prompts; the prefill's
+token (for lookup: all that the first forward commits) belongs to no verify. *tokens/s* is new tokens over the wall
+time of the whole call, *decode tokens/s* leaves the prefill and its token out. A prompt's time is the median of its
 repeats. *identical* says whether every text was plain's.
 
 `--sampling` measures something else: the acceptance length of the proposal rules at several temperatures.
@@ -51,15 +50,15 @@ from harness.methods import (
     STOCK_STATIC,
     Method,
     Outcome,
-    Settings,
     measure,
-    ours_with,
+    with_options,
+    zlab_method,
 )
 from harness.pair import MIXED, TOY, Pair, load_pair, random_pair
 from harness.report import Column, finish, show
 from harness.rows import Group, Row, decode_row, floor_row, kinds_of_rows, sampling_row, vision_rows
-from harness.zlab import zlab_method
 
+from dflash_hf.bench.cells import Options
 from dflash_hf.generation.checks import check_static_stock
 
 logger = logging.getLogger(__name__)
@@ -216,7 +215,8 @@ def run_decode(
     batches: list[int],
     prompts: int,
     repeats: int,
-    settings: Settings,
+    options: Options,
+    seed: int,
 ) -> tuple[dict[tuple[int, str], Group], dict[int, BareForwards]]:
     """Measures all methods over all prompts, `repeats` times, after one run of each that does not count.
 
@@ -226,15 +226,16 @@ def run_decode(
     groups: dict[tuple[int, str], Group] = defaultdict(Group)
     bare: dict[int, BareForwards] = {}
     for batch in batches:
-        chosen = [method for method in methods if batch == 1 or method.batches]
+        chosen = [method for method in methods if batch == 1 or method.takes_batches]
         asked = groups_of_prompts(pair, batch, prompts)
         for method in chosen:
-            measure(pair, method, pair.inputs(*asked[0], batch), settings)
+            measure(pair, method, pair.inputs(*asked[0], batch), options, seed)
         for repeat in range(repeats):
             for number, (kind, first) in enumerate(asked):
                 turn = (number + repeat) % len(chosen)
+                inputs = pair.inputs(kind, first, batch)
                 outcomes = {
-                    method.name: measure(pair, method, pair.inputs(kind, first, batch), settings)
+                    method.name: measure(pair, method, inputs, options, seed)
                     for method in [*chosen[turn:], *chosen[:turn]]
                 }
                 for name, outcome in outcomes.items():
@@ -294,19 +295,17 @@ def run_sampling(
     first_seed: int,
 ) -> dict[tuple[str, float], list[tuple[str, Outcome]]]:
     """Measures the acceptance of our proposal rules and of stock under fixed seeds, one prompt at a time."""
-    methods = [
-        *(ours_with(f"ours/{rule}", proposal=rule) for rule in ("shared_noise", "argmax", "sample"))
-    ]
-    methods += [] if pair.takes_pictures else [STOCK]
+    rules = ("shared_noise", "argmax", "sample")
+    methods = [with_options(f"ours/{rule}", OURS, proposal=rule) for rule in rules]
+    if not pair.takes_pictures:
+        methods.append(STOCK)
     runs: dict[tuple[str, float], list[tuple[str, Outcome]]] = defaultdict(list)
     for seed in range(first_seed, first_seed + repeats):
         for kind, first in groups_of_prompts(pair, 1, prompts):
             for temperature in temperatures:
-                settings = Settings(
-                    max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-                )
+                options = Options(max_new_tokens=max_new_tokens, temperature=temperature)
                 for method in methods:
-                    outcome = measure(pair, method, pair.inputs(kind, first, 1), settings)
+                    outcome = measure(pair, method, pair.inputs(kind, first, 1), options, seed)
                     runs[method.name, temperature].append((kind, outcome))
     return runs
 
@@ -393,8 +392,8 @@ def main(
     if sampling:
         runs = run_sampling(pair, heat, prompts, repeats, max_new_tokens, seed)
     else:
-        settings = Settings(max_new_tokens=max_new_tokens, seed=seed)
-        groups, bare = run_decode(pair, chosen, sizes, prompts, repeats, settings)
+        options = Options(max_new_tokens=max_new_tokens)
+        groups, bare = run_decode(pair, chosen, sizes, prompts, repeats, options, seed)
     watch.stop()
     quiet = not force and watch.is_quiet()
     name = ("sampling" if sampling else "decode") + ("_vision" if pair.takes_pictures else "")

@@ -25,12 +25,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import typer
 from harness.machine import RESULTS, provenance
-from harness.methods import PLAIN, Settings, measure, ours_on
+from harness.methods import PLAIN, measure, ours_on
 from harness.pair import TOY, Inputs, Pair, load_pair, random_pair
 from harness.report import Column, finish, show
 from harness.rows import Row
 
 from dflash_hf import free_buffers
+from dflash_hf.bench.cells import Options
 from dflash_hf.pair.agreement import Agreement, agreement, reference_for
 
 MAX_MARGIN = 0.25
@@ -61,7 +62,7 @@ def keeps(found: Agreement) -> bool:
     )
 
 
-def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Settings) -> list[Row]:
+def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, options: Options) -> list[Row]:
     """Decodes batches of prompts plainly and on every engine; returns a row per engine."""
     answers: dict[str, list[list[int]]] = {}
     committed: dict[str, list[int]] = {}
@@ -73,7 +74,7 @@ def compare(pair: Pair, groups: list[tuple[str, int]], batch: int, settings: Set
         inputs = pair.inputs(kind, first, batch)
         prompts += real_tokens(inputs)
         for name, method in methods.items():
-            outcome = measure(pair, method, inputs, settings)
+            outcome = measure(pair, method, inputs, options)
             answers.setdefault(name, []).extend(outcome.answers)
             counts = committed.setdefault(name, [0, 0])
             counts[0], counts[1] = counts[0] + outcome.committed, counts[1] + outcome.verifies
@@ -165,7 +166,7 @@ def main(
         groups = [
             (kind, group * size) for group in range(max(1, prompts // size)) for kind in pair.kinds
         ]
-        rows += compare(pair, groups, size, Settings(max_new_tokens=max_new_tokens))
+        rows += compare(pair, groups, size, Options(max_new_tokens=max_new_tokens))
     facts: dict[str, Any] = {
         "benchmark": "identity",
         "pair": pair.name,

@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import typer
 from harness.machine import RESULTS, provenance
-from harness.methods import PLAIN, QWEN3_SAMPLING, Method, Settings, measure, ours_on
+from harness.methods import PLAIN, QWEN3_SAMPLING, Method, measure, ours_on
 from harness.operations import failures, operations
 from harness.pair import Inputs, Pair
 from harness.report import Column, finish, may_write, show, write
@@ -38,6 +38,7 @@ from harness.rows import Row
 from harness.shapes import SHAPES, Shape, build_pair, tiny
 from identity import alone, keeps, real_tokens
 
+from dflash_hf.bench.cells import Options
 from dflash_hf.pair.agreement import agreement, first_difference, reference_for
 
 LAYERS = 4
@@ -103,9 +104,9 @@ def smoke_shape() -> Shape:
     return replace(SHAPES["qwen3-8b"], layers=LAYERS, taps=TAPS)
 
 
-def texts(smoke: Smoke, method: Method, inputs: Inputs, settings: Settings) -> dict[str, Any]:
+def texts(smoke: Smoke, method: Method, inputs: Inputs, options: Options) -> dict[str, Any]:
     """Decodes twice, the second time with what the first has left; returns answers, seconds and what ran."""
-    first, second = (measure(smoke.pair, method, inputs, settings) for _ in range(2))
+    first, second = (measure(smoke.pair, method, inputs, options) for _ in range(2))
     stats = smoke.pair.draft.last_stats
     return {
         "answers": first.answers,
@@ -140,18 +141,18 @@ def decode(smoke: Smoke, sampling: str, batch: int) -> None:
     """Decodes one batch of prompts plainly, if it is greedy, and on every engine; a row for each."""
     pair = smoke.pair
     inputs = pair.inputs("random", batch, batch)
-    settings = Settings(max_new_tokens=smoke.new_tokens, **SAMPLINGS[sampling])
+    options = Options(max_new_tokens=smoke.new_tokens, **SAMPLINGS[sampling])
     known: dict[str, list[list[int]]] = {}
     name = f"{sampling}, batch {batch}"
 
     def plainly() -> dict[str, Any]:
-        outcome = measure(pair, PLAIN, inputs, settings)
+        outcome = measure(pair, PLAIN, inputs, options)
         known["plain"] = outcome.answers
         lengths = {len(answer) for answer in outcome.answers}
         return {"passed": lengths == {smoke.new_tokens}, "first_seconds": round(outcome.seconds, 3)}
 
     def drafted(engine: str) -> dict[str, Any]:
-        found = texts(smoke, ours_on(engine), inputs, settings)
+        found = texts(smoke, ours_on(engine), inputs, options)
         answers = found.pop("answers")
         known[engine] = answers
         wrong: list[str] = []

@@ -41,11 +41,11 @@ from harness.methods import (
     PLAIN_STATIC,
     STOCK,
     Method,
-    Settings,
     measure,
     ours_as_chain,
     ours_at,
-    sampled,
+    with_options,
+    zlab_method,
 )
 from harness.pair import Pair
 from harness.rates import copy_bandwidth, product_rate
@@ -66,9 +66,9 @@ from harness.step_options import (
     parse_names,
 )
 from harness.step_rows import SHORT, floor_rows, method_row, stage_row
-from harness.zlab import zlab_method
 
 from dflash_hf import free_buffers
+from dflash_hf.bench.cells import Options
 from dflash_hf.devices import total_memory
 
 METHODS = (
@@ -226,7 +226,7 @@ def methods_for(
         "ours/default": [(OURS_DEFAULT, block)],
         "ours": [(ours_at(width, block), width) for width in widths],
         "ours/eager": [(ours_as_chain("ours/eager", block, engine="eager"), block)],
-        "ours/sampled": [(sampled("ours/sampled", chain, temperature=1.0), block)],
+        "ours/sampled": [(with_options("ours/sampled", chain, temperature=1.0), block)],
         "ours/qwen3-sampling": [(OURS_QWEN3, block)],
         "plain/qwen3-sampling": [(PLAIN_QWEN3, None)],
         "plain": [(PLAIN, None)],
@@ -266,15 +266,15 @@ def run_methods(
             bench.skip(model, cell, method.name, "no time left")
             continue
         is_ours = method.name.startswith("ours")
-        settings = Settings(max_new_tokens=bench.ours_tokens if is_ours else bench.new_tokens)
+        options = Options(max_new_tokens=bench.ours_tokens if is_ours else bench.new_tokens)
         free_buffers(pair.draft)
         group = Group()
         try:
-            if method.marks_tokens and bench.device.type == "cuda":
+            if method.name in COMPILING and bench.device.type == "cuda":
                 torch.compiler.reset()  # what another cell has compiled was for other shapes
-            measure(pair, method, inputs, settings)
+            measure(pair, method, inputs, options)
             for _ in range(bench.repeats):
-                group.add(("random", 0), measure(pair, method, inputs, settings), None)
+                group.add(("random", 0), measure(pair, method, inputs, options), None)
         except Exception as error:
             # Whatever it is, of ours at its first contact with a GPU or of another's code: the others are still run.
             bench.fail(model, cell, method.name, error)
@@ -290,7 +290,7 @@ def run_methods(
 def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
     """Times the parts of a step as users get it, and of chains at every width."""
     inputs = pair.inputs("random", cell[1], cell[0])
-    settings = Settings(max_new_tokens=bench.new_tokens)
+    options = Options(max_new_tokens=bench.new_tokens)
     widths: list[int | None] = [None, *(bench.widths or widths_for(cell[0], pair.block_size))]
     for width in widths:
         what = "parts of the defaults" if width is None else f"parts at width {width}"
@@ -298,7 +298,7 @@ def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
             bench.skip(model, cell, what, "no time left")
             continue
         try:
-            stages = measure_stages(pair, inputs, settings, width, bench.samples)
+            stages = measure_stages(pair, inputs, options, width, bench.samples)
         except Exception as error:
             bench.fail(model, cell, what, error)
             release(pair)
@@ -311,7 +311,7 @@ def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
 def run_experiments(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
     """Times a step as users get it under each experiment, and says whether the text is what it is without any."""
     inputs = pair.inputs("random", cell[1], cell[0])
-    settings = Settings(max_new_tokens=bench.new_tokens)
+    options = Options(max_new_tokens=bench.new_tokens)
     wanted: list[list[int]] | None = None
     for name in bench.experiments:
         if bench.is_late():
@@ -320,8 +320,8 @@ def run_experiments(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
         release(pair)  # what has been captured knows nothing of it
         try:
             with EXPERIMENTS[name](pair) as changed:
-                answers = measure(pair, OURS_DEFAULT, inputs, settings).answers
-                stages = measure_stages(pair, inputs, settings, None, bench.samples)
+                answers = measure(pair, OURS_DEFAULT, inputs, options).answers
+                stages = measure_stages(pair, inputs, options, None, bench.samples)
         except Exception as error:
             bench.fail(model, cell, f"experiment {name}", error)
             continue
@@ -341,7 +341,7 @@ def graph_memory(pair: Pair, inputs: Any, new_tokens: int) -> Row:
         release(pair)
         torch.cuda.reset_peak_memory_stats(pair.device)
         method = ours_at(pair.block_size, pair.block_size, engine=engine)
-        measure(pair, method, inputs, Settings(max_new_tokens=new_tokens))
+        measure(pair, method, inputs, Options(max_new_tokens=new_tokens))
         found[engine] = torch.cuda.max_memory_reserved(pair.device)
     return found
 

@@ -24,12 +24,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import typer
-from harness.clock import synchronize
 from harness.machine import RESULTS, provenance
 from harness.report import finish, show
 from harness.shapes import SHAPES, build_pair, tiny
 from transformers import TrainerCallback
 
+from dflash_hf.pair.answers import synchronize
 from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, Example
 
 NOT_COUNTED = 2

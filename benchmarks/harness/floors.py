@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import DynamicCache
 
+from dflash_hf.bench.timing import Marks
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import ragged_attention
 
-from .clock import Marks
 from .pair import Pair
 
 

@@ -121,7 +121,7 @@ def floors_together(records: list[Record]) -> list[Record]:
     for fact in facts:
         memory |= fact["graph_memory_bytes"]
         weights |= fact["weight_bytes"]
-    judged = all(fact["machine"]["gpu"] is not None and not fact["is_tiny"] for fact in facts)
+    judged = all(fact["device"] != "cpu" and not fact["is_tiny"] for fact in facts)
     rows = [row for record in records for row in record["rows"]]
     stages = [row for record in records for row in record["stages"]]
     return floor_rows(rows, stages, memory, weights, judged)

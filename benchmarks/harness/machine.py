@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
-import shlex
-import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash_hf import __version__
-from dflash_hf.bench.provenance import commit, cpu_model, version
+from dflash_hf.bench.provenance import conditions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -49,11 +44,8 @@ def parse_cpu_times(text: str) -> CpuTimes:
 
 def read_cpu_times() -> CpuTimes:
     """Returns the machine's processor time so far; zeros where there is no `/proc/stat`."""
-    return (
-        parse_cpu_times(PROC_STAT.read_text(encoding="ascii"))
-        if PROC_STAT.is_file()
-        else CpuTimes(0.0, 0.0)
-    )
+    text = PROC_STAT.read_text(encoding="ascii") if PROC_STAT.is_file() else ""
+    return parse_cpu_times(text)
 
 
 def busy_cores(before: CpuTimes, after: CpuTimes, num_cores: int) -> float | None:
@@ -86,11 +78,9 @@ class LoadWatch:
 
     def start(self) -> None:
         """Begins the run."""
-        self._times, self._own, self._clock = (
-            read_cpu_times(),
-            time.process_time(),
-            time.perf_counter(),
-        )
+        self._times = read_cpu_times()
+        self._own = time.process_time()
+        self._clock = time.perf_counter()
 
     def stop(self) -> float | None:
         """Ends the run and returns the cores that others kept busy during it."""
@@ -110,22 +100,4 @@ class LoadWatch:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Returns what a reader has to know to repeat a measurement or to distrust it."""
-    return {
-        "machine": {
-            "cpu": cpu_model(),
-            "cores": num_cores(),
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-            "platform": platform.platform(),
-        },
-        "device": device.type,
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "triton", "transformers", "dflash")},
-            # Not the installed one: the sources may run without being installed
-            "dflash_hf": __version__,
-        },
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-    }
+    return {**conditions(), "device": device.type}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.bench.methods import Inputs, Models
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.data.prompt_files import as_messages, image_names
 
@@ -27,7 +27,6 @@ from .machine import ROOT
 
 TOY = ROOT / "demos" / "toy"
 MIXED = "mixed"  # prompts of all kinds in one batch
-Inputs = dict[str, Tensor]
 # Hidden size, MLP, layers, query heads, key heads, head size, vocabulary; draft layers and taps.
 SIZES: dict[str, tuple[int, int, int, int, int, int, int, int, list[int]]] = {
     "tiny": (32, 48, 4, 4, 2, 8, 64, 2, [0, 2]),
@@ -75,10 +74,12 @@ class Pair:
         """The dtype both run in."""
         return str(self.target.dtype).removeprefix("torch.")
 
-    def eos_ids(self) -> list[int]:
-        """Returns the ids that end an answer."""
-        ids = self.target.generation_config.eos_token_id
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    @property
+    def models(self) -> Models:
+        """The pair as ways of decoding take it."""
+        return Models(
+            target=self.target, processor=self.processor or self.tokenizer, draft=self.draft
+        )
 
     def inputs(self, kind: str, first: int, count: int) -> Inputs:
         """Returns `count` held-out prompts of a kind from index `first` on, left-padded: ids and mask `[B, S]`.

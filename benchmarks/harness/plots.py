@@ -15,9 +15,10 @@ Record = dict[str, Any]
 def conditions(record: Record) -> str:
     """Returns the second line of every title: where and with what; and that a trial run's times mean nothing."""
     facts = record["provenance"]
-    place = facts["machine"]["gpu"] or "CPU"
+    is_cpu = facts["device"] == "cpu"
+    place = "CPU" if is_cpu else facts["machine"]["gpus"][0]
     text = f"{place}, {facts['dtype']}, torch {facts['versions']['torch']}, {(facts['commit'] or 'no commit')[:9]}"
-    if facts.get("is_tiny") or facts["machine"]["gpu"] is None or facts.get("interpreted"):
+    if facts.get("is_tiny") or is_cpu or facts.get("interpreted"):
         return f"TRIAL RUN, TIMES MEAN NOTHING: {text}"
     return text if facts.get("is_complete", True) else f"INCOMPLETE: {text}"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .clock import Marks, synchronize
+from dflash_hf.bench.timing import Marks
+from dflash_hf.pair.answers import synchronize
 
 SAMPLES = 11
 

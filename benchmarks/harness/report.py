@@ -11,6 +11,8 @@ from rich.console import Console
 
 from dflash_hf.tables import make_table
 
+from dflash_hf.data.row_files import write_whole
+
 from .machine import RESULTS
 
 Column = tuple[str, str]
@@ -63,10 +65,7 @@ def may_write(out: Path, quiet: bool) -> bool:
 
 def write(record: dict[str, Any], out: Path) -> None:
     """Writes a record, whole or not at all; `out` is replaced if it is there."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(out.name + ".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    part.replace(out)
+    write_whole(out, json.dumps(record, indent=1) + "\n")
 
 
 def finish(record: dict[str, Any], out: Path, quiet: bool) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+
+from dflash_hf.bench.intervals import interval, resample
 
 from .floors import BareForwards
 from .methods import Outcome
@@ -192,8 +195,10 @@ def sampling_row(
     pair: Pair, method: str, temperature: float, kind: str, runs: list[Outcome], busy: bool
 ) -> Row:
     """Returns the acceptance of a proposal rule, with a bootstrap interval over runs (a prompt under a seed)."""
-    low, high = bootstrap([(run.committed, run.verifies) for run in runs])
     verifies = sum(run.verifies for run in runs)
+    counts = np.array([(run.committed, run.verifies) for run in runs], dtype=np.float64)
+    drawn = resample(counts, [""] * len(runs))
+    low, high = interval(drawn[:, 0] / drawn[:, 1])
     return {
         "method": method,
         "temperature": temperature,
@@ -206,17 +211,6 @@ def sampling_row(
         "acceptance_length": round(sum(run.committed for run in runs) / verifies, 4)
         if verifies
         else 0.0,
-        "ci95": [round(low, 4), round(high, 4)],
+        "ci95": None if low is None or high is None else [round(low, 4), round(high, 4)],
         "busy": busy,
     }
-
-
-def bootstrap(runs: list[tuple[int, int]], draws: int = 1000) -> tuple[float, float]:
-    """Returns the 95 % interval of `(sum of firsts) / (sum of seconds)` when runs are drawn with replacement."""
-    generator = random.Random(0)
-    ratios = []
-    for _ in range(draws):
-        drawn = generator.choices(runs, k=len(runs))
-        ratios.append(sum(a for a, _ in drawn) / max(1, sum(b for _, b in drawn)))
-    ratios.sort()
-    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws) - 1]

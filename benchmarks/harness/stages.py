@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dflash_hf.bench.cells import Options
+from dflash_hf.bench.timing import Marks
 from dflash_hf.generation import decode
 from dflash_hf.generation import static_step as step_module
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
@@ -25,11 +27,10 @@ from dflash_hf.generation.cuda_graph import GraphStep, uncaptured
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.pair.answers import changed, synchronize
 from dflash_hf.undo import held
 
-from .clock import Marks, synchronize
 from .gaps import gaps_between, spans_of
-from .methods import Settings
 from .pair import Inputs, Pair
 
 # The function that ends each part; the acceptance ends with the step.
@@ -122,29 +123,27 @@ class Stages:
 
 
 def measure_stages(
-    pair: Pair, inputs: Inputs, settings: Settings, width: int | None, samples: int
+    pair: Pair, inputs: Inputs, options: Options, width: int | None, samples: int
 ) -> Stages:
     """Times the parts of a step behind a batch of prompts.
 
     Args:
-        pair, inputs, settings: What is decoded, and how.
+        pair, inputs, options: What is decoded, and how.
         width (`int`, *optional*): Tokens of a chain that are verified per row; `None` for what users get, who set
             neither a width nor a number of nodes.
         samples (`int`): Of each part.
     """
     found: list[Stages] = []
-    options = pair.draft.generation_config
-    before = options.engine, options.verify_width, options.num_tree_nodes
-    options.engine = "cuda_graph"
+    draft_options: dict[str, Any] = {"engine": "cuda_graph"}
     if width is not None:
-        options.verify_width = width
-        options.num_tree_nodes = 0
+        draft_options |= {"verify_width": width, "num_tree_nodes": 0}
     captures = nullcontext() if pair.device.type == "cuda" else uncaptured(pair.draft)
-    try:
-        with captures, _at_first_step(lambda run: found.append(_time(run, samples))):
-            pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
-    finally:
-        options.engine, options.verify_width, options.num_tree_nodes = before
+    with (
+        changed(pair.draft.generation_config, **draft_options),
+        captures,
+        _at_first_step(lambda run: found.append(_time(run, samples))),
+    ):
+        pair.target.generate(**inputs, **options.arguments(), assistant_model=pair.draft)
     return found[0]
 
 

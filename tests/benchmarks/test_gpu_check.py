@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import floors_of
@@ -58,7 +57,7 @@ done
 all="$*"
 if [[ "$all" == *"--out "* ]]; then
   path="${{all##*--out }}"
-  echo '{{"provenance": {{"machine": {{"gpu": null}}}}, "rows": []}}' > "${{path%% *}}"
+  echo '{{"provenance": {{"device": "cpu"}}, "rows": []}}' > "${{path%% *}}"
 fi
 if [[ -n "$STUB_LOUD" && "$*" == *"$STUB_LOUD"* ]]; then head -c 1000000 /dev/zero | tr '\\0' x; fi
 echo done
@@ -247,7 +246,7 @@ def test_the_three_calls_of_the_head_have_time_for_all_they_ask_for() -> None:
 def test_the_short_end_names_floors_and_what_was_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine: dict[str, Any] = {"machine": {"gpu": None}}
+    machine = {"device": "cpu"}
     step = {
         "provenance": {**machine, "is_tiny": True, "is_complete": False},
         "rows": [],

@@ -14,7 +14,6 @@ import step
 import torch
 import typer
 from harness import machine, report
-from harness.methods import Settings
 from harness.pair import Pair
 from harness.plots import conditions, step_figure, step_points
 from harness.roofline import (
@@ -34,6 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 
+from dflash_hf.bench.cells import Options
 from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.generation import step as step_module
 from dflash_hf.target_model.parts import find_target
@@ -276,7 +276,7 @@ def test_published_shapes_ask_for_a_gpu() -> None:
 
 def test_parts_are_timed_over_rows_that_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = tiny_pair("qwen3-8b")
-    inputs, settings = pair.inputs("random", 0, 3), Settings(max_new_tokens=4)
+    inputs, options = pair.inputs("random", 0, 3), Options(max_new_tokens=4)
     ran: Counter[str] = Counter()
     owners: list[tuple[Any, str]] = [*ENDS.values(), (step_module, "commit")]
     for owner, name in owners:
@@ -288,7 +288,7 @@ def test_parts_are_timed_over_rows_that_do_not_move(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(owner, name, counted)
     before = {name: getattr(owner, name) for owner, name in ENDS.values()}
-    stages = measure_stages(pair, inputs, settings, 5, samples=2)
+    stages = measure_stages(pair, inputs, options, 5, samples=2)
     assert {name: len(values) for name, values in stages.until_ms.items()} == {
         "draft": 2,
         "verify": 2,
@@ -302,8 +302,8 @@ def test_parts_are_timed_over_rows_that_do_not_move(monkeypatch: pytest.MonkeyPa
     assert pair.draft.generation_config.engine == "auto"
     assert pair.draft.generation_config.verify_width is None
     # The pair decodes as it did.
-    again = pair.target.generate(**inputs, **settings.arguments(), assistant_model=pair.draft)
-    assert torch.equal(again, pair.target.generate(**inputs, **settings.arguments()))
+    again = pair.target.generate(**inputs, **options.arguments(), assistant_model=pair.draft)
+    assert torch.equal(again, pair.target.generate(**inputs, **options.arguments()))
 
 
 # ---- what a step has to read
@@ -346,7 +346,7 @@ def test_weights_of_a_step_are_those_that_a_step_reads(name: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("harness.stages._host_reads", counted)
-        measure_stages(pair, pair.inputs("random", 0, 2), Settings(max_new_tokens=4), 8, samples=1)
+        measure_stages(pair, pair.inputs("random", 0, 2), Options(max_new_tokens=4), 8, samples=1)
     work = step_work(pair, 18, 2, 8)
     assert found == [work.target_weights + work.draft_weights + work.draft_head]
 
@@ -535,7 +535,7 @@ def synthetic() -> dict[str, Any]:
         "is_complete": True,
         "commit": "0123456789",
     }
-    facts |= {"machine": {"gpu": "A GPU"}, "versions": {"torch": "2.11"}}
+    facts |= {"device": "cuda", "machine": {"gpus": ["A GPU"]}, "versions": {"torch": "2.11"}}
     facts |= {"copy_bytes_per_second": 4e12, "product_flops_per_second": 8e14}
     work = {"total": 2e10, "flops": 4e11}
     stage = {
@@ -579,7 +579,7 @@ def test_a_figure_is_drawn_from_the_record_alone(tmp_path: Path) -> None:
 def test_titles_say_what_a_trial_is() -> None:
     record = synthetic()
     assert conditions(record) == "A GPU, bfloat16, torch 2.11, 012345678"
-    for change in ({"is_tiny": True}, {"interpreted": True}, {"machine": {"gpu": None}}):
+    for change in ({"is_tiny": True}, {"interpreted": True}, {"device": "cpu"}):
         trial = {**record, "provenance": {**record["provenance"], **change}}
         assert conditions(trial).startswith("TRIAL RUN, TIMES MEAN NOTHING")
         assert "TRIAL RUN" in step_figure(trial)._suptitle.get_text()

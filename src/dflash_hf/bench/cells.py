@@ -69,6 +69,7 @@ class Options:
         max_new_tokens (`int`): Where an answer that does not end is cut.
         temperature (`float`): 0 is greedy.
         top_p (`float`): Nucleus sampling; the whole vocabulary otherwise.
+        top_k (`int`): Samples from as many tokens; 0 is the whole vocabulary.
         dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
         block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
         verify_width, num_tree_nodes, max_matching_ngram_size, proposal: See [`~dflash_hf.DFlashGenerationConfig`].
@@ -78,6 +79,7 @@ class Options:
     max_new_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     dtype: str = "auto"
     block_size: int | None = None
     verify_width: int | Literal["auto"] | None = None
@@ -95,7 +97,7 @@ class Options:
             "do_sample": True,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": 0,
+            "top_k": self.top_k,
         }
 
     def for_draft(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Ways of decoding: conversations in, one [`Turn`] per row out, all under the same clock.
 
 Those of Transformers' own are timed by one recorder, a stopping criterion that stops nothing and notes when the loop
-comes by and how long the text is by then. Ours is told by its statistics, which say the same without a criterion.
+comes by and how long the text is by then. Ours has statistics, which say the same without a criterion.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
+from dflash_hf.bench.timing import Recorder
 from dflash_hf.data.prompt_files import Message
 from dflash_hf.errors import require
 from dflash_hf.generation.stats import SpeculativeStats
@@ -86,12 +87,15 @@ class Raw:
     Args:
         sequences (`torch.Tensor` of shape `[B, S + new]`): Prompts and answers.
         ttft (`float`, *optional*): Seconds until the first token.
+        step_ms (`list[float]`): Milliseconds of each forward of the target behind the first one, drafting and all else
+            between two forwards included. Where only their sum is known, each has the mean.
         steps (`list[Steps]`): One per row, of what drafts.
         draft_time, verify_time (`float`, *optional*): See [`Turn`].
     """
 
     sequences: Tensor
     ttft: float | None = None
+    step_ms: list[float] = field(default_factory=list[float])
     steps: list[Steps] = field(default_factory=list[Steps])
     draft_time: float | None = None
     verify_time: float | None = None
@@ -100,29 +104,13 @@ class Raw:
 Way = Callable[[Models, Inputs, Options], Raw]
 
 
-class Recorder(StoppingCriteria):
-    """Stops nothing; notes how long the text is whenever the loop of `generate` comes by, and when it first does."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.ttft: float | None = None
-        self.lengths: list[int] = []
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Returns that no row is done."""
-        self.lengths.append(input_ids.shape[1])
-        if self.ttft is None:
-            synchronize(input_ids.device)
-            self.ttft = time.perf_counter() - self.started
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
 def plain(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     """Runs plain `generate`."""
-    recorder = Recorder()
+    recorder = Recorder(models.target.device)
     criteria = StoppingCriteriaList([recorder])
     out = _generate(models, inputs, options, stopping_criteria=criteria, **more)
-    return Raw(sequences=out, ttft=recorder.ttft)
+    ttft, step_ms = recorder.times()
+    return Raw(sequences=out, ttft=ttft, step_ms=step_ms)
 
 
 def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
@@ -140,15 +128,23 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
         steps.append(
             {"committed": list(committed), "accepted": list(accepted), "proposed": proposed}
         )
-    # On an accelerator the parts say when work was queued, unless the draft's options ask to wait for it.
-    is_timed = models.target.device.type == "cpu" or draft.generation_config.synchronize
-    return Raw(
+    raw = Raw(
         sequences=out,
         ttft=stats.time_to_first_token,
+        step_ms=evenly(
+            stats.total_seconds - stats.time_to_first_token, stats.num_target_forwards - 1
+        ),
         steps=steps,
-        draft_time=stats.draft_seconds if is_timed else None,
-        verify_time=stats.verify_seconds if is_timed else None,
     )
+    # On an accelerator the parts say when work was queued, unless the draft's options ask to wait for it.
+    if models.target.device.type == "cpu" or draft.generation_config.synchronize:
+        return replace(raw, draft_time=stats.draft_seconds, verify_time=stats.verify_seconds)
+    return raw
+
+
+def evenly(seconds: float, num_steps: int) -> list[float]:
+    """Returns the milliseconds of steps of which only the sum is known, in seconds: the mean for each."""
+    return [seconds * 1e3 / num_steps] * num_steps if num_steps else []
 
 
 def stock(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
@@ -156,8 +152,8 @@ def stock(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     draft = models.draft
     assert draft is not None
     # Where Transformers looks for it.
-    narrower = {} if options.block_size is None else {"block_size": options.block_size}
-    with changed(draft.config, **narrower):
+    block_size = options.block_size or draft.config.block_size
+    with changed(draft.config, block_size=block_size):
         return _assisted(
             models, inputs, options, assistant_model=draft, speculation_type="dflash", **more
         )
@@ -210,40 +206,56 @@ def local_method(way: Way, models: Models) -> Method:
 
     def ask(conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
         inputs = models.encode(conversations)
-        torch.manual_seed(seed)
-        device = models.target.device
-        synchronize(device)
-        started = time.perf_counter()
-        raw = way(models, inputs, options)
-        synchronize(device)
-        return _turns(models, inputs, raw, time.perf_counter() - started)
+        raw, seconds = timed(way, models, inputs, options, seed)
+        return _turns(models, inputs, raw, seconds)
 
     return ask
 
 
+def timed(
+    way: Way, models: Models, inputs: Inputs, options: Options, seed: int
+) -> tuple[Raw, float]:
+    """Runs a way of decoding; returns what it returned, and its seconds, the device waited for."""
+    torch.manual_seed(seed)
+    device = models.target.device
+    synchronize(device)
+    started = time.perf_counter()
+    raw = way(models, inputs, options)
+    synchronize(device)
+    return raw, time.perf_counter() - started
+
+
+def answers_of(models: Models, inputs: Inputs, raw: Raw) -> list[list[int]]:
+    """Returns each row's new tokens up to its end token; what stands behind it is padding."""
+    ends = end_tokens(models.target)
+    answers: list[list[int]] = []
+    for row in raw.sequences[:, inputs["input_ids"].shape[1] :].tolist():
+        last = next((position for position, token in enumerate(row) if token in ends), len(row) - 1)
+        answers.append(row[: last + 1])
+    return answers
+
+
 def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Turn]:
     ends = end_tokens(models.target)
-    num_rows = inputs["input_ids"].shape[0]
     tokenizer = tokenizer_of(models.processor)
-    found = list[Turn]()
     prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
-    for index, row in enumerate(raw.sequences[:, inputs["input_ids"].shape[1] :].tolist()):
-        # What stands behind an end token is padding.
-        last = next((position for position, token in enumerate(row) if token in ends), len(row) - 1)
-        ids = row[: last + 1]
+    answers = answers_of(models, inputs, raw)
+    found: list[Turn] = []
+    for index, ids in enumerate(answers):
+        steps: Any = raw.steps[index] if raw.steps else {}
         found.append(
             Turn(
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
                 token_ids=ids,
                 new_tokens=len(ids),
                 prompt_tokens=prompt_tokens[index],
-                wall_time=seconds / num_rows,
+                wall_time=seconds / len(answers),
                 latency=seconds,
                 ttft=raw.ttft,
                 finish_reason="stop" if ids and ids[-1] in ends else "length",
                 draft_time=raw.draft_time,
                 verify_time=raw.verify_time,
-                **(raw.steps[index] if raw.steps else {}),
+                **steps,
             )
         )
     return found
@@ -264,7 +276,7 @@ def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
         inputs["input_ids"].shape[0],
         "Transformers takes no more",
     )
-    recorder = Recorder()
+    recorder = Recorder(models.target.device)
     with _noting_candidates(models.target) as candidates:
         out = _generate(
             models, inputs, options, stopping_criteria=StoppingCriteriaList([recorder]), **more
@@ -279,7 +291,8 @@ def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
         steps["committed"].append(end - start)
         steps["proposed"].append(len(proposals))
         steps["accepted"].append((*matching, False).index(False))
-    return Raw(sequences=out, ttft=recorder.ttft, steps=[steps])
+    ttft, step_ms = recorder.times()
+    return Raw(sequences=out, ttft=ttft, step_ms=step_ms, steps=[steps])
 
 
 @contextmanager

@@ -15,29 +15,33 @@ from typing import Any
 
 import torch
 
+from dflash_hf import __version__
 from dflash_hf.bench.methods import Models
 from dflash_hf.training.identity import target_identity, text_identity
 
-PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash-hf", "dflash", "tokenizers")
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash", "tokenizers")
 
 
 def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, Any]:
-    """Returns what a reader has to know to repeat a run or to distrust it.
+    """Returns what a reader has to know to repeat a run or to distrust it: [`conditions`], and what was loaded.
 
     Args:
         models (mapping): What was loaded, by the dtype that was asked for.
         num_processes (`int`): How many ask at the same time.
     """
+    described = {name: _describe(found) for name, found in models.items()}
+    return {**conditions(), "processes": num_processes, "models": described}
+
+
+def conditions() -> dict[str, Any]:
+    """Returns date, command, commit, versions, machine and threads of a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "commit": commit(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in PACKAGES},
-        },
+        "commit": _commit(),
+        "versions": versions(),
         "machine": {
-            "cpu": cpu_model(),
+            "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "gpus": [
                 torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
@@ -45,8 +49,6 @@ def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, An
             "platform": platform.platform(),
         },
         "threads": torch.get_num_threads(),
-        "processes": num_processes,
-        "models": {name: _describe(found) for name, found in models.items()},
     }
 
 
@@ -70,7 +72,14 @@ def _describe(models: Models) -> dict[str, Any]:
     return described
 
 
-def version(name: str) -> str | None:
+def versions() -> dict[str, str | None]:
+    """Returns the versions of Python, of this package, and of those that it runs on; `None` of what is not there."""
+    found = {name: _version(name) for name in PACKAGES}
+    # Ours is not the installed one: the sources may run without being installed
+    return {"python": platform.python_version(), **found, "dflash-hf": __version__}
+
+
+def _version(name: str) -> str | None:
     """Returns the version of an installed package, or `None`."""
     try:
         return importlib.metadata.version(name)
@@ -78,7 +87,7 @@ def version(name: str) -> str | None:
         return None
 
 
-def cpu_model() -> str:
+def _cpu_model() -> str:
     """Returns what the processor calls itself."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -88,7 +97,7 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str | None:
+def _commit() -> str | None:
     """Returns the commit of the clone that the package runs from, with "+dirty" if its files differ from it.
 
     Outside a repository it is what `GIT_COMMIT` says.

@@ -134,11 +134,12 @@ def _run(program: str, token: str) -> dict[str, str]:
     # Not __main__: a demonstration at the end of an answer is no part of it
     module = types.ModuleType("answer")
     sys.modules[module.__name__] = module
+    result = {"token": token}
     try:
         exec(compile(program, "answer.py", "exec"), module.__dict__)
     except BaseException as error:  # SystemExit too: the tests behind it have not run
-        return {"error": type(error).__name__}
-    return {"token": token}
+        result = {"error": type(error).__name__}
+    return result
 
 
 def _finish(results: int, result: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dflash_hf.bench.cells import Options
-from dflash_hf.bench.methods import Inputs, Models, Raw, Steps, Way
+from dflash_hf.bench.methods import Inputs, Models, Raw, Steps, Way, evenly
 from dflash_hf.checkpoints.drafts import save_draft
 from dflash_hf.errors import one_line
 from dflash_hf.pair.answers import end_tokens
@@ -73,6 +73,12 @@ def zlab_way(models: Models) -> Way:
             left -= number
         accepted = [number - 1 for number in committed]
         steps: Steps = {"committed": committed, "accepted": accepted, "proposed": proposed}
-        return Raw(sequences=out.output_ids, ttft=float(out.time_to_first_token), steps=[steps])
+        decode_seconds = float(out.time_per_output_token) * int(out.num_output_tokens)
+        return Raw(
+            sequences=out.output_ids,
+            ttft=float(out.time_to_first_token),
+            step_ms=evenly(decode_seconds, len(committed)),
+            steps=[steps],
+        )
 
     return decode

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.bench.provenance import PACKAGES, version
+from dflash_hf.bench.provenance import versions
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
 from dflash_hf.cli.train_state import RunState
 from dflash_hf.training.conversations import resolved
@@ -55,7 +55,7 @@ def card_facts(settings: TrainSettings, state: RunState) -> CardFacts:
         measured=measured,
         conditions=conditions,
         training=_training(settings, state),
-        versions={name: version(name) for name in PACKAGES},
+        versions=versions(),
     )
 
 
