@@ -20,10 +20,12 @@ def main(folder: Path) -> None:
     }
     for name, record in records.items():
         facts = record["provenance"]
-        state = "" if facts.get("is_complete", True) else ", INCOMPLETE"
-        print(
-            f"{name}: {facts['machine']['gpu'] or 'CPU'}{', tiny' if facts.get('is_tiny') else ''}{state}"
-        )
+        state = [facts["machine"]["gpus"][0] if facts["device"] != "cpu" else "CPU"]
+        if facts.get("is_tiny"):
+            state.append("tiny")
+        if not facts.get("is_complete", True):
+            state.append("INCOMPLETE")
+        print(f"{name}: {', '.join(state)}")
         for line in lines_of(record):
             print(line)
     steps = [

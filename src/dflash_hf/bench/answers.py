@@ -56,6 +56,13 @@ class Turn:
     verify_time: float | None = None
     counters: dict[str, float] | None = None
 
+    @property
+    def accept_lengths(self) -> list[int]:
+        """Tokens of each step, as Spec-Bench counts them: without a draft every token is a step of its own."""
+        if self.committed is None:
+            return [1] * self.new_tokens
+        return self.committed
+
 
 # Fields of a turn that Spec-Bench's form has under the same name, one value per turn, except the text, its `turns`.
 _PER_TURN = tuple(field.name for field in fields(Turn) if field.name != "text")
@@ -84,6 +91,11 @@ class Answer:
     error: str | None = None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether there is an error in place of turns."""
+        return self.error is not None
+
+    @property
     def key(self) -> Key:
         """The question's."""
         return self.dataset, self.question_id
@@ -102,14 +114,14 @@ class Answer:
                 uuid.NAMESPACE_URL, repr((self.key, self.model_id, self.repeat))
             ).hex,
             "model_id": self.model_id,
-            "choices": [self._choice()] if self.error is None else [],
+            "choices": [] if self.has_failed else [self._choice()],
             "tstamp": self.tstamp,
             "dataset": self.dataset,
             "repeat": self.repeat,
         }
         if self.subcategory:
             row["subcategory"] = self.subcategory
-        if self.error is not None:
+        if self.has_failed:
             row["error"] = self.error
         return row
 
@@ -118,15 +130,8 @@ class Answer:
         return {
             "index": 0,
             "turns": [turn.text for turn in self.turns],
-            # Without a draft every token is a step of its own.
-            "decoding_steps": [
-                t.new_tokens if t.committed is None else len(t.committed) for t in self.turns
-            ],
-            "accept_lengths": [
-                length
-                for t in self.turns
-                for length in ([1] * t.new_tokens if t.committed is None else t.committed)
-            ],
+            "decoding_steps": [len(turn.accept_lengths) for turn in self.turns],
+            "accept_lengths": [length for turn in self.turns for length in turn.accept_lengths],
             **{name: [turn[name] for turn in turns] for name in _PER_TURN},
         }
 

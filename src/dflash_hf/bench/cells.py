@@ -158,8 +158,10 @@ class RunSettings:
         from dflash_hf.generation_config import Proposal
 
         for name in self.methods:
+            hint = "name some of them"
             nearest = difflib.get_close_matches(name, METHODS, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "name some of them"
+            if nearest:
+                hint = f"did you mean {nearest[0]!r}?"
             require(name in METHODS, f"methods among {', '.join(METHODS)}", name, hint)
         for name in ("data", "methods", *_WORDS):
             values = getattr(self, name)
@@ -212,15 +214,14 @@ class RunSettings:
                 f"give --{name}, or other --methods",
             )
         for option, name in (("--assistant-model", "assistant"), ("--server", "server")):
-            given = getattr(self, name) is not None
-            require(
-                given == (name in self.methods),
-                f"{option} and the method {name!r} together",
-                f"{option} {getattr(self, name)}"
-                if given
-                else f"--methods {','.join(self.methods)}",
-                f"give both, or leave out the {'option' if given else 'method'}",
-            )
+            given = getattr(self, name)
+            what = f"{option} and the method {name!r} together"
+            if name in self.methods:
+                asked = f"--methods {','.join(self.methods)}"
+                require(bool(given), what, asked, "give both, or leave out the method")
+            else:
+                asked = f"{option} {given}"
+                require(not given, what, asked, "give both, or leave out the option")
 
     def what_matters(self) -> dict[str, Any]:
         """Returns what makes two runs the same, as plain values: all but the folders, and what to do at the end."""
@@ -323,8 +324,11 @@ def make_cells(settings: RunSettings) -> list[Cell]:
     for method in settings.methods:
         for combination in itertools.product(*(getattr(settings, name) for name in _WORDS)):
             given = dict(zip(_WORDS, combination, strict=True))
-            idle = () if given["temperature"] else ("top_p", "proposal")
-            idle += ("max_matching_ngram_size",) if given["num_tree_nodes"] == 0 else ()
+            idle: list[str] = []
+            if given["temperature"] == 0:
+                idle += ["top_p", "proposal"]
+            if given["num_tree_nodes"] == 0:
+                idle.append("max_matching_ngram_size")
             looks_at = [name for name in _LOOKS_AT[method] if name not in idle]
             values = {name: given[name] for name in swept if name in looks_at}
             parts = [f"{_WORDS[name]}{_shown(value)}" for name, value in values.items()]

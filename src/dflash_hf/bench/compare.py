@@ -91,7 +91,7 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
         {
             name
             for name, answers in run.answers.items()
-            if any(a.error is None for a in answers.values())
+            if not all(answer.has_failed for answer in answers.values())
         }
         for run in runs
     ]
@@ -104,7 +104,10 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
     scores = read_scores(runs[0].folder), read_scores(runs[1].folder)
     datasets = [name for name in runs[0].datasets if any(key[0] == name for key in shared)]
     changes: list[Change] = []
-    for dataset in [*datasets, *([ALL] if len(datasets) > 1 else [])]:
+    parts = list(datasets)
+    if len(datasets) > 1:
+        parts.append(ALL)
+    for dataset in parts:
         keys = {key for key in shared if dataset in (ALL, key[0])}
         for name in methods:
             changes += _changes(runs, scores, name, keys, dataset)
@@ -133,7 +136,8 @@ def _changes(
             _answers(run, str(baseline), asked)
             for run, baseline in zip(runs, baselines, strict=True)
         ]
-        if both := [key for key in keys if key in theirs[0] and key in theirs[1]]:
+        both = [key for key in keys if key in theirs[0] and key in theirs[1]]
+        if both:
             parts = [
                 np.hstack([_rates(answers, both) for answers in each])
                 for each in zip(mine, theirs, strict=True)
@@ -153,7 +157,8 @@ def _changes(
         )
         for found in scores
     ]
-    if scored := [key for key in means[0] if key in means[1]]:
+    scored = [key for key in means[0] if key in means[1]]
+    if scored:
         change = _change(
             of,
             "accuracy",
@@ -184,7 +189,7 @@ def _answers(run: Run, name: str, keys: set[Key]) -> dict[Key, list[Answer]]:
     """Answers of a method by question, all repeats; failed ones left out."""
     found: dict[Key, list[Answer]] = {}
     for (key, _), answer in run.answers.get(name, {}).items():
-        if key in keys and answer.error is None:
+        if key in keys and not answer.has_failed:
             found.setdefault(key, []).append(answer)
     return found
 
@@ -199,12 +204,12 @@ def _change(
     """A change with its interval, from what each run's number is the ratio of, summed of each question."""
     values = np.hstack(parts)
     before, after = (float(number) for number in _numbers(values.sum(axis=0)))
-    drawn = _numbers(resample(values, [dataset for dataset, _ in keys]))
+    drawn_before, drawn_after = _numbers(resample(values, [dataset for dataset, _ in keys]))
+    no_change = 1.0 if is_ratio else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = interval(drawn[1] / drawn[0] if is_ratio else drawn[1] - drawn[0], CERTAIN)
-    is_beyond = (
-        low is not None and high is not None and not low <= (1.0 if is_ratio else 0.0) <= high
-    )
+        moved = drawn_after / drawn_before if is_ratio else drawn_after - drawn_before
+    low, high = interval(moved, CERTAIN)
+    is_beyond = low is not None and high is not None and not low <= no_change <= high
     ends: dict[str, Any] = {"before": before, "after": after, "low": low, "high": high}
     return Change(**of, quantity=quantity, **ends, count=len(values), is_beyond_noise=is_beyond)
 
@@ -213,9 +218,9 @@ def _numbers(sums: Any) -> list[Any]:
     """Both runs' numbers: of `(..., 4)` sums one over the other, of `(..., 8)` their [`ratios`]."""
     with np.errstate(divide="ignore", invalid="ignore"):
         halves = np.split(sums, 2, axis=-1)
-        return [
-            ratios(half) if half.shape[-1] == 4 else half[..., 0] / half[..., 1] for half in halves
-        ]
+        if sums.shape[-1] == 8:
+            return [ratios(half) for half in halves]
+        return [half[..., 0] / half[..., 1] for half in halves]
 
 
 def _rates(answers: Mapping[Key, Sequence[Answer]], keys: Sequence[Key]) -> Any:
@@ -283,7 +288,8 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         here = (change.dataset, change.model_id)
         if previous not in (None, here):
             table.add_section()
-        names_here = ("", "") if previous == here else here
+        is_same_row = previous == here
+        names_here = ("", "") if is_same_row else here
         table.add_row(*map(Text, (*names_here, *_cells(change))), _verdict(change))
         previous = here
     return [*tables, table]
@@ -293,39 +299,35 @@ def _cells(change: Change) -> tuple[str, ...]:
     """What it is, both numbers, the change, its interval and what it is of, as text."""
     if change.quantity == "same text":
         return change.quantity, "", f"{100 * change.after:.1f} %", "", "", str(change.count)
-    is_speed = change.quantity in ("tokens/s", "speed-up")
-    scale, digits, unit = (100, 1, " %") if change.quantity == "accuracy" else (1, 2, "")
-    before, after = (f"{scale * value:.{digits}f}{unit}" for value in (change.before, change.after))
-    if is_speed:  # in per cent of what it was, as the interval of its ratio
-        scale = 100
-        digits = 1
-    offset = 1.0 if is_speed else 0.0
-    moved = (
-        change.after / change.before if is_speed and change.before else change.after - change.before
-    ) - offset
-    ends = [
-        f"{scale * (end - offset):+.{digits}f}"
-        for end in (change.low, change.high)
-        if end is not None
-    ]
-    percent = " %" if is_speed else unit
-    return (
-        change.quantity,
-        before,
-        after,
-        f"{scale * moved:+.{digits}f}{percent}",
-        " … ".join(ends),
-        str(change.count),
-    )
+    ends = [end for end in (change.low, change.high) if end is not None]
+    if change.quantity in ("tokens/s", "speed-up"):
+        # The change is in per cent of the number before, as the interval is of the ratio.
+        before = f"{change.before:.2f}"
+        after = f"{change.after:.2f}"
+        ratio = change.after / change.before if change.before else 1.0
+        moved = f"{100 * (ratio - 1):+.1f} %"
+        shown = [f"{100 * (end - 1):+.1f}" for end in ends]
+    elif change.quantity == "accuracy":
+        before = f"{100 * change.before:.1f} %"
+        after = f"{100 * change.after:.1f} %"
+        moved = f"{100 * (change.after - change.before):+.1f} %"
+        shown = [f"{100 * end:+.1f}" for end in ends]
+    else:
+        before = f"{change.before:.2f}"
+        after = f"{change.after:.2f}"
+        moved = f"{change.after - change.before:+.2f}"
+        shown = [f"{end:+.2f}" for end in ends]
+    return change.quantity, before, after, moved, " … ".join(shown), str(change.count)
 
 
 def _verdict(change: Change) -> Text:
-    if not change.is_beyond_noise:
-        return Text("the same" if change.quantity == "same text" else "noise", style="dim")
-    if change.quantity == "same text":
+    is_text = change.quantity == "same text"
+    if is_text and change.is_beyond_noise:
         return Text("differs", style="bold yellow")
-    return (
-        Text("better", style="bold green")
-        if change.after > change.before
-        else Text("worse", style="bold red")
-    )
+    if is_text:
+        return Text("the same", style="dim")
+    if not change.is_beyond_noise:
+        return Text("noise", style="dim")
+    if change.after > change.before:
+        return Text("better", style="bold green")
+    return Text("worse", style="bold red")

@@ -56,7 +56,7 @@ def measure(answers: Sequence[Answer], bin_tokens: int) -> dict[str, Any]:
     decode = np.array([decode_part(turn) for turn in turns]).reshape(-1, 2).sum(axis=0)
     return {
         "questions": len({answer.key for answer in answers}),
-        "answers": sum(answer.error is None for answer in answers),
+        "answers": sum(not answer.has_failed for answer in answers),
         "failures": sum(errors.values()),
         "failure_reasons": dict(errors.most_common()),
         "texts": len(turns),
@@ -90,7 +90,9 @@ def decode_part(turn: Turn) -> tuple[float, float]:
 
 def _shared(turn: Turn, seconds: float | None) -> float:
     """A row's share of some seconds of its call."""
-    return seconds * turn.wall_time / turn.latency if seconds and turn.latency else 0.0
+    if not seconds or not turn.latency:
+        return 0.0
+    return seconds * turn.wall_time / turn.latency
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -254,7 +256,8 @@ def first_difference(answer: Answer, other: Answer) -> tuple[int, int | None] | 
                 return number, None
         elif one.token_ids != two.token_ids:
             equal = [a == b for a, b in zip(one.token_ids, two.token_ids, strict=False)]
-            return number, equal.index(False) if False in equal else len(equal)
+            # Where all are equal, they differ where the shorter one has ended.
+            return number, [*equal, False].index(False)
     return None
 
 

@@ -30,7 +30,9 @@ def write_margins(folder: Path, models: Mapping[str, Models]) -> Path:
     rows: list[dict[str, Any]] = []
     for dtype, loaded in models.items():
         cells = [cell for cell in run.cells if cell.options.dtype == dtype and not cell.is_sampled]
-        pairs = [pair for cell in cells for pair in baseline_pairs(run, cell)]
+        pairs = [
+            pair for cell in cells for pair in baseline_pairs(run, cell, run.answers[cell.model_id])
+        ]
         rows += margins(pairs, run.questions, loaded, run.settings["system"])
     return write_rows(folder / MARGINS, rows)
 

@@ -63,6 +63,12 @@ class Models:
     assistant: PreTrainedModel | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def loaded_draft(self) -> DFlashDraftModel:
+        """The draft, where a method needs it: it is loaded then."""
+        assert self.draft is not None
+        return self.draft
+
     def encode(self, conversations: Sequence[Conversation]) -> Inputs:
         """Turns conversations into inputs of the target; without a chat template they are their messages' texts.
 
@@ -115,8 +121,7 @@ def plain(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
 
 def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     """Runs `generate(..., assistant_model=draft)`, this package's way; every row has its own steps."""
-    draft = models.draft
-    assert draft is not None
+    draft = models.loaded_draft
     with changed(draft.generation_config, **options.for_draft()):
         out = _generate(models, inputs, options, assistant_model=draft)
     stats = draft.last_stats
@@ -149,8 +154,7 @@ def evenly(seconds: float, num_steps: int) -> list[float]:
 
 def stock(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
     """Runs Transformers' own DFlash with our draft, whose `forward` keeps upstream's contract; one row."""
-    draft = models.draft
-    assert draft is not None
+    draft = models.loaded_draft
     # Where Transformers looks for it.
     block_size = options.block_size or draft.config.block_size
     with changed(draft.config, block_size=block_size):
@@ -164,10 +168,8 @@ def stock_static(models: Models, inputs: Inputs, options: Options) -> Raw:
 
     The cache has room for a block more: the last verify may reach beyond the longest text.
     """
-    draft = models.draft
-    assert draft is not None
     longest = inputs["input_ids"].shape[1] + options.max_new_tokens
-    room = longest + (options.block_size or draft.config.block_size)
+    room = longest + (options.block_size or models.loaded_draft.config.block_size)
     return stock(models, inputs, options, cache_implementation="static", max_cache_len=room)
 
 

@@ -80,7 +80,9 @@ def figures(summary: dict[str, Any], text: tuple[str, list[int]] | None) -> dict
 
 def short(name: str) -> str:
     """Returns a name, its middle left out where it is long: cells of a sweep differ at the end."""
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}…{name[1 - MAX_NAME // 2 :]}"
+    if len(name) <= MAX_NAME:
+        return name
+    return f"{name[: MAX_NAME // 2]}…{name[1 - MAX_NAME // 2 :]}"
 
 
 def figure(
@@ -109,11 +111,8 @@ def _speedups(methods: Sequence[dict[str, Any]]) -> Figure | None:
         groups.append(("all sets", [(method, method["all"]["speedup"]) for method in compared]))
     if sum(len(rows) + 1 for _, rows in groups) > MAX_ROWS:
         groups = groups[-1:]
-    groups = [
-        (name, found)
-        for name, rows in groups
-        if (found := [row for row in rows if row[1] and row[1]["ratio"]])
-    ]
+    groups = [(name, [row for row in rows if row[1] and row[1]["ratio"]]) for name, rows in groups]
+    groups = [(name, rows) for name, rows in groups if rows]
     if not groups:
         return None
     count = sum(len(rows) + 1 for _, rows in groups)
@@ -129,10 +128,11 @@ def _speedups(methods: Sequence[dict[str, Any]]) -> Figure | None:
             labels.append("")
             for method, speed in rows:
                 y += 1
-                low, high = (
-                    speed[end] if speed[end] is not None else speed["ratio"]
-                    for end in ("low", "high")
-                )
+                low = speed["low"]
+                high = speed["high"]
+                if low is None or high is None:  # one question has no interval
+                    low = speed["ratio"]
+                    high = speed["ratio"]
                 _span(axes, y, low, high, speed["ratio"], method["look"])
                 axes.text(high + largest * 0.03, y, f"{speed['ratio']:.2f}×", va="center")
                 labels.append(method["label"])

@@ -72,8 +72,11 @@ class Bars:
             ):
                 sums[index] += value
         tokens, seconds, committed, verifies = sums
-        numbers = [f"{tokens / seconds:.1f} tokens/s"] if seconds else []
-        numbers += [f"acceptance {committed / verifies:.2f}"] if verifies else []
+        numbers: list[str] = []
+        if seconds:
+            numbers.append(f"{tokens / seconds:.1f} tokens/s")
+        if verifies:
+            numbers.append(f"acceptance {committed / verifies:.2f}")
         self.progress.update(self._tasks[name], advance=len(found), numbers=", ".join(numbers))
         if time.perf_counter() - self._drawn >= SECONDS_BETWEEN:
             self.progress.refresh()

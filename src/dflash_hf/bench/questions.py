@@ -55,15 +55,15 @@ class Question:
             answers (sequence of `str`): The target's answers so far; one turn less than is asked.
             system (`str`, *optional*): What the conversation begins with.
         """
-        messages: list[dict[str, Any]] = (
-            [] if system is None else [{"role": "system", "content": system}]
-        )
+        messages: list[dict[str, Any]] = []
+        if system is not None:
+            messages.append({"role": "system", "content": system})
         messages += [dict(message) for message in self.history]
         for number, turn in enumerate(self.turns[: len(answers) + 1]):
-            images = (
-                [{"type": "image", "path": path} for path in self.images] if number == 0 else []
-            )
-            content = [*images, {"type": "text", "text": turn}] if images else turn
+            content: Any = turn
+            if number == 0 and self.images:
+                content = [{"type": "image", "path": path} for path in self.images]
+                content.append({"type": "text", "text": turn})
             messages.append({"role": "user", "content": content})
             if number < len(answers):
                 messages.append({"role": "assistant", "content": answers[number]})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.plots import Figure, figures
 from dflash_hf.bench.run_files import Run, read_run
@@ -122,43 +123,46 @@ def _tables(
             for method in methods
             if name in method["sets"]
         ]
-        rows = [(method, picked) for method, block in here if (picked := pick(block))]
+        rows = [(method, pick(block)) for method, block in here]
         parts = [
             (part, method, pick(one))
             for method, block in here
             for part, one in block["categories"].items()
         ]
         parts.sort(key=lambda row: row[0].lower())
-        parts = [(f"{part} · {method}", picked) for part, method, picked in parts if picked]
-        if parts or (rows and len(sets) > 1):
-            found.append((name, rows, parts))
-    return [
-        (method["model_id"], picked) for method in methods if (picked := pick(method["all"]))
-    ], found
+        named = _filled((f"{part} · {method}", picked) for part, method, picked in parts)
+        rows = _filled(rows)
+        if named or (rows and len(sets) > 1):
+            found.append((name, rows, named))
+    over_all = _filled((method["model_id"], pick(method["all"])) for method in methods)
+    return over_all, found
+
+
+def _filled(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The rows that have something to show."""
+    return [row for row in rows if row[1]]
 
 
 def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]] | None:
     """A text whose verifies commit about as much as those of all, and what each of them did."""
-    if (
-        main is None
-        or not main["all"]["acceptance"]
-        or not main["all"]["acceptance"]["acceptance_length"]
-    ):
+    acceptance = main["all"]["acceptance"] if main else None
+    if not main or not acceptance or not acceptance["acceptance_length"]:
         return None
-    mean = main["all"]["acceptance"]["acceptance_length"]
-    found = [
-        (
-            abs(sum(turn.committed) / len(turn.committed) - mean),
-            -len(turn.committed),
-            answer,
-            turn.committed,
-        )
+    texts = [
+        (answer, turn.committed)
         for answer in run.answers[main["model_id"]].values()
         for turn in answer.turns
         if turn.committed
     ]
-    long = [row for row in found if -row[1] >= MIN_VERIFIES] or found
-    _, _, answer, committed = min(long, key=lambda row: row[:2])
+    long = [text for text in texts if len(text[1]) >= MIN_VERIFIES]
+
+    def order(text: tuple[Answer, list[int]]) -> tuple[float, int]:
+        """How far its mean is off; of equal ones the longest text."""
+        committed = text[1]
+        mean = sum(committed) / len(committed)
+        return abs(mean - acceptance["acceptance_length"]), -len(committed)
+
+    answer, committed = min(long or texts, key=order)
     return f"{answer.dataset} {answer.question_id}, {answer.model_id}", committed
 
 
@@ -169,17 +173,20 @@ def _examples(run: Run, main: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     scores = read_scores(run.folder)
     found: dict[str, dict[str, Any]] = {}
     for which, answer in run.answers[main["model_id"]].items():
-        if answer.error is None and answer.dataset not in found:
-            said = [
-                turn.text if len(turn.text) <= MAX_TEXT else f"{turn.text[:MAX_TEXT]} …"
-                for turn in answer.turns
-            ]
+        if not answer.has_failed and answer.dataset not in found:
+            said = [_cut(turn.text) for turn in answer.turns]
             found[answer.dataset] = {
                 "question": run.questions[answer.key],
                 "turns": list(zip(run.questions[answer.key].turns, said, strict=True)),
                 "score": scores.get((main["model_id"], which)),
             }
     return list(found.values())
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:MAX_TEXT]} …"
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -196,11 +203,14 @@ def _milliseconds(seconds: float | None) -> str:
     value = 1000 * seconds
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
 
 
 def _rate(value: float | None) -> str:
-    return _number(value, 1 if value is not None and value < 1000 else 0)
+    is_small = value is not None and value < 1000
+    return _number(value, int(is_small))
 
 
 def _words(value: object) -> str:

@@ -80,7 +80,10 @@ def run(settings: RunSettings) -> Path | None:
     is_resumed = False
     if processes.rank == 0:
         is_resumed = folder.check(settings.resume, settings.what_matters())
-        questions = folder.read_questions() if is_resumed else _load_questions(settings)
+        if is_resumed:
+            questions = folder.read_questions()
+        else:
+            questions = _load_questions(settings)
     models = _load_models(settings, processes.device_map)
     _check_questions(questions, models, settings)
     methods = _make_methods(settings, cells, models)
@@ -125,11 +128,15 @@ class Processes:
 
         is_cpu = device == "cpu" or not torch.accelerator.is_available()
         # The slowest process may ask for a long time after the others.
-        waits = {"timeout": timedelta(days=2)} if "LOCAL_RANK" in os.environ else {}
+        waits: dict[str, Any] = {}
+        if "LOCAL_RANK" in os.environ:
+            waits["timeout"] = timedelta(days=2)
         self._state = PartialState(cpu=is_cpu, **waits)
         self.rank = int(self._state.process_index)
         self.size = int(self._state.num_processes)
-        self.device_map = str(self._state.device) if self.size > 1 and device == "auto" else device
+        self.device_map = device
+        if self.size > 1 and device == "auto":
+            self.device_map = str(self._state.device)
 
     def wait(self) -> None:
         """Waits for the others."""
@@ -181,16 +188,16 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
         hint = "leave out --chat-template-kwargs, --no-thinking and --system"
         require(is_fine, "a target with a chat template", settings.target, hint)
         given: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
-        draft = settings.draft if needs_draft else None
-        assistant = settings.assistant
+        loaded: dict[str, Any] = {}
+        if needs_draft:
+            loaded["draft"] = DFlashDraftModel.from_pretrained(settings.draft, **given)
+        if settings.assistant:
+            loaded["assistant"] = AutoModelForCausalLM.from_pretrained(settings.assistant, **given)
         found[dtype] = Models(
             target=target,
             processor=processor,
-            draft=None if draft is None else DFlashDraftModel.from_pretrained(draft, **given),
-            assistant=None
-            if assistant is None
-            else AutoModelForCausalLM.from_pretrained(assistant, **given),
             template_options=settings.template_options,
+            **loaded,
         )
     return found
 
@@ -248,8 +255,7 @@ def _check_draft(cell: Cell, models: Mapping[str, Models]) -> None:
     """Raises `ValueError` if the draft cannot be run as the cell wants it."""
     if cell.method not in NEEDS_DRAFT:
         return
-    draft = models[cell.options.dtype].draft
-    assert draft is not None
+    draft = models[cell.options.dtype].loaded_draft
     options = type(draft.generation_config)(**cell.options.for_draft())
     options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     if cell.method in ("stock", "stock-static"):
@@ -409,9 +415,11 @@ class Asker:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         self.method_seconds += _seconds_of(turns)
-        self.failures[cell.model_id] = (
-            0 if error is None else self.failures.get(cell.model_id, 0) + 1
-        )
+        if error is None:
+            self.failures[cell.model_id] = 0
+        else:
+            self.failures[cell.model_id] = self.failures.get(cell.model_id, 0) + 1
+            turns = [[] for _ in batch]
         return [
             Answer(
                 dataset=question.dataset,
@@ -420,7 +428,7 @@ class Asker:
                 subcategory=question.subcategory,
                 model_id=cell.model_id,
                 repeat=repeat,
-                turns=tuple(found) if error is None else (),
+                turns=tuple(found),
                 error=error,
                 tstamp=time.time(),
             )
@@ -439,7 +447,7 @@ def _end(asker: Asker, session: Mapping[str, float]) -> None:
         answers = asker.folder.read(cell.model_id)
         sequence = sorted(answers, key=lambda asked: (asked[1], order[asked[0]]))
         asker.folder.merge(cell.model_id, [answers[asked] for asked in sequence])
-        errors = [answer.error for answer in answers.values() if answer.error is not None]
+        errors = [answer.error for answer in answers.values() if answer.has_failed]
         if cell.failed is None and errors and len(answers) < len(order) * asker.settings.repeats:
             cell.failed = (
                 f"given up after {MAX_FAILURES} failures in a row, the last one: {errors[-1]}"

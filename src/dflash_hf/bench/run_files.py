@@ -49,18 +49,18 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"expected a folder as --out, got the file {self.path}; name another")
-        found = sorted(file.name for file in self.path.iterdir()) if self.path.is_dir() else []
+        found: list[str] = []
+        if self.path.is_dir():
+            found = sorted(file.name for file in self.path.iterdir())
         # Killed before its settings were written, a run has left no more than its questions.
         if not found or (
             resume and all(name == QUESTIONS or name.startswith(".") for name in found)
         ):
             return False
         if not resume:
-            hint = (
-                "pass --resume to go on with the run in it, or name another"
-                if RUN in found
-                else "name another"
-            )
+            hint = "name another"
+            if RUN in found:
+                hint = "pass --resume to go on with the run in it, or name another"
             raise ValueError(
                 f"expected a new or empty folder as --out, got {self.path} with files in it; {hint}"
             )
@@ -133,11 +133,13 @@ class RunFolder:
         """Returns all answers of a cell that can be read, of whatever process."""
         answers: dict[Which, Answer] = {}
         for path in (self.answers_file(model_id), *self._parts(model_id)):
-            for number, line in enumerate(
-                path.read_bytes().split(b"\n") if path.is_file() else (), 1
-            ):
+            if not path.is_file():
+                continue
+            for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+                if not line:
+                    continue
                 try:
-                    answer = Answer.from_dict(json.loads(line)) if line else None
+                    answer = Answer.from_dict(json.loads(line))
                 except (ValueError, LookupError, TypeError, AttributeError):
                     logger.warning(
                         "line %d of %s was not written to its end: its batch is asked again",
@@ -145,8 +147,7 @@ class RunFolder:
                         path,
                     )
                     continue
-                if answer is not None:
-                    answers[answer.which] = answer
+                answers[answer.which] = answer
         return answers
 
     def merge(self, model_id: str, answers: Iterable[Answer]) -> None:
@@ -164,7 +165,7 @@ def whole_batches(answers: Mapping[Which, Answer], batches: Iterable[Batch]) -> 
     counting: dict[Which, Answer] = {}
     for repeat, questions in batches:
         found = [(question.key, repeat) for question in questions]
-        if all(asked in answers and answers[asked].error is None for asked in found):
+        if all(asked in answers and not answers[asked].has_failed for asked in found):
             counting.update((asked, answers[asked]) for asked in found)
     return counting
 

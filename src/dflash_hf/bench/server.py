@@ -84,18 +84,21 @@ def counters(server: OpenAIClient) -> dict[str, float]:
 
     They are empty where it tells neither.
     """
+    found: dict[str, float] = {}
     response = server.http.get("/metrics")
-    found = _prometheus_counters(response.text) if response.is_success else {}
+    if response.is_success:
+        found = _prometheus_counters(response.text)
     if found:
         return found
     response = server.http.get("/get_server_info")
     is_json = "json" in response.headers.get("content-type", "")
-    if not response.is_success or not is_json:
-        return {}
-    info = response.json()
-    states = info.get("internal_states") or [info]
-    length = states[0].get("avg_spec_accept_length")
-    return {} if length is None else {MEAN: float(length)}
+    if response.is_success and is_json:
+        info = response.json()
+        states = info.get("internal_states") or [info]
+        length = states[0].get("avg_spec_accept_length")
+        if length is not None:
+            found[MEAN] = float(length)
+    return found
 
 
 def _prometheus_counters(text: str) -> dict[str, float]:

@@ -85,22 +85,25 @@ def normalised(row: Row) -> Fields:
         FIX,
     )
     history, said = row.messages()
+    if score is None:
+        reference = row.values.get("reference")
+    else:
+        reference = row.value("reference", "answer")
     return {
         "question_id": row.name("question_id", "prompt_id", "id"),
         **_category(row, "category", "kind"),
         "subcategory": row.text("subcategory", "sub_category", default=""),
         "turns": tuple(text_of([message]) for message in said) or row.turns(*CONVERSATION),
         "history": tuple(history),
-        "reference": row.values.get("reference")
-        if score is None
-        else row.value("reference", "answer"),
+        "reference": reference,
         "score": score,
     }
 
 
 def _category(row: Row, *names: str) -> Fields:
     """The category, where the row has one."""
-    return {"category": category} if (category := row.text(*names, default="")) else {}
+    category = row.text(*names, default="")
+    return {"category": category} if category else {}
 
 
 def gsm8k(row: Row) -> Fields:
@@ -157,8 +160,10 @@ def mbpp(row: Row) -> Fields | None:
     setup = row.values.get("test_setup_code")
     if imports:
         imports = list(row.texts("test_imports"))
+    elif setup:
+        imports = [setup]
     else:
-        imports = [setup] if setup else []
+        imports = []
     return {
         "question_id": number,
         "turns": (
@@ -178,13 +183,12 @@ def mbpp(row: Row) -> Fields | None:
 def livecodebench(row: Row) -> Fields:
     """Reads a row of LiveCodeBench; without its tests, which nothing here runs."""
     starter = row.values.get("starter_code")
-    how = (
-        "Use the following code structure:"
-        if starter
-        else "Write your code in the following format:"
-    )
+    how = "Use the following code structure:"
+    if not starter:
+        starter = "# YOUR CODE HERE"
+        how = "Write your code in the following format:"
     text = row.text("question_content")
-    turn = LIVECODEBENCH.format(question=text, how=how, code=starter or "# YOUR CODE HERE")
+    turn = LIVECODEBENCH.format(question=text, how=how, code=starter)
     return {
         "question_id": row.name("question_id"),
         **_category(row, "difficulty"),
@@ -196,7 +200,9 @@ def alpaca(row: Row) -> Fields:
     """Reads a row of Alpaca."""
     turn = row.text("instruction")
     more = row.text("input", default="")
-    return {"turns": (f"{turn}\n\nInput:\n{more}" if more else turn,)}
+    if more:
+        turn = f"{turn}\n\nInput:\n{more}"
+    return {"turns": (turn,)}
 
 
 def mmstar(row: Row) -> Fields:
@@ -229,15 +235,19 @@ _SPEC_BENCH: Final = (
 
 
 def _speed_bench(size: str) -> QuestionSet:
-    config = f"throughput_{size}" if size else "qualitative"
+    name = "speed-bench"
+    config = "qualitative"
+    if size:
+        name = f"speed-bench-{size}"
+        config = f"throughput_{size}"
+    folders = ("speed_bench", "speed-bench", "speed")
+    files = [f"{folder}/{config}{end}" for folder in folders for end in FILES]
+    files += [f"{folder}/{config}/*.parquet" for folder in folders]
     return QuestionSet(
-        name=f"speed-bench-{size}" if size else "speed-bench",
+        name=name,
         hub=("nvidia/SPEED-Bench", config, "test"),
         question=normalised,
-        files=tuple(
-            f"speed{part}/{config}{end}" for part in ("_bench", "-bench", "") for end in FILES
-        )
-        + tuple(f"speed{part}/{config}/*.parquet" for part in ("_bench", "-bench", "")),
+        files=tuple(files),
     )
 
 
@@ -383,7 +393,8 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
         path = Path(name)
         return path.stem, _own(file_rows([path]), path.stem, template)
     known = {_plain(entry.name): entry for entry in SETS}
-    if "/" not in name and (entry := known.get(_plain(name))) is not None:
+    entry = known.get(_plain(name))
+    if entry is not None and "/" not in name:
         what = f"a template only for files and Hub sets of your own, not for {entry.name}"
         require(template is None, what, template, "leave it out, or name the set's file or Hub id")
         return entry.name, _theirs(entry, data_dir)
@@ -397,16 +408,12 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
         )
         config, split = [part or None for part in (*parts, "", "")[:2]]
         return name, _own(hub_rows(path, config, split), name, template)
-    near = [
-        known[key].name for key in difflib.get_close_matches(_plain(name), known, n=2, cutoff=0.5)
-    ]
+    hint = f"known are {', '.join(entry.name for entry in SETS)}"
+    near = difflib.get_close_matches(_plain(name), known, n=2, cutoff=0.5)
+    if near:
+        hint = f"did you mean {' or '.join(known[key].name for key in near)}?"
     raise ValueError(
-        f"expected a name of a set, a .jsonl file or a Hub set ORG/NAME, got {shown(name)}; "
-        + (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"known are {', '.join(entry.name for entry in SETS)}"
-        )
+        f"expected a name of a set, a .jsonl file or a Hub set ORG/NAME, got {shown(name)}; {hint}"
     )
 
 
@@ -433,7 +440,8 @@ def _rows(known: QuestionSet, data_dir: Path | None) -> Iterator[Row]:
         return hub_rows(*known.hub, columns=known.columns, files=known.hub_files)
     require(data_dir.is_dir(), "a folder as --data-dir", str(data_dir), "fix the path")
     for pattern in known.patterns():
-        if paths := sorted(path for path in data_dir.glob(pattern) if path.is_file()):
+        paths = sorted(path for path in data_dir.glob(pattern) if path.is_file())
+        if paths:
             return file_rows(paths, known.columns)
     raise ValueError(
         f"expected the rows of {known.name} in {data_dir}, got none of {listed(known.patterns())}; "

@@ -160,18 +160,20 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
     def parts(own: dict[Which, Answer], name: str) -> dict[str, Any]:
         """The blocks of a field, if the questions differ in it."""
         groups = grouped(own, name)
-        return {value: block(part) for value, part in groups.items()} if len(groups) > 1 else {}
+        if len(groups) == 1:
+            return {}
+        return {value: block(part) for value, part in groups.items()}
 
     by_set = grouped(answers, "dataset")
-    sets = {
-        name: {
-            **block(own),
-            "categories": parts(own, "category"),
-            "subcategories": parts(own, "subcategory"),
-        }
-        for name in run.datasets
-        if (own := by_set.get(name))
-    }
+    sets: dict[str, Any] = {}
+    for name in run.datasets:
+        if name in by_set:
+            own = by_set[name]
+            sets[name] = {
+                **block(own),
+                "categories": parts(own, "category"),
+                "subcategories": parts(own, "subcategory"),
+            }
     return {
         "model_id": cell.model_id,
         "method": cell.method,
@@ -185,20 +187,19 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
     }
 
 
-def baseline_pairs(run: Run, cell: Cell, own: dict[Which, Answer] | None = None) -> list[Pair]:
-    """Returns a cell's answers beside its baseline's to the same questions and repeats, failed ones left out."""
+def baseline_pairs(run: Run, cell: Cell, own: dict[Which, Answer]) -> list[Pair]:
+    """Returns some answers of a cell beside its baseline's to the same questions and repeats; no failed ones."""
     if cell.baseline is None or cell.baseline == cell.model_id:
         return []
     theirs = run.answers.get(cell.baseline, {})
-    mine = run.answers[cell.model_id] if own is None else own
-    pairs = [(a, theirs[which]) for which, a in mine.items() if which in theirs]
-    return [pair for pair in pairs if pair[0].error is None and pair[1].error is None]
+    pairs = [(answer, theirs[which]) for which, answer in own.items() if which in theirs]
+    return [(one, other) for one, other in pairs if not one.has_failed and not other.has_failed]
 
 
 def _differing(run: Run, cell: Cell) -> list[dict[str, Any]]:
     """Where answers first differ from the baseline's, and by how much if the run has recorded it."""
     rows: list[dict[str, Any]] = []
-    for answer, other in baseline_pairs(run, cell):
+    for answer, other in baseline_pairs(run, cell, run.answers[cell.model_id]):
         found = first_difference(answer, other)
         if found is not None:
             known = run.margins.get((cell.model_id, answer.which), {})

@@ -34,9 +34,8 @@ def zlab_way(models: Models) -> Way:
         raise ValueError(
             f"expected z-lab's package for zlab, got none ({one_line(error)}); pip install --no-deps {PACKAGE}"
         ) from error
-    assert models.draft is not None
     with tempfile.TemporaryDirectory() as folder:
-        save_draft(models.draft, folder, format="zlab")
+        save_draft(models.loaded_draft, folder, format="zlab")
         loaded: Any = zlab.DFlashDraftModel.from_pretrained(folder, dtype=models.target.dtype)
     draft = loaded.to(models.target.device).eval()
     package: Any = zlab
