@@ -87,9 +87,6 @@ def test_rows_of_a_batch_have_their_own_steps(
         assert turn.proposed == [5] * len(turn.committed)
         assert 1 + sum(turn.committed) == len(ids)
         assert [count + 1 for count in turn.accepted[:-1]] == turn.committed[:-1]
-        assert turn.draft_time is not None
-        assert turn.verify_time is not None
-        assert turn.draft_time + turn.verify_time < turn.latency
 
 
 def test_widths_that_follow_the_run_say_what_was_proposed(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import decode
 import pytest
-import typer
-from harness import machine, report
 from harness.machine import CpuTimes, LoadWatch, busy_cores, parse_cpu_times
 from harness.rows import percentiles
 from transformers.cache_utils import StaticLayer
-from typer.testing import CliRunner, Result
+
+from helpers.scripts import record_of, run_script
 
 HAS_ZLAB = importlib.util.find_spec("dflash") is not None
 TINY = [
@@ -31,29 +30,12 @@ TINY = [
 ]
 
 
-def run(main: Any, *arguments: str) -> Result:
-    """Runs a script's command in this process."""
-    app = typer.Typer()
-    app.command()(main)
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-
-
-def record_of(result: Result) -> dict[str, Any]:
-    """The JSON on the last line of what a script printed."""
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for benchmarks/results."""
-    for module in (machine, report, decode):
-        monkeypatch.setattr(module, "RESULTS", tmp_path, raising=True)
-    return tmp_path
+run = partial(run_script, decode.main)
 
 
 def test_decode_compares_the_methods(results: Path) -> None:
-    result = run(decode.main, *TINY, "--batch", "1,2", "--force")
+    result = run(*TINY, "--batch", "1,2", "--force")
+    assert result.exit_code == 0, result.output
     record = record_of(result)
     # Transformers' own assisted decoding
     takes_static = getattr(StaticLayer, "is_croppable", False)
@@ -91,7 +73,7 @@ def test_decode_compares_the_methods(results: Path) -> None:
         "command",
         "load",
     }
-    assert list(results.iterdir()) == [], "nothing is recorded under --force"
+    assert not results.exists(), "nothing is recorded under --force"
 
 
 def test_force_still_writes_where_it_is_told_to(
@@ -99,7 +81,6 @@ def test_force_still_writes_where_it_is_told_to(
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "decode.json"
     result = run(
-        decode.main,
         *TINY,
         "--methods",
         "plain,ours",
@@ -110,12 +91,12 @@ def test_force_still_writes_where_it_is_told_to(
         str(elsewhere),
     )
     assert json.loads(elsewhere.read_text()) == record_of(result)
-    assert list(results.iterdir()) == []
+    assert not results.exists()
 
 
 def test_sampling_compares_the_proposal_rules(results: Path) -> None:
     record = record_of(
-        run(decode.main, *TINY, "--sampling", "--temperatures", "0.6", "--repeats", "2", "--force")
+        run(*TINY, "--sampling", "--temperatures", "0.6", "--repeats", "2", "--force")
     )
     assert [row["method"] for row in record["rows"]] == [
         "ours/shared_noise",
@@ -127,7 +108,7 @@ def test_sampling_compares_the_proposal_rules(results: Path) -> None:
         assert row["temperature"] == 0.6
         assert row["new_tokens"] == 2 * 10
         assert row["ci95"][0] <= row["acceptance_length"] <= row["ci95"][1]
-    assert list(results.iterdir()) == []
+    assert not results.exists()
 
 
 def loads(monkeypatch: pytest.MonkeyPatch, before: float, during: float) -> None:
@@ -147,10 +128,10 @@ def loads(monkeypatch: pytest.MonkeyPatch, before: float, during: float) -> None
 
 def test_a_busy_machine_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads(monkeypatch, before=1.4, during=0.0)
-    result = run(decode.main, *TINY)
+    result = run(*TINY)
     assert result.exit_code == decode.BUSY_EXIT
     assert "expected a quiet machine" in result.output
-    assert list(results.iterdir()) == []
+    assert not results.exists()
 
 
 @pytest.mark.parametrize("during", [0.0, 0.9])
@@ -158,7 +139,7 @@ def test_only_a_quiet_run_is_recorded(
     results: Path, monkeypatch: pytest.MonkeyPatch, during: float
 ) -> None:
     loads(monkeypatch, before=0.05, during=during)
-    record = record_of(run(decode.main, *TINY, "--methods", "plain,ours", "--batch", "1"))
+    record = record_of(run(*TINY, "--methods", "plain,ours", "--batch", "1"))
     assert all(row["busy"] == (during > 0) for row in record["rows"])
     written = results / "decode.json"
     assert written.exists() == (during == 0)

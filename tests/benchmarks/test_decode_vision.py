@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import decode
 import pytest
 import torch
-import typer
-from harness import machine, report
 from harness.pair import MIXED, Pair, load_pair
 from harness.rows import PICTURES, TEXTS, vision_rows
-from typer.testing import CliRunner
 
+from helpers.scripts import record_of, run_script
 from helpers.vision_pair import KINDS, write_vision_pair
 
 
@@ -24,23 +22,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_vision_pair(tmp_path_factory.mktemp("known") / "pair", knows=True)
 
 
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for benchmarks/results."""
-    for module in (machine, report, decode):
-        monkeypatch.setattr(module, "RESULTS", tmp_path, raising=True)
-    return tmp_path
-
-
 def load(folder: Path) -> Pair:
     places = folder / "target", folder / "draft"
     return load_pair(*places, torch.float64, torch.device("cpu"), vision=True)
 
 
-def run(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(decode.main)
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+run = partial(run_script, decode.main)
 
 
 def test_batches_are_of_one_kind_or_of_all(folder: Path) -> None:
@@ -102,7 +89,7 @@ def test_decode_measures_prompts_with_pictures(
     places = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
     result = run("--pair", "vision", *places, *options, "--force")
     assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    record = record_of(result)
     assert record["provenance"]["benchmark"] == "decode_vision"
     assert any("leaving out stock" in message for message in caplog.messages)
     assert any("leaving out zlab" in message for message in caplog.messages)
@@ -129,7 +116,7 @@ def test_decode_measures_prompts_with_pictures(
         assert (row["value"], row["required"], row["reached"]) == (11.5, floor, True)
     assert asked["acceptance_length", TEXTS, 3]["required"] is None
     assert all(asked["share_identical", "all", batch]["reached"] for batch in (1, 3))
-    assert list(results.iterdir()) == [], "nothing is recorded under --force"
+    assert not results.exists(), "nothing is recorded under --force"
 
 
 def row(method: str, kind: str, **values: Any) -> dict[str, Any]:

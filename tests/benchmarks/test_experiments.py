@@ -10,11 +10,11 @@ from typing import Any
 import gemm_times
 import pytest
 import torch
-import typer
 from harness.experiments import WAIT, Streams, with_wait
 from harness.gaps import Span, gaps_between
 from harness.shapes import SHAPES
-from typer.testing import CliRunner
+
+from helpers.scripts import run_script
 
 KERNEL = '''def kernel(
     out,
@@ -50,9 +50,7 @@ def test_products_with_the_weights_of_a_shape(
 
     monkeypatch.setattr(gemm_times, "measure", measure)
     out = tmp_path / "gemm.json"
-    app = typer.Typer()
-    app.command()(gemm_times.main)
-    result = CliRunner().invoke(app, ["--tiny", "--rows", "4,8", "--out", str(out)])
+    result = run_script(gemm_times.main, "--tiny", "--rows", "4,8", "--out", str(out))
     assert result.exit_code == 1, "one weight has failed"
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 2 * len(shapes), "the others are timed"

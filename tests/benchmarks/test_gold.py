@@ -9,7 +9,9 @@ from typing import Any
 import gold
 import pytest
 import typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
+
+from helpers.scripts import record_of, run_script
 
 # Rows of upstream's schemas, in words of our own.
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -54,12 +56,10 @@ def run(
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    app = typer.Typer()
-    app.command()(gold.main)
-    arguments = ["--data-dir", str(folder), "--out", str(folder / "gold.json")]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    record = json.loads((folder / "gold.json").read_text())
-    assert record == json.loads(result.stdout.splitlines()[-1])
+    out = folder / "gold.json"
+    result = run_script(gold.main, "--data-dir", str(folder), "--out", str(out))
+    record = json.loads(out.read_text())
+    assert record == record_of(result)
     return result, {(row["set"], row["form"]): row for row in record["rows"]}
 
 

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import identity
 import pytest
 import torch
-import typer
-from harness import machine, report
 from harness.methods import Outcome
 from harness.pair import Pair
-from typer.testing import CliRunner, Result
 
 from dflash_hf.pair.agreement import Agreement
+from helpers.scripts import run_script
 
 CPU = torch.device("cpu")
 
 
-def run(*arguments: str) -> Result:
-    """Runs the script's command in this process."""
-    app = typer.Typer()
-    app.command()(identity.main)
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for benchmarks/results."""
-    for module in (machine, report, identity):
-        monkeypatch.setattr(module, "RESULTS", tmp_path / "results", raising=True)
-    monkeypatch.delenv("OUT", raising=False)
-    return tmp_path / "results"
-
-
+run = partial(run_script, identity.main)
 QUICK = (
     "--random",
     "tiny",

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,34 +10,19 @@ from typing import Any
 import kernel_times
 import pytest
 import torch
-import typer
-from harness import report
 from harness.kernel_cases import FLASH_ATTENTION, all_cases, attention_case, flash_attention
 from harness.plots import conditions
 from harness.sweep import SHARES, TILES
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 import dflash_kernels
+from helpers.scripts import run_script
 
 # Where there is neither CUDA nor FlashAttention.
 UNAVAILABLE = {"flex_attention", *FLASH_ATTENTION}
 
 
-def run(*arguments: str) -> Result:
-    """Runs the script's command in this process."""
-    app = typer.Typer()
-    app.command()(kernel_times.main)
-    return CliRunner().invoke(app, list(arguments))
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for benchmarks/results."""
-    for module in (kernel_times, report):
-        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
-    monkeypatch.delenv("OUT", raising=False)
-    return tmp_path / "results"
+run = partial(run_script, kernel_times.main)
 
 
 def test_tiny_shapes_run_anywhere(results: Path, tmp_path: Path) -> None:

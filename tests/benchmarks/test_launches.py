@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import launches
 import pytest
 import torch
-import typer
 from harness import launch_count
 from harness.launch_count import CountLaunches, num_launches
 from torch import Tensor
-from typer.testing import CliRunner
 
 from dflash_hf import ops
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import static_step
 from dflash_kernels import keep_path, top_tokens
+from helpers.scripts import record_of, run_script
 
 X = torch.ones(4, 6)
 WEIGHT = torch.ones(3, 6)
@@ -86,28 +83,33 @@ def test_a_path_is_moved_in_as_many_launches_as_it_takes() -> None:
     assert num_launches(keep_path.op._opoverload, given) == 3
 
 
+SAMPLED = ("--batch", "3", "--sample")
+
+
 def run(*arguments: str) -> dict[str, Any]:
     """Runs the script's command in this process; returns its last line."""
-    app = typer.Typer()
-    app.command()(launches.main)
-    result = CliRunner().invoke(
-        app, ["--tiny", "--context", "64", *arguments], catch_exceptions=False
-    )
+    result = run_script(launches.main, "--tiny", "--context", "64", *arguments)
     assert result.exit_code == 0, result.output
-    return json.loads(result.output.splitlines()[-1])
+    return record_of(result)
 
 
-@functools.cache
-def plain_run() -> dict[str, Any]:
-    """What nothing was changed for."""
-    return run()
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Steps as they are, greedy and sampled, each also as a chain; a record has grown by each."""
+    out = tmp_path_factory.mktemp("launches") / "launches.json"
+    chain = ("--num-tree-nodes", "0")
+    found = {
+        "greedy": run("--out", str(out)),
+        "sampled": run(*SAMPLED, "--out", str(out)),
+        "greedy chain": run(*chain, "--out", str(out)),
+        "sampled chain": run(*SAMPLED, *chain, "--out", str(out)),
+    }
+    assert json.loads(out.read_text())["rows"] == list(found.values())
+    return found
 
 
-def test_one_line_says_all_of_it_and_a_record_grows(tmp_path: Path) -> None:
-    out = tmp_path / "launches.json"
-    greedy, sampled = run("--out", str(out)), run("--batch", "3", "--sample", "--out", str(out))
-    assert json.loads(out.read_text())["rows"] == [greedy, sampled]
-    for found in (greedy, sampled):
+def test_one_line_says_all_of_it(rows: dict[str, dict[str, Any]]) -> None:
+    for found in rows.values():
         assert found["kernels"] == sum(found["kernels_by_part"].values())
         # 6 layers of 7 products and an attention, and 2 of the draft with a kernel behind the projections.
         assert found["kernels_by_part"]["verify"] >= 6 * (7 + 2)
@@ -116,24 +118,30 @@ def test_one_line_says_all_of_it_and_a_record_grows(tmp_path: Path) -> None:
         assert found["host_reads_before_first_token"] > 0
         assert 0 < found["temporary_bytes"] < found["step_temporary_bytes"]
         assert found["bytes_read"] > 0
-    assert sampled["kernels_by_part"]["decide"] >= greedy["kernels_by_part"]["decide"]
+    decided = {name: found["kernels_by_part"]["decide"] for name, found in rows.items()}
+    assert decided["sampled"] >= decided["greedy"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--batch", "3", "--sample")], ids=["greedy", "sampled"])
-def test_a_tree_is_few_launches_more_than_a_chain(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+def test_a_tree_is_few_launches_more_than_a_chain(
+    how: str, rows: dict[str, dict[str, Any]]
+) -> None:
     """40 at most is what a tree by default rests on, two of them for moving the path in a target of 36 layers."""
-    chain, tree = (run(*arguments, "--num-tree-nodes", nodes) for nodes in ("0", "16"))
+    tree = rows[how]
+    chain = rows[f"{how} chain"]
     assert chain["kernels"] < tree["kernels"] <= chain["kernels"] + 40 - 2
 
 
-def test_a_step_without_kernels_is_more_launches() -> None:
+def test_a_step_without_kernels_is_more_launches(rows: dict[str, dict[str, Any]]) -> None:
     with ops.kernels(False):
         found = run()
-    assert found["kernels"] > plain_run()["kernels"]
+    assert found["kernels"] > rows["greedy"]["kernels"]
 
 
-def test_what_is_added_to_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, accept, write_rows = plain_run(), static_step.accept, RaggedLayer.write_rows
+def test_what_is_added_to_a_step_is_counted(
+    rows: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, accept, write_rows = rows["greedy"], static_step.accept, RaggedLayer.write_rows
     planted = 1 << 20
 
     def slower(run_: Any, logits: Tensor) -> Tensor:
@@ -155,8 +163,6 @@ def test_what_is_added_to_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bad_input() -> None:
-    app = typer.Typer()
-    app.command()(launches.main)
-    result = CliRunner().invoke(app, ["--shape", "gpt-5"])
+    result = run_script(launches.main, "--shape", "gpt-5")
     assert result.exit_code == 2
     assert "expected one of qwen3-4b" in result.output

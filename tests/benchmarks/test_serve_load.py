@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import serve_load
-import typer
-from typer.testing import CliRunner
+
+from helpers.scripts import record_of, run_script
 
 
 def test_a_few_requests_at_once() -> None:
-    app = typer.Typer()
-    app.command()(serve_load.main)
-    found = CliRunner().invoke(app, ["--requests", "30", "--at-once", "4", "--seed", "3"])
+    found = run_script(serve_load.main, "--requests", "16", "--at-once", "4", "--seed", "3")
     assert found.exit_code == 0, found.output
-    record = json.loads(found.stdout.splitlines()[-1])
+    record = record_of(found)
     assert (record["wrong"], record["tracebacks"], record["exit_status"]) == (0, 0, 0)
-    assert record["right"] + record["refused"] + record["broken off"] == 30
+    assert record["right"] + record["refused"] + record["broken off"] == 16
     assert record["refused"] > 0
     assert record["broken off"] > 0
     assert record["at the end right"] == 1

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import smoke
-import typer
-from harness import machine, report
 from harness.pair import Pair
-from typer.testing import CliRunner, Result
 
+from helpers.scripts import run_script
 
-def run(*arguments: str) -> Result:
-    """Runs the script's command in this process."""
-    app = typer.Typer()
-    app.command()(smoke.main)
-    return CliRunner().invoke(app, ["--tiny", "--device", "cpu", "--new-tokens", "6", *arguments])
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for benchmarks/results."""
-    for module in (machine, report, smoke):
-        monkeypatch.setattr(module, "RESULTS", tmp_path / "results", raising=True)
-    monkeypatch.delenv("OUT", raising=False)
-    return tmp_path / "results"
+run = partial(run_script, smoke.main, "--tiny", "--device", "cpu", "--new-tokens", "6")
 
 
 def test_every_engine_is_tried(results: Path, tmp_path: Path) -> None:

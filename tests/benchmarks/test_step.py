@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ import plot
 import pytest
 import step
 import torch
-import typer
-from harness import machine, report
 from harness.pair import Pair
 from harness.plots import conditions, step_figure, step_points
 from harness.roofline import (
@@ -31,37 +30,19 @@ from harness.stages import ENDS, measure_stages
 from harness.step_rows import floor_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from typer.testing import CliRunner, Result
 
 from dflash_hf.bench.cells import Options
 from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.generation import step as step_module
 from dflash_hf.target_model.parts import find_target
+from helpers.scripts import record_of, run_script
 
 HAS_ZLAB = importlib.util.find_spec("dflash") is not None
 CPU = torch.device("cpu")
 QUICK = ("--tiny", "--device", "cpu", "--repeats", "1", "--samples", "2", "--new-tokens", "4")
 
 
-def run(*arguments: str) -> Result:
-    """Runs the script's command in this process."""
-    app = typer.Typer()
-    app.command()(step.main)
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-
-
-def record_of(result: Result) -> dict[str, Any]:
-    """The JSON on the last line of what a script printed."""
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for benchmarks/results."""
-    for module in (machine, report, step):
-        monkeypatch.setattr(module, "RESULTS", tmp_path / "results", raising=True)
-    monkeypatch.delenv("OUT", raising=False)
-    return tmp_path / "results"
+run = partial(run_script, step.main)
 
 
 def tiny_pair(name: str) -> Pair:
@@ -566,12 +547,10 @@ def test_a_figure_is_drawn_from_the_record_alone(tmp_path: Path) -> None:
         )
     path = tmp_path / "step.json"
     path.write_text(json.dumps(record))
-    app = typer.Typer()
-    app.command()(plot.main)
-    assert CliRunner().invoke(app, [str(path)], catch_exceptions=False).exit_code == 0
+    assert run_script(plot.main, str(path)).exit_code == 0
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     path.write_text("{}")
-    result = CliRunner().invoke(app, [str(path)])
+    result = run_script(plot.main, str(path))
     assert result.exit_code == 2
     assert "expected a record" in " ".join(result.stderr.split())
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import train_steps
-import typer
-from typer.testing import CliRunner, Result
 
 from dflash_hf.training import DFlashTrainer
+from helpers.scripts import run_script
 
+run = partial(run_script, train_steps.main)
 OTHERS = ("--tiny", "--device", "cpu", "--rows", "2", "--steps", "4")
-
-
-def run(*arguments: str) -> Result:
-    """Runs the script's command in this process."""
-    app = typer.Typer()
-    app.command()(train_steps.main)
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-9b"])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
+from functools import partial
 
 import trees
-import typer
 from harness.machine import ROOT
-from typer.testing import CliRunner, Result
 
+from helpers.scripts import record_of, run_script
 
-def run(*arguments: str) -> Result:
-    """Runs the script's command in this process."""
-    app = typer.Typer()
-    app.command()(trees.main)
-    return CliRunner().invoke(app, list(arguments))
+run = partial(run_script, trees.main)
 
 
 def test_a_tree_is_measured_beside_a_commit_of_it() -> None:
@@ -23,7 +18,7 @@ def test_a_tree_is_measured_beside_a_commit_of_it() -> None:
     quick = ("--rounds", "1", "--calls", "1", "--answers", "1", "--max-new-tokens", "8", "--force")
     done = run("HEAD", *quick)
     assert done.exit_code == 0, done.output
-    record = json.loads(done.output.splitlines()[-1])
+    record = record_of(done)
     here, there = record["medians"].pop("this tree"), record["medians"].popitem()[1]
     assert set(here) == set(there) == set(trees.NAMES)
     for name in trees.NAMES:

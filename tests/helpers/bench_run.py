@@ -112,8 +112,6 @@ def turn(
         committed=None if share is None else committed,
         accepted=None if share is None else accepted,
         proposed=None if share is None else [7] * len(accepted),
-        draft_time=None if share is None else 0.2 * latency,
-        verify_time=None if share is None else 0.6 * latency,
     )
 
 

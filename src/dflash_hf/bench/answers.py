@@ -35,8 +35,6 @@ class Turn:
             token left out; `None` of a method that does not draft, or does not tell.
         accepted (`list[int]`, *optional*): Proposals that matched at each verify, before any cut at the end.
         proposed (`list[int]`, *optional*): Proposals checked at each verify.
-        draft_time, verify_time (`float`, *optional*): Seconds of the call in forwards of the draft and of the target
-            over blocks.
         counters (`dict[str, float]`, *optional*): What a server's own counters of speculation have moved by during the
             call, by vLLM's names; on the first row of a call only. `acceptance_length` is SGLang's mean afterwards.
     """
@@ -52,8 +50,6 @@ class Turn:
     committed: list[int] | None = None
     accepted: list[int] | None = None
     proposed: list[int] | None = None
-    draft_time: float | None = None
-    verify_time: float | None = None
     counters: dict[str, float] | None = None
 
     @property

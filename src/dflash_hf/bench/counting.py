@@ -85,14 +85,8 @@ def decode_part(turn: Turn) -> tuple[float, float]:
     not known."""
     if turn.ttft is None or not turn.new_tokens:
         return 0.0, 0.0
-    return turn.new_tokens - 1.0, _shared(turn, turn.latency - turn.ttft)
-
-
-def _shared(turn: Turn, seconds: float | None) -> float:
-    """A row's share of some seconds of its call."""
-    if not seconds or not turn.latency:
-        return 0.0
-    return seconds * turn.wall_time / turn.latency
+    share = turn.wall_time / turn.latency if turn.latency else 0.0
+    return turn.new_tokens - 1.0, (turn.latency - turn.ttft) * share
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -129,10 +123,7 @@ def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
         "num_accepted_tokens": int(accepted.sum()),
         "acceptance_at_pos": joint,
         "conditional_acceptance_at_pos": conditional,
-        "histogram": np.bincount(committed).tolist(),
         "along_text": _along_text([counts for _, counts in drafted], bin_tokens),
-        "draft_seconds": sum(_shared(turn, turn.draft_time) for turn, _ in drafted),
-        "verify_seconds": sum(_shared(turn, turn.verify_time) for turn, _ in drafted),
     }
 
 
@@ -150,8 +141,7 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
     means = [row["acceptance_length"] for row in told if "acceptance_length" in row]
     return {
         **dict.fromkeys(("acceptance_length", "acceptance_length_zlab", "num_verifies")),
-        **dict.fromkeys(("draft_seconds", "verify_seconds")),
-        **{"histogram": [], "along_text": []},
+        "along_text": [],
         "acceptance_length_vllm": 1 + sums["num_accepted_tokens"] / drafts if drafts else None,
         "acceptance_length_sglang": float(np.mean(means)) if means else None,
         **{

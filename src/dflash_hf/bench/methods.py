@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -96,15 +96,12 @@ class Raw:
         step_ms (`list[float]`): Milliseconds of each forward of the target behind the first one, drafting and all else
             between two forwards included. Where only their sum is known, each has the mean.
         steps (`list[Steps]`): One per row, of what drafts.
-        draft_time, verify_time (`float`, *optional*): See [`Turn`].
     """
 
     sequences: Tensor
     ttft: float | None = None
     step_ms: list[float] = field(default_factory=list[float])
     steps: list[Steps] = field(default_factory=list[Steps])
-    draft_time: float | None = None
-    verify_time: float | None = None
 
 
 Way = Callable[[Models, Inputs, Options], Raw]
@@ -133,18 +130,13 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
         steps.append(
             {"committed": list(committed), "accepted": list(accepted), "proposed": proposed}
         )
-    raw = Raw(
+    decode_seconds = stats.total_seconds - stats.time_to_first_token
+    return Raw(
         sequences=out,
         ttft=stats.time_to_first_token,
-        step_ms=evenly(
-            stats.total_seconds - stats.time_to_first_token, stats.num_target_forwards - 1
-        ),
+        step_ms=evenly(decode_seconds, stats.num_target_forwards - 1),
         steps=steps,
     )
-    # On an accelerator the parts say when work was queued, unless the draft's options ask to wait for it.
-    if models.target.device.type == "cpu" or draft.generation_config.synchronize:
-        return replace(raw, draft_time=stats.draft_seconds, verify_time=stats.verify_seconds)
-    return raw
 
 
 def evenly(seconds: float, num_steps: int) -> list[float]:
@@ -255,8 +247,6 @@ def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Tur
                 latency=seconds,
                 ttft=raw.ttft,
                 finish_reason="stop" if ids and ids[-1] in ends else "length",
-                draft_time=raw.draft_time,
-                verify_time=raw.verify_time,
                 **steps,
             )
         )
