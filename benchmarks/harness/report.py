@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from dflash_hf.tables import make_table
-
 from dflash_hf.data.row_files import write_whole
+from dflash_hf.tables import make_table
 
 from .machine import RESULTS
 
