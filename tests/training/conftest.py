@@ -1,7 +1,8 @@
 """A tiny Qwen3 target, drafts for it and right-padded batches; everything random, seeded and on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import datasets
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -21,6 +22,15 @@ def draw_example(generator: torch.Generator, prompt: int, answer: int) -> Exampl
     """A random example with a prompt and an answer of these lengths."""
     ids = torch.randint(1, MASK, (prompt + answer,), generator=generator).tolist()
     return Example.from_pair(ids[:prompt], ids[prompt:])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Copies of rows that `datasets` keeps go with the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("datasets")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder))
+        yield
 
 
 @pytest.fixture

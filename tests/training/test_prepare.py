@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoProcessor
 
-from dflash_hf.data.rows import Row
 from dflash_hf.training import Example, PrepareSettings, load_rows, read_examples
-from dflash_hf.training.conversations import ConversationReader
-from dflash_hf.training.prepare import Prepared, prepare, read_meta
+from dflash_hf.training import prepare as module
+from dflash_hf.training.examples import read_meta
+from dflash_hf.training.prepare import Prepared, prepare
 from helpers.processors import picture, published_folder
 from helpers.templates import FAMILIES, THOUGHTLESS, byte_tokenizer
 
@@ -370,11 +370,11 @@ def test_what_is_there_is_not_made_again(
     # Killed between two rows, by what no code of ours catches.
     asked.output.unlink()
 
-    def killed(self: Any, row: Row) -> Any:
+    def killed(*args: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ConversationReader, "__call__", killed)
+        patch.setattr(module, "conversation_of", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare(asked, smollm2)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl"]

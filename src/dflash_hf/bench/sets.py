@@ -22,15 +22,8 @@ from typing import Any, Final, get_args
 from dflash_hf.bench.questions import Question, Score
 from dflash_hf.data.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.data.prompt_files import text_of
-from dflash_hf.data.rows import (
-    CONVERSATION,
-    FIX,
-    ImageSource,
-    Row,
-    file_rows,
-    filled,
-    hub_rows,
-)
+from dflash_hf.data.rows import CONVERSATION, FIX, ImageSource, Row, filled
+from dflash_hf.data.sources import file_rows, hub_rows
 from dflash_hf.errors import listed, require, shown
 
 FILES: Final = (".jsonl", ".json", ".parquet")

@@ -35,9 +35,10 @@ from dflash_hf.training.answering import RegenerateSettings, regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import is_whole
 from dflash_hf.training.data import Example
+from dflash_hf.training.examples import read_examples
 from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.identity import processor_identity, target_identity
-from dflash_hf.training.prepare import PrepareSettings, prepare, read_examples
+from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.trainer import DFlashTrainer
 
@@ -196,14 +197,10 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
         ),
         load_processor(settings.target),
     )
-    lines = _lines(folder / EVERY)
-    most = max(0, min(settings.num_eval, len(lines) // 5))
-    # Every so many: the rows of a file are often sorted by what they are about.
-    chosen = {at * len(lines) // most for at in range(most)}
-    for name, is_chosen in ((TRAIN, False), (HELD_OUT, True)):
-        part = [line for at, line in enumerate(lines) if (at in chosen) == is_chosen]
-        write_whole(folder / name, "".join(f"{line}\n" for line in part))
-    facts: dict[str, Any] = {"conversations": len(lines) - most, "held_out": most}
+    num_train, num_held_out = split_rows(
+        folder / EVERY, folder / TRAIN, folder / HELD_OUT, settings.num_eval
+    )
+    facts: dict[str, Any] = {"conversations": num_train, "held_out": num_held_out}
     left_out = sum(count for count, _ in found.left_out.values())
     if left_out:
         facts["left_out"] = left_out

@@ -169,9 +169,16 @@ def _check_part(part: Any, where: str) -> None:
 
 def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = FIX) -> str:
     """Returns a text that a tokenizer can read; raises `ValueError` if it is something else."""
-    require(
-        isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, action
-    )
-    is_whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    require(is_whole, f"a text of whole characters as {what}", text, action)
-    return str(text)
+    is_text = isinstance(text, str) and (bool(text) or may_be_empty)
+    require(is_text, f"a text as {what}", text, action)
+    require(_is_whole(text), f"a text of whole characters as {what}", text, action)
+    return text
+
+
+def _is_whole(text: str) -> bool:
+    """Whether no character is half of one (a surrogate), which UTF-8 has no bytes for."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,26 +1,19 @@
-"""Rows of data: read from JSONL, JSON, Parquet and text files or from the Hub, each with the place it is from.
+"""A row of data: its columns, read with a sentence about each that is missing or malformed, and the place it is from.
 
-The one module that imports `datasets`, where a function needs it; rows of text files do without.
+[`dflash_hf.data.sources`] reads them from files and from the Hub.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.data.prompt_files import (
-    Message,
-    check_text,
-    image_names,
-    prompt_of,
-    read_lines,
-)
-from dflash_hf.data.row_files import parsed
-from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.data.prompt_files import Message, check_text, image_names, prompt_of
+from dflash_hf.errors import listed, require, shown
 
 FIX = "fix the row, or take the upstream file"
 # NVIDIA publishes more than half of SPEED-Bench's rows without their text.
@@ -37,25 +30,30 @@ class Row:
     values: Mapping[str, Any]  # its columns
     number: int  # which row it is, from 0
     where: str  # what to call it in a sentence
-    folder: Path | None = None  # what paths of images in it are relative to
+    folder: Path = field(default_factory=Path)  # what paths of images in it are relative to
 
-    def first(self, *names: str) -> Any:
-        """Returns the first of some columns that the row has, `None` where it has none of them."""
-        return next(
-            (self.values[name] for name in names if self.values.get(name) is not None), None
-        )
+    def first(self, *names: str, default: Any = None) -> Any:
+        """Returns the first of some columns that the row has, a default where it has none of them."""
+        for name in names:
+            value = self.values.get(name)
+            if value is not None:
+                return value
+        return default
 
     def value(self, *names: str) -> Any:
         """Returns the same, or raises `ValueError` if it has none of them."""
-        if (value := self.first(*names)) is not None:
-            return value
-        raise ValueError(
-            f"expected a column {' or '.join(names)} in {self.where}, got {listed(self.values) or 'no column'}; {FIX}"
-        )
+        value = self.first(*names)
+        if value is None:
+            raise ValueError(
+                f"expected a column {' or '.join(names)} in {self.where}, got {listed(self.values) or 'no column'}; "
+                f"{FIX}"
+            )
+        return value
 
     def text(self, *names: str, default: str | None = None) -> str:
         """Returns the first of some columns that the row has, which is a text; a default where nothing is in them."""
-        if default is not None and not any(map(self.values.get, names)):
+        is_empty = not any(self.values.get(name) for name in names)
+        if is_empty and default is not None:
             return default
         return self._checked(self.value(*names), " or ".join(names))
 
@@ -101,7 +99,8 @@ class Row:
             found[-1],
             FIX,
         )
-        first = 0 if all(message["role"] == "user" for message in found) else len(found) - 1
+        all_asked = all(message["role"] == "user" for message in found)
+        first = 0 if all_asked else len(found) - 1
         later = image_names(found[first + 1 :])
         require(not later, f"images in the first turn alone in {self.where}", later, FIX)
         return found[:first], found[first:]
@@ -111,12 +110,12 @@ class Row:
         if not value:
             return []
         require(isinstance(value, list | tuple), f"a list of messages in {self.where}", value, FIX)
-        found = prompt_of({"messages": list(value)}, self.where, (self.folder or Path()).resolve())
+        found = prompt_of({"messages": list(value)}, self.where, self.folder.resolve())
         return [message for message in found if isinstance(message, Mapping)]
 
     def name(self, *names: str) -> int | str:
         """Returns an id from one of some columns; the row's number where it has none of them."""
-        value = self.number if (value := self.first(*names)) is None else value
+        value = self.first(*names, default=self.number)
         what = f"a number or a text as {' or '.join(names)} in {self.where}"
         require(
             isinstance(value, int | str) and not isinstance(value, bool) and value != "",
@@ -128,12 +127,20 @@ class Row:
 
     def images(self) -> list[ImageSource]:
         """Returns where the row's images are, those of its messages too: see `image`."""
-        value = [] if (value := self.first("images", "image")) is None else value
-        values = list(value) if isinstance(value, list | tuple) else [value]
+        sources = self.own_images()
         for message in self.messages()[1][:1]:
-            parts = [] if isinstance(message["content"], str) else message["content"]
-            values += [part.get("path") for part in parts if part["type"] == "image"]
-        return [self.image(source) for source in values]
+            content = message["content"]
+            if isinstance(content, str):
+                continue
+            sources += [part.get("path") for part in content if part["type"] == "image"]
+        return [self.image(source) for source in sources]
+
+    def own_images(self) -> list[Any]:
+        """Returns what stands in the row's column of images, in a list."""
+        value = self.first("images", "image", default=[])
+        if isinstance(value, list | tuple):
+            return list(value)
+        return [value]
 
     def image(self, source: Any) -> ImageSource:
         """Returns an image's bytes or file: of bytes, a path relative to the row's folder, or a mapping with either.
@@ -146,7 +153,7 @@ class Row:
             return source
         what = f"the bytes or the path of an image in {self.where}"
         require(isinstance(source, str | PathLike), what, source, FIX)
-        path = (self.folder or Path()) / source
+        path = self.folder / source
         require(path.is_file(), f"an image file in {self.where}", str(source), "fix the path")
         return path.resolve()
 
@@ -154,115 +161,6 @@ class Row:
         what = f"{what} in {self.where}"
         require(not isinstance(text, str) or bool(text.strip()), f"a text as {what}", text, FIX)
         return check_text(text, what, action=FIX)
-
-
-def file_rows(
-    paths: Sequence[Path], columns: Sequence[str] = (), *, streaming: bool = False
-) -> Iterator[Row]:
-    """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
-
-    Of Parquet files some `columns` (all where empty); `streaming` makes no copy in the cache of `datasets`.
-    """
-    number = 0
-    for path in paths:
-        require(path.is_file(), "a file of questions", str(path), "fix the path")
-        for where, value in _placed(path, columns, streaming):
-            require(isinstance(value, Mapping), f"a JSON object in {where}", value, FIX)
-            yield Row(values=value, number=number, where=where, folder=path.parent)
-            number += 1
-
-
-def _placed(path: Path, columns: Sequence[str], streaming: bool) -> Iterator[tuple[str, Any]]:
-    """Each row of a file with what to call it; of `.jsonl` only one line is in memory."""
-    if path.suffix in (".json", ".parquet"):
-        if path.suffix == ".json":
-            rows = parsed(path.read_bytes(), str(path), FIX)
-            require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
-        else:
-            rows = _loaded(
-                str(path), columns, "parquet", streaming, split="train", data_files=[str(path)]
-            )
-        for number, row in enumerate(rows, 1):
-            yield f"row {number} of {path}", row
-    elif path.suffix == ".txt":
-        for number, line in read_lines(path):
-            yield f"line {number} of {path}", {"prompt": line}
-    else:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield (where := f"line {number} of {path}"), parsed(line, where, FIX)
-
-
-def hub_rows(
-    path: str,
-    config: str | None,
-    split: str | None,
-    *,
-    columns: Sequence[str] = (),
-    files: Sequence[str] = (),
-    streaming: bool = False,
-) -> Iterator[Row]:
-    """Yields the rows of a set that `datasets` can load: its name on the Hub, or a folder.
-
-    Args:
-        split (`str`, *optional*): Without one `"test"` where there is one, or else the only one.
-        columns (sequence of `str`): What is read of it; all of it where empty.
-        files (sequence of `str`): Addresses of its JSONL files, where they are not found by the name.
-        streaming (`bool`): Fetch rows as they are asked for, and keep none.
-
-    Raises `ValueError` if there is no `datasets`, or the set cannot be read.
-    """
-    called = (
-        f"{path} ({', '.join(part for part in (config, split) if part)})"
-        if config or split
-        else path
-    )
-    if files:
-        values = _loaded(called, columns, "json", streaming, split="train", data_files=list(files))
-    else:
-        values = _loaded(called, columns, path, streaming, name=config, split=split)
-    for number, value in enumerate(values):
-        yield Row(values=value, number=number, where=f"row {number + 1} of {called}")
-
-
-def _loaded(
-    called: str, columns: Sequence[str], path: str, streaming: bool = False, **options: Any
-) -> Iterator[Mapping[str, Any]]:
-    """The rows that `load_dataset` returns, images as bytes."""
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        sentence = f"expected the package datasets to read {called}, got none; pip install datasets"
-        raise ValueError(sentence) from error
-    try:
-        more: dict[str, Any] = {"streaming": True} if streaming else {}
-        loaded: Any = datasets.load_dataset(path, **options, **more)
-    except Exception as error:
-        # The libraries below it, for the network, for addresses and for Parquet, each raise kinds of their own.
-        raise ValueError(
-            f"expected to read {called} with datasets, got {type(error).__name__} ({one_line(error)}); fix the name, "
-            "connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
-        ) from error
-    if options["split"] is None:
-        split = "test" if "test" in loaded else next(iter(loaded))
-        is_clear = split == "test" or len(loaded) == 1
-        require(
-            is_clear,
-            f"one split in {called}, or test",
-            list(loaded),
-            "name one: ORG/NAME:CONFIG:SPLIT",
-        )
-        loaded = loaded[split]
-    # Of a set that is streamed they may not be known before its rows are.
-    if kept := [column for column in columns if column in (loaded.column_names or ())]:
-        loaded = loaded.select_columns(kept)
-    for column, feature in (loaded.features or {}).items():
-        if isinstance(feature, datasets.Image):
-            loaded = loaded.cast_column(column, datasets.Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            loaded = loaded.cast_column(column, type(feature)(datasets.Image(decode=False)))
-    yield from loaded
 
 
 def filled(template: str, row: Row) -> str:

@@ -5,8 +5,9 @@ from dflash_hf.training.answering import Regenerated, RegenerateSettings, check_
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.data import Example
+from dflash_hf.training.examples import read_examples
 from dflash_hf.training.messages import prepare_multimodal_messages
-from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows, read_examples
+from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.regenerate import regenerate_answers
 from dflash_hf.training.trainer import DFlashTrainer

@@ -28,9 +28,9 @@ from dflash_hf.errors import require
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.collators import POOL_BATCHES, collate, sorted_batches
 from dflash_hf.training.conversations import content_id, resolved
+from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.identity import target_identity, text_identity
-from dflash_hf.training.messages import ChatTemplate
-from dflash_hf.training.prepare import Processing, meta_path, read_meta
+from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.regenerate import generated
 from dflash_hf.training.server import Answer, served_answers, served_model
 

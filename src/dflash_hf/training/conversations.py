@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,165 +27,166 @@ ROLES = {
 }
 MAX_PATH = 4096  # longer texts are images themselves
 FORMS = ("messages", "conversations", "conversation", "turns", "prompt")
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
-class ConversationReader:
-    """Makes conversations of rows.
+def conversation_of(
+    row: Row,
+    template: str | None = None,
+    images: Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] = NO_OPTIONS,
+) -> dict[str, Any]:
+    """Returns a row as `{"id", "messages", "images"?, "chat_template_kwargs"?}`, with everything in it fit for JSON.
+
+    What the assistant says before the user's first turn is left out.
 
     Args:
+        row ([`Row`]): Of any form.
         template (`str`, *optional*): What the user says, of rows of other columns: a text with their names in braces.
         images (`Path`, *optional*): Folder for images that a row holds as bytes; without one they are refused. Their
             paths are relative to the folder above it, see [`resolved`].
-        chat_template_kwargs (mapping, *optional*): What each row's chat template is to read; a row's own come first.
+        chat_template_kwargs (mapping): What each row's chat template is to read; a row's own come first.
+
+    Raises:
+        ValueError: If the row has no known form, or is malformed; naming it.
     """
+    turns = _turns(row, template)
+    messages = [_message(turn, at, row, images) for at, turn in enumerate(turns)]
+    found: dict[str, Any] = {"messages": _from_first_user(messages, row)}
+    # A set of questions may have a text there that is no image's place.
+    sources = row.own_images()
+    if sources:
+        found["images"] = [_image(source, row, images) for source in sources]
+    options = dict(chat_template_kwargs)
+    if row.values.get("tools"):
+        options["tools"] = row.values["tools"]
+    options |= row.values.get("chat_template_kwargs") or {}
+    if options:
+        found["chat_template_kwargs"] = options
+    return {"id": content_id(found), **found}
 
-    def __init__(
-        self,
-        template: str | None = None,
-        images: Path | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.template = template
-        self.folder = images
-        self.options = dict(chat_template_kwargs or {})
 
-    def __call__(self, row: Row) -> dict[str, Any]:
-        """Returns `{"id", "messages", "images"?, "chat_template_kwargs"?}`, with everything in it fit for JSON.
+def _from_first_user(messages: list[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
+    """The messages from the user's first one on, and the system's before it."""
+    roles = [message["role"] for message in messages]
+    require("user" in roles, f"a turn of the user's in {row.where}", roles, FIX)
+    first = roles.index("user")
+    system = [message for message in messages[:first] if message["role"] == "system"]
+    return system + messages[first:]
 
-        What the assistant says before the user's first turn is left out.
 
-        Raises:
-            ValueError: If the row has no known form, or is malformed; naming it.
-        """
-        turns = self._turns(row)
-        messages = [self._message(turn, at, row) for at, turn in enumerate(turns)]
-        first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
-        require(
-            first is not None,
-            f"a turn of the user's in {row.where}",
-            [m["role"] for m in messages],
-            FIX,
+def _turns(row: Row, template: str | None) -> list[Any]:
+    """What is said, turn by turn, as the row has it."""
+    if template is not None:
+        return [{"role": "user", "content": filled(template, row)}]
+    present = [name for name in FORMS if row.values.get(name) is not None]
+    if not present:
+        raise ValueError(
+            f"expected {', '.join(FORMS[:-1])} or prompt in {row.where}, got {listed(row.values) or 'no column'}; "
+            "say what the user asks with a template of names in braces: '{COLUMN}'"
         )
-        messages = [
-            m for at, m in enumerate(messages) if at >= (first or 0) or m["role"] == "system"
-        ]
-        found: dict[str, Any] = {"messages": messages}
-        images = [] if (images := row.first("images", "image")) is None else images
-        # A set of questions may have a text there that is no image's place.
-        if images := images if isinstance(images, list | tuple) else [images]:
-            found["images"] = [self._image(image, row) for image in images]
-        tools = {"tools": row.values["tools"]} if row.values.get("tools") else {}
-        if options := {**self.options, **tools, **(row.values.get("chat_template_kwargs") or {})}:
-            found["chat_template_kwargs"] = options
-        return {"id": content_id(found), **found}
+    name = present[0]
+    value: Any = row.values[name]
+    if name == "turns":
+        return [{"role": "user", "content": turn} for turn in row.turns("turns")]
+    if name == "prompt":
+        turns = _side(value, "user")
+        completion = row.values.get("completion")
+        if completion is not None:
+            turns += _side(completion, "assistant")
+        return turns
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    require(is_list, f"{name}, a list of turns, in {row.where}", value, FIX)
+    return list(value)
 
-    def _turns(self, row: Row) -> list[Any]:
-        if self.template is not None:
-            return [{"role": "user", "content": filled(self.template, row)}]
-        name = next((name for name in FORMS if row.values.get(name) is not None), None)
-        if name is None:
-            raise ValueError(
-                f"expected {', '.join(FORMS[:-1])} or prompt in {row.where}, got {listed(row.values) or 'no column'}; "
-                "say what the user asks with a template of names in braces: '{COLUMN}'"
-            )
-        value: Any = row.values[name]
-        if name == "turns":
-            return [{"role": "user", "content": turn} for turn in row.turns("turns")]
-        if name == "prompt":
-            completion = row.values.get("completion")
-            return [
-                *_side(value, "user"),
-                *([] if completion is None else _side(completion, "assistant")),
-            ]
-        is_list = isinstance(value, list | tuple) and len(value) > 0
-        require(is_list, f"{name}, a list of turns, in {row.where}", value, FIX)
+
+def _side(value: Any, role: str) -> list[Any]:
+    """A prompt or a completion as turns."""
+    if isinstance(value, list | tuple):
         return list(value)
+    return [{"role": role, "content": value}]
 
-    def _message(self, turn: Any, at: int, row: Row) -> dict[str, Any]:
-        """A turn as chat templates take it."""
-        where = f"turn {at} of {row.where}"
-        require(isinstance(turn, Mapping), f"a role and a content in {where}", turn, FIX)
-        # Tables fill up with None.
-        turn = {key: value for key, value in turn.items() if value is not None}
-        if "role" not in turn and "from" in turn:
-            turn = {"role": turn["from"], "content": turn.get("value")}
-        role = turn.get("role")
-        known = ROLES.get(role) if isinstance(role, str) else None
-        if known is None:
+
+def _message(turn: Any, at: int, row: Row, images: Path | None) -> dict[str, Any]:
+    """A turn as chat templates take it."""
+    where = f"turn {at} of {row.where}"
+    require(isinstance(turn, Mapping), f"a role and a content in {where}", turn, FIX)
+    turn = _without_none(turn)
+    if "role" not in turn and "from" in turn:
+        turn = {"role": turn["from"], "content": turn.get("value")}
+    role = turn.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(
+            f"expected a role in {where}, got {shown(role)} (known are {listed(ROLES)}); {FIX}"
+        )
+    content: Any = turn.get("content")
+    if content is None and turn.get("tool_calls"):
+        content = ""
+    message = {"role": ROLES[role], "content": _content(content, where, row, images)}
+    others = {name: turn[name] for name in turn if name not in ("role", "content", "weight")}
+    return message | others
+
+
+def _content(content: Any, where: str, row: Row, images: Path | None) -> str | list[dict[str, Any]]:
+    """What a turn says: one text, unless there are images in it."""
+    if isinstance(content, str):
+        return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
+    what = f"a text or a list of blocks as content in {where}"
+    require(isinstance(content, list | tuple), what, content, FIX)
+    blocks = [_block(block, where, row, images) for block in content]
+    if all(block["type"] == "text" for block in blocks):
+        return "".join(block["text"] for block in blocks)
+    return blocks
+
+
+def _block(block: Any, where: str, row: Row, images: Path | None) -> dict[str, Any]:
+    """A part of a turn: a text, or an image with or without one of its own."""
+    require(isinstance(block, Mapping), f"blocks with a type in {where}", block, FIX)
+    block = _without_none(block)
+    kind = block.get("type")
+    if kind == "text":
+        what = f"each block of text in {where}"
+        text = check_text(block.get("text"), what, may_be_empty=True, action=FIX)
+        return {"type": "text", "text": text}
+    if kind == "image_url":  # as OpenAI's interface has it
+        address = block.get("image_url")
+        if isinstance(address, Mapping):
+            address = address.get("url")
+        block = {"type": "image", "url": address}
+        kind = "image"
+    what = f"blocks of type text or image in {where}"
+    require(kind == "image", what, block, "leave the row out")
+    sources = [block[name] for name in SOURCES if name in block]
+    if not sources:
+        return {"type": "image"}
+    return {"type": "image", "image": _image(sources[0], row, images)}
+
+
+def _image(image: Any, row: Row, folder: Path | None) -> str:
+    """An image as a processor finds it again: an address, or a file."""
+    place = image
+    if isinstance(image, Mapping) and not image.get("bytes"):
+        place = image.get("path")
+    if isinstance(place, str) and place.startswith(("http://", "https://", "data:")):
+        return place
+    source = row.image(image)
+    if isinstance(source, bytes):
+        if folder is None:
             raise ValueError(
-                f"expected a role in {where}, got {shown(role)} (known are {listed(ROLES)}); {FIX}"
+                f"expected the path of an image in {row.where}, got 'its bytes'; name a folder for images"
             )
-        content: Any = turn.get("content")
-        if content is None and turn.get("tool_calls"):
-            content = ""
-        kept = {
-            key: value for key, value in turn.items() if key not in ("role", "content", "weight")
-        }
-        return {"role": known, "content": self._content(content, where, row), **kept}
+        stored = store_image(source, folder)
+        # Beside the file that names it: both can be moved
+        return f"{stored.parent.name}/{stored.name}"
+    is_readable = image_size(str(source)) is not None
+    what = f"an image that can be read in {row.where}"
+    require(is_readable, what, str(place), "leave the row out, or install pillow")
+    return str(source)
 
-    def _content(self, content: Any, where: str, row: Row) -> str | list[dict[str, Any]]:
-        if isinstance(content, str):
-            return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
-        require(
-            isinstance(content, list | tuple),
-            f"a text or a list of blocks as content in {where}",
-            content,
-            FIX,
-        )
-        blocks = [self._block(block, where, row) for block in content]
-        if all(block["type"] == "text" for block in blocks):
-            return "".join(block["text"] for block in blocks)
-        return blocks
 
-    def _block(self, block: Any, where: str, row: Row) -> dict[str, Any]:
-        require(isinstance(block, Mapping), f"blocks with a type in {where}", block, FIX)
-        block = {key: value for key, value in block.items() if value is not None}
-        if block.get("type") == "text":
-            text = check_text(
-                block.get("text"), f"each block of text in {where}", may_be_empty=True, action=FIX
-            )
-            return {"type": "text", "text": text}
-        if block.get("type") == "image_url":  # as OpenAI's interface has it
-            address = block.get("image_url")
-            block = {
-                "type": "image",
-                "url": address.get("url") if isinstance(address, Mapping) else address,
-            }
-        require(
-            block.get("type") == "image",
-            f"blocks of type text or image in {where}",
-            block,
-            "leave the row out",
-        )
-        source = next((block[key] for key in SOURCES if key in block), None)
-        return (
-            {"type": "image"}
-            if source is None
-            else {"type": "image", "image": self._image(source, row)}
-        )
-
-    def _image(self, image: Any, row: Row) -> str:
-        """An image as a processor finds it again: an address, or a file."""
-        place = (
-            image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
-        )
-        if isinstance(place, str) and place.startswith(("http://", "https://", "data:")):
-            return place
-        source = row.image(image)
-        if isinstance(source, bytes):
-            what = f"the path of an image in {row.where}"
-            require(self.folder is not None, what, "its bytes", "name a folder for images")
-            stored = store_image(source, self.folder or Path())
-            # Beside the file that names it: both can be moved
-            return f"{stored.parent.name}/{stored.name}"
-        what = f"an image that can be read in {row.where}"
-        require(
-            image_size(str(source)) is not None,
-            what,
-            str(place),
-            "leave the row out, or install pillow",
-        )
-        return str(source)
+def _without_none(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that hold something: tables fill up with `None`."""
+    return {name: value for name, value in columns.items() if value is not None}
 
 
 def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None) -> dict[str, Any]:
@@ -201,29 +202,25 @@ def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None
         is_relative = isinstance(image, str) and len(image) < MAX_PATH and not os.path.isabs(image)
         if not is_relative or not (folder / image).is_file():
             return image
-        return (
-            str(folder / image) if seen_from is None else os.path.relpath(folder / image, seen_from)
-        )
+        if seen_from is None:
+            return str(folder / image)
+        return os.path.relpath(folder / image, seen_from)
 
     def block(part: Any) -> Any:
-        return (
-            {**part, "image": place(part["image"])}
-            if isinstance(part, Mapping) and "image" in part
-            else part
-        )
+        if isinstance(part, Mapping) and "image" in part:
+            return {**part, "image": place(part["image"])}
+        return part
 
     def turn(message: Any) -> Any:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        return (
-            {**message, "content": [block(part) for part in content]}
-            if isinstance(content, list)
-            else message
-        )
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+            return {**message, "content": [block(part) for part in message["content"]]}
+        return message
 
     found = dict(row)
-    for name, change in (("images", place), ("messages", turn)):
-        if isinstance(row.get(name), list):
-            found[name] = [change(value) for value in row[name]]
+    if isinstance(row.get("images"), list):
+        found["images"] = [place(image) for image in row["images"]]
+    if isinstance(row.get("messages"), list):
+        found["messages"] = [turn(message) for message in row["messages"]]
     return found
 
 
@@ -231,8 +228,3 @@ def content_id(row: Mapping[str, Any]) -> str:
     """Returns a name that says what is in a row: the same for the same conversation, wherever it comes from."""
     parts = [row["messages"], row.get("images"), row.get("chat_template_kwargs")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _side(value: Any, role: str) -> Sequence[Any]:
-    """A prompt or a completion as turns."""
-    return [{"role": role, "content": value}] if not isinstance(value, list | tuple) else value

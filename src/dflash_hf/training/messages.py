@@ -19,6 +19,8 @@ from dflash_hf.processing_qwen3_vl import check_pixels
 from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token_mask
 
 PLACE = "@@place@@"  # a text that no template has
+# A tokenizer for text, a processor for text and images
+Processing = PreTrainedTokenizerBase | ProcessorMixin
 
 
 def check_messages(messages: Any) -> None:

@@ -2,35 +2,50 @@
 
 A file of prepared rows is JSON Lines, one conversation a line: `id` (of its contents), `messages`, `images` and
 `chat_template_kwargs` where there are any, and `sequences`, what is trained on: `{"turns": [1, 3], "num_tokens": 9}`.
-The next stage, [`dflash_hf.training.answering`], writes the same with `answer_ids`; [`read_examples`] reads both.
+The next stage, [`dflash_hf.training.answering`], writes the same with `answer_ids`; [`dflash_hf.training.examples`]
+reads both.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+import torch
 
-from dflash_hf.data.row_files import RowFile, write_rows, write_whole
-from dflash_hf.data.rows import Row, file_rows, hub_rows
-from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.data.row_files import line_of, write_whole
+from dflash_hf.data.rows import Row
+from dflash_hf.data.sources import Origin, RowMap, open_source
+from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.conversations import ConversationReader, resolved
-from dflash_hf.training.data import Example
+from dflash_hf.training.conversations import conversation_of, resolved
+from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
-from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.training.messages import ChatTemplate, Processing
 
 logger = logging.getLogger(__name__)
 
-Processing = PreTrainedTokenizerBase | ProcessorMixin
 Turns = Literal["all", "last", "none"]
-FILES = (".jsonl", ".json", ".parquet", ".txt")
+# What is made of a row; rows of other tables are these columns, as `datasets.Value` names their types.
+COLUMNS = {
+    "where": "string",  # what to call the row in a sentence
+    "id": "string",
+    "line": "string",  # what is written, as JSON
+    "left_out": "string",  # why nothing is
+    "malformed": "string",  # the sentence about it
+    "num_sequences": "int64",
+    "num_tokens": "int64",
+    "num_cut": "int64",
+}
+NOTHING = {name: "" if kind == "string" else 0 for name, kind in COLUMNS.items()}
+# Settings that say which rows are written, and not what is made of one.
+WHICH_ROWS = ("datasets", "num_rows", "streaming", "skip_bad_rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +99,27 @@ class Prepared:
     num_cut: int = 0
     left_out: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
+    def takes(self, made: Mapping[str, Any], seen: set[str]) -> bool:
+        """Counts a row that was made (`COLUMNS`), and returns whether it is written: not if its id was seen before."""
+        self.num_rows += 1
+        if made["malformed"]:
+            self.leave_out("malformed", made["malformed"])
+            return False
+        is_known = made["id"] in seen
+        if made["id"]:
+            seen.add(made["id"])
+        if is_known:
+            self.leave_out("a duplicate", made["where"])
+            return False
+        if made["left_out"]:
+            self.leave_out(made["left_out"], made["where"])
+            return False
+        self.num_kept += 1
+        self.num_sequences += made["num_sequences"]
+        self.num_tokens += made["num_tokens"]
+        self.num_cut += made["num_cut"]
+        return True
+
     def leave_out(self, reason: str, where: str) -> None:
         """Counts a row that is not written."""
         count, first = self.left_out.get(reason, (0, where))
@@ -108,158 +144,279 @@ class Prepared:
 def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared:
     """Writes conversations of data sets to a file, in one form; nothing where it has been written so before.
 
+    Rows are made by as many processes as there are cores. Beside the file stands what is done of it until it is whole,
+    in a folder `.parts`: a run that was killed or refused a row goes on behind that.
+
     Raises:
         ValueError: If a set or row cannot be read (naming it), it cannot be told what the assistant writes, the chat
-            template reads no such keyword, no row is left, or the file is there and was written with other settings.
-            Nothing is written then.
+            template reads no such keyword, no row is left, the file is there and was written with other settings, or
+            the disk is full. The file is not written then.
     """
     what = "none of turns, all, last"
     require(settings.turns in ("all", "last", "none"), what, settings.turns, "choose one of them")
     require(bool(settings.datasets), "data sets to prepare", list(settings.datasets), "name one")
+    _check_num_rows(settings.num_rows)
     template = ChatTemplate(processing_class, settings.chat_template_kwargs)
     for name in settings.chat_template_kwargs:  # Jinja takes a name that is misspelt without a word
         what = "chat_template_kwargs that the chat template reads"
         require(name in template.text, what, name, "correct the name, or leave it out")
-    # What the file is made of and how, to tell whether one that is there is the same.
-    sizes = [
-        Path(name).stat().st_size if Path(name).is_file() else None for name in settings.datasets
-    ]
-    of = {name: value for name, value in asdict(settings).items() if name != "output"}
-    of |= {
-        "datasets": list(zip(settings.datasets, sizes, strict=True)),
-        "chat_template": template.text,
-    }
-    asked = json.loads(json.dumps(of))
+    asked = _asked(settings, template.text)
+    parts = settings.output.with_suffix(".parts")
     if settings.output.exists():
-        known = read_meta(settings.output)
-        same = known.get("prepare") == asked
-        what = f"{settings.output} as these settings make it, or no such file"
-        require(same, what, "one that was made otherwise", "remove it, or name another")
-        counts: dict[str, int] = known["prepared"]
-        left_out = {reason: (count, first) for reason, (count, first) in known["left_out"].items()}
-        return Prepared(**counts, left_out=left_out)
+        report = _written_before(settings.output, asked)
+        shutil.rmtree(parts, ignore_errors=True)
+        return report
     report = Prepared()
-    maker = _Maker(settings, processing_class, report)
 
-    def rows() -> Iterator[dict[str, Any]]:
-        yield from maker.rows()
+    def lines() -> Iterator[str]:
+        yield from _kept_lines(settings, processing_class, parts, template.text, report)
         none = f"rows to train on in {listed(settings.datasets)}"
-        require(
-            report.num_kept > 0,
-            none,
-            "; ".join(report.sentences()),
-            "take other data, or a greater length",
-        )
+        got = "; ".join(report.sentences())
+        require(report.num_kept > 0, none, got, "take other data, or a greater length")
         counts = asdict(report)
         told = {"prepare": asked, "left_out": counts.pop("left_out"), "prepared": counts}
         # What it was made with comes first: a file without that is nobody's.
         write_whole(meta_path(settings.output), json.dumps(told, indent=2) + "\n")
 
-    write_rows(settings.output, rows())
+    try:
+        write_whole(settings.output, lines())
+    except BaseException:
+        _keep_whole_parts(parts)
+        raise
+    shutil.rmtree(parts, ignore_errors=True)
     for sentence in report.sentences():
         logger.info(sentence)
     return report
 
 
-class _Maker:
-    """Makes prepared rows."""
+def _asked(settings: PrepareSettings, chat_template: str) -> dict[str, Any]:
+    """What a file is made of and how, to tell whether one that is there is the same."""
+    asked = asdict(settings)
+    del asked["output"]
+    asked["datasets"] = [(name, _size(Path(name))) for name in settings.datasets]
+    asked["chat_template"] = chat_template
+    return json.loads(json.dumps(asked))
 
-    def __init__(
-        self, settings: PrepareSettings, processing_class: Processing, report: Prepared
-    ) -> None:
-        self.settings = settings
-        self.processing_class = processing_class
-        self.report = report
-        folder = settings.output.parent / "images"
-        self.read = ConversationReader(settings.template, folder, settings.chat_template_kwargs)
-        self.seen: set[str] = set()
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields what is written, row by row."""
-        for name in self.settings.datasets:
-            for row in source_rows(
-                name, streaming=self.settings.streaming, num_rows=self.settings.num_rows
-            ):
-                self.report.num_rows += 1
-                try:
-                    made = self._made(row)
-                except Exception as error:  # a template or an image may refuse it in any way
-                    sentence = _sentence(error, row.where)
-                    if not self.settings.skip_bad_rows:
-                        raise ValueError(f"{sentence}, or skip bad rows") from error
-                    self.report.leave_out("malformed", sentence)
-                    continue
-                if isinstance(made, str):
-                    self.report.leave_out(made, row.where)
-                else:
-                    self.report.num_kept += 1
-                    yield made
+def _size(path: Path) -> int | None:
+    """A file's bytes; `None` of a set that is no file."""
+    if path.is_file():
+        return path.stat().st_size
+    return None
 
-    def _made(self, row: Row) -> dict[str, Any] | str:
-        """A prepared row, or why it is left out."""
-        found = self.read(row)
-        messages = found["messages"]
-        if self.settings.turns == "none":
-            while messages[-1]["role"] != "user":
-                messages.pop()
-        turns = assistant_turns(messages) if self.settings.turns != "none" else []
-        if self.settings.turns == "last":
-            turns = turns[-1:] if turns and turns[-1] == len(messages) - 1 else []
-        if any(
-            not messages[turn]["content"] and not messages[turn].get("tool_calls") for turn in turns
-        ):
-            return "an empty answer"
-        if found["id"] in self.seen:
-            return "a duplicate"
-        self.seen.add(found["id"])
-        template = ChatTemplate(self.processing_class, found.get("chat_template_kwargs"))
-        here = resolved(found, self.settings.output.parent)
-        prepared = template.messages(here["messages"], here.get("images", ()))
-        ends_with_user = messages[-1]["role"] == "user"
-        check_turns(template.render(prepared, ends_with_user), prepared)
-        if not turns and not ends_with_user:
-            return "no answer and no question at its end"
-        groups = [turns] if turns else []
-        if turns and not template.is_marked:
+
+def _written_before(output: Path, asked: Mapping[str, Any]) -> Prepared:
+    """The report of a file that is there; raises `ValueError` if it was made otherwise."""
+    known = read_meta(output)
+    is_same = known.get("prepare") == asked
+    what = f"{output} as these settings make it, or no such file"
+    require(is_same, what, "one that was made otherwise", "remove it, or name another")
+    counts: dict[str, int] = known["prepared"]
+    left_out = {reason: (count, first) for reason, (count, first) in known["left_out"].items()}
+    return Prepared(**counts, left_out=left_out)
+
+
+def _keep_whole_parts(parts: Path) -> None:
+    """Removes what was not written to its end, and the folder if nothing else is in it."""
+    if not parts.is_dir():
+        return
+    for path in parts.iterdir():
+        if path.suffix != ".arrow":
+            path.unlink()
+    if not any(parts.iterdir()):
+        parts.rmdir()
+
+
+def _kept_lines(
+    settings: PrepareSettings,
+    processing_class: Processing,
+    parts: Path,
+    chat_template: str,
+    report: Prepared,
+) -> Iterator[str]:
+    """Yields the line of each row that is kept, the first of its contents, and counts all of them."""
+    asked = _asked(settings, chat_template)
+    for name in WHICH_ROWS:
+        del asked[name]
+    seen: set[str] = set()
+    for name in settings.datasets:
+        source = open_source(name, streaming=settings.streaming)
+        options = {
+            "origin": source.origin,
+            "settings": settings,
+            "processing_class": processing_class,
+        }
+        row_map = RowMap(
+            function=prepare_row,
+            options=options,
+            columns=COLUMNS,
+            folder=parts,
+            key=json.dumps(asked, sort_keys=True),
+        )
+        for made in source.mapped(row_map, settings.num_rows):
+            if not made["where"]:
+                continue
+            if made["malformed"] and not settings.skip_bad_rows:
+                raise ValueError(f"{made['malformed']}, or skip bad rows")
+            if report.takes(made, seen):
+                yield made["line"]
+
+
+def prepare_row(
+    values: Mapping[str, Any],
+    number: int,
+    rank: int | None,
+    *,
+    origin: Origin,
+    settings: PrepareSettings,
+    processing_class: Processing,
+) -> dict[str, Any]:
+    """Returns what is written of a row, or why nothing is: a function for `datasets.Dataset.map`.
+
+    Args:
+        values (mapping): The row's columns, as `datasets` has them.
+        number (`int`): Which row it is, from 0.
+        rank (`int`, *optional*): The process that it is in; `None` where there are no others.
+        origin, settings, processing_class: What the row is of, and what to make of it.
+
+    Returns:
+        `dict[str, Any]`: `COLUMNS`. An empty line of a file has no `where`.
+
+    Raises:
+        ValueError: If the row is malformed, and bad rows are not to be skipped; naming it.
+    """
+    if rank is not None:
+        torch.set_num_threads(1)  # a core each
+    made: dict[str, Any] = dict(NOTHING)
+    if not origin.has_row(values):
+        return made
+    row = origin.row(values, number)
+    made["where"] = row.where
+    try:
+        made |= _made(row, settings, processing_class)
+    except Exception as error:  # a template or an image may refuse it in any way
+        sentence = _sentence(error, row.where)
+        if not settings.skip_bad_rows:
+            raise ValueError(f"{sentence}, or skip bad rows") from error
+        made["malformed"] = sentence
+    return made
+
+
+def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> dict[str, Any]:
+    """Some of `COLUMNS`: those that are not as in `NOTHING`."""
+    folder = settings.output.parent
+    options = settings.chat_template_kwargs
+    found = conversation_of(row, settings.template, folder / "images", options)
+    messages = found["messages"]
+    if settings.turns == "none":
+        while messages[-1]["role"] != "user":
+            messages.pop()
+    turns = _chosen_turns(messages, settings.turns)
+    answers = [messages[turn] for turn in turns]
+    if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
+        return {"left_out": "an empty answer"}
+    template = ChatTemplate(processing_class, found.get("chat_template_kwargs"))
+    here = resolved(found, folder)
+    prepared = template.messages(here["messages"], here.get("images", ()))
+    ends_with_user = messages[-1]["role"] == "user"
+    check_turns(template.render(prepared, ends_with_user), prepared)
+    made: dict[str, Any] = {"id": found["id"]}
+    if not turns and not ends_with_user:
+        return made | {"left_out": "no answer and no question at its end"}
+    limit = settings.max_length
+    sequences: list[dict[str, Any]] = []
+    if not turns:
+        fits = _fits(here, processing_class, limit)
+    else:
+        groups = [turns]
+        if not template.is_marked:
             groups = groups_in_place(template.render, prepared, turns, template.ends())
-        sequences = [kept for group in groups if (kept := self._sequence(here, group)) is not None]
-        if (groups and not sequences) or (not groups and not self._fits(here)):
-            return "a prompt longer than the greatest length"
-        self.report.num_sequences += len(sequences)
-        self.report.num_tokens += sum(sequence["num_tokens"] for sequence in sequences)
-        return {**found, "sequences": sequences}
+        for group in groups:
+            size, is_cut = _size_of(here, group, processing_class, limit)
+            if size > 0:
+                sequences.append({"turns": group, "num_tokens": size})
+                made["num_cut"] = made.get("num_cut", 0) + is_cut
+        fits = bool(sequences)
+    if not fits:
+        return made | {"left_out": "a prompt longer than the greatest length"}
+    made["line"] = line_of({**found, "sequences": sequences})
+    made["line"].encode()  # half a character is an error here, where the row is known
+    made["num_sequences"] = len(sequences)
+    made["num_tokens"] = sum(sequence["num_tokens"] for sequence in sequences)
+    return made
 
-    def _sequence(self, found: Mapping[str, Any], turns: list[int]) -> dict[str, Any] | None:
-        """Turns that are trained on together and how long that is; `None` where nothing is left at that length."""
-        limit = self.settings.max_length
-        dataset = ChatDataset([{**found, "trained_turns": turns}], self.processing_class)
-        has_images = "images" in found or any(
-            isinstance(m["content"], list) for m in found["messages"]
-        )
-        example = None if has_images else dataset[0]
-        size = dataset.lengths[0] if example is None else len(example.input_ids)
-        if limit is not None and size > limit:
-            if example is None or example.prompt_length() >= limit:
-                return None
-            self.report.num_cut += 1
-            size = limit
-        return {"turns": turns, "num_tokens": size}
 
-    def _fits(self, found: Mapping[str, Any]) -> bool:
-        """Whether a prompt leaves room for an answer."""
-        limit = self.settings.max_length
-        return (
-            limit is None
-            or ChatDataset([found], self.processing_class, answers=[[]]).lengths[0] < limit
-        )
+def _chosen_turns(messages: Sequence[Mapping[str, Any]], which: Turns) -> list[int]:
+    """The answers of a conversation that are trained on."""
+    if which == "none":
+        return []
+    turns = assistant_turns(messages)
+    if which == "all":
+        return turns
+    return [turn for turn in turns if turn == len(messages) - 1]
+
+
+def _size_of(
+    row: Mapping[str, Any], turns: list[int], processing_class: Processing, limit: int | None
+) -> tuple[int, bool]:
+    """Tokens of turns that are trained on together, and whether they are cut; 0 where nothing is left of an answer."""
+    dataset = ChatDataset([{**row, "trained_turns": turns}], processing_class)
+    if "images" in row or any(isinstance(turn["content"], list) for turn in row["messages"]):
+        size = dataset.lengths[0]
+        is_whole = limit is None or size <= limit
+        return (size if is_whole else 0), False
+    example = dataset[0]
+    size = len(example.input_ids)
+    if limit is None or size <= limit:
+        return size, False
+    if example.prompt_length() >= limit:
+        return 0, False
+    return limit, True
+
+
+def _fits(row: Mapping[str, Any], processing_class: Processing, limit: int | None) -> bool:
+    """Whether a prompt leaves room for an answer."""
+    if limit is None:
+        return True
+    return ChatDataset([row], processing_class, answers=[[]]).lengths[0] < limit
 
 
 def _sentence(error: Exception, where: str) -> str:
     """What is wrong with a row, with its place."""
     told = str(error).removesuffix(" (row 0)")
-    if not (isinstance(error, ValueError) and told.startswith("expected")):
+    if not isinstance(error, ValueError) or not told.startswith("expected"):
         return f"expected a conversation that the chat template takes in {where}, got {one_line(error)}; fix the row"
-    return told if where in told else f"{told} ({where})"
+    if where in told:
+        return told
+    return f"{told} ({where})"
+
+
+def split_rows(path: Path, train: Path, held_out: Path, num_held_out: int) -> tuple[int, int]:
+    """Writes the lines of a file to two others, at most a fifth of them to `held_out`; no more than one is in memory.
+
+    Args:
+        path (`Path`): A file of rows.
+        train, held_out (`Path`): The files to write.
+        num_held_out (`int`): Most lines that are held out: every so many, for rows are often sorted by what they are
+            about.
+
+    Returns:
+        `tuple[int, int]`: How many lines each of them has.
+    """
+    with path.open("rb") as file:
+        num_lines = sum(1 for _ in file)
+    num_chosen = max(0, min(num_held_out, num_lines // 5))
+    chosen = {at * num_lines // num_chosen for at in range(num_chosen)}
+
+    def part(is_held_out: bool) -> Iterator[str]:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for at, line in enumerate(file):
+                if (at in chosen) == is_held_out:
+                    yield line
+
+    write_whole(train, part(False))
+    write_whole(held_out, part(True))
+    return num_lines - num_chosen, num_chosen
 
 
 def load_rows(
@@ -280,184 +437,15 @@ def load_rows(
     Raises:
         ValueError: Naming the row that cannot be read.
     """
-    read = ConversationReader(template, images)
-    for row in source_rows(source, streaming=streaming, num_rows=num_rows):
-        found = read(row)
-        yield found if images is None else resolved(found, images.parent)
+    _check_num_rows(num_rows)
+    rows = open_source(source, streaming=streaming).rows()
+    for row in islice(rows, num_rows):
+        found = conversation_of(row, template, images)
+        if images is not None:
+            found = resolved(found, images.parent)
+        yield found
 
 
-def source_rows(
-    source: str, *, streaming: bool = False, num_rows: int | None = None
-) -> Iterator[Row]:
-    """Returns the rows of a set as they are, at most `num_rows` of them; see [`load_rows`]."""
-    require(
-        num_rows is None or num_rows > 0, "at least 1 row of each set", num_rows, "ask for more"
-    )
-    if source.endswith(FILES):
-        rows = file_rows([Path(source)], streaming=True)
-    else:
-        path, *parts = source.split(":")
-        known = ("/" in path or Path(path).is_dir()) and len(parts) <= 2
-        require(
-            known,
-            f"a file ({', '.join(FILES)}) or a set as ORG/NAME:CONFIG:SPLIT",
-            source,
-            "fix the name",
-        )
-        config, split = [part or None for part in (*parts, "", "")[:2]]
-        rows = hub_rows(path, config, split or "train", streaming=streaming)
-    return islice(rows, num_rows)
-
-
-class _Sequences(Sequence[dict[str, Any]]):
-    """Rows of a file, once for each sequence of theirs that is trained on."""
-
-    def __init__(self, rows: RowFile, chosen: Sequence[tuple[int, int]]) -> None:
-        self.file = rows
-        self.chosen = chosen
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: Any) -> Any:
-        row, number = self.chosen[index]
-        found = resolved(self.file[row], self.file.path.parent)
-        return (
-            found if number < 0 else {**found, "trained_turns": found["sequences"][number]["turns"]}
-        )
-
-    def where(self, index: int) -> str:
-        """Returns what to call a row in a sentence."""
-        return self.file.where(self.chosen[index][0])
-
-
-def read_examples(
-    path: str | Path, processing_class: Processing, max_length: int | None = None
-) -> Sequence[Example]:
-    """Returns the examples of a prepared or answered file, built when they are asked for, their lengths known before.
-
-    Args:
-        path (`Path`): What [`prepare`] or [`regenerate`] wrote, or any file of `messages` with or without
-            `answer_ids`.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
-        max_length (`int`, *optional*): Longer sequences are cut to that many tokens, and left out where no token of an
-            answer would be left, or where they have images. How many is logged.
-
-    Raises:
-        ValueError: If there is no such file, a row is malformed (naming it), or no example is left.
-    """
-    file = RowFile(path := Path(path))
-    found = [
-        (at, *each) for at, row in enumerate(file) for each in _lengths_in(row, file.where(at))
-    ]
-    rows = _Sequences(file, [(at, number) for at, number, _ in found])
-    lengths: Sequence[int | None] = [length for *_, length in found]
-    if None in lengths:  # written by somebody else: their texts are counted
-        lengths = ChatDataset(rows, processing_class).lengths
-    known = [length or 0 for length in lengths]
-    if max_length is not None and any(length > max_length for length in known):
-        whole = ChatDataset(rows, processing_class)
-        kept = [
-            at
-            for at, n in enumerate(known)
-            if n <= max_length or _can_be_cut(whole, at, max_length)
-        ]
-        if len(kept) < len(known):
-            logger.warning(
-                "%d of %d sequences of %s are left out: at %d tokens no answer would be left of them, or an image cut",
-                len(known) - len(kept),
-                len(known),
-                path,
-                max_length,
-            )
-        rows = _Sequences(file, [rows.chosen[at] for at in kept])
-        known = [min(known[at], max_length) for at in kept]
-    num_prompts = len(file) - len({at for at, *_ in found})
-    got = f"{num_prompts} prompts without one" if num_prompts else "none"
-    action = (
-        "let the target answer them (`regenerate`)"
-        if num_prompts
-        else "take other data, or a greater length"
-    )
-    require(len(rows) > 0, f"answers to train on in {path}", got, action)
-    return ChatDataset(rows, processing_class, lengths=known, max_length=max_length)
-
-
-def _can_be_cut(examples: ChatDataset, at: int, max_length: int) -> bool:
-    """Whether a token of an answer is left of an example at a length."""
-    example = examples[at]
-    return len(example.input_ids) <= max_length or (
-        not example.has_images and 1 in example.loss_mask[:max_length]
-    )
-
-
-def _lengths_in(row: Mapping[str, Any], where: str) -> list[tuple[int, int | None]]:
-    """The sequences of a row, by their number (-1: the row itself), and how long they are as far as it says."""
-    require(
-        isinstance(row.get("messages"), list), f"messages in {where}", listed(row), "run `prepare`"
-    )
-    if "answer_ids" in row:
-        ids: Any = row["answer_ids"]
-        good = (
-            isinstance(ids, list)
-            and all(isinstance(token, int) and token >= 0 for token in ids)
-            and bool(ids)
-        )
-        require(good, f"answer_ids, a list of token ids, in {where}", ids, "leave the row out")
-        return [(-1, _count(row, "num_tokens", where))]
-    if "sequences" not in row:
-        return (
-            [(-1, None)]
-            if any(message.get("role") == "assistant" for message in row["messages"])
-            else []
-        )
-    good = isinstance(row["sequences"], list) and all(
-        isinstance(entry, dict) for entry in row["sequences"]
-    )
-    require(
-        good, f"sequences as `prepare` writes them in {where}", row["sequences"], "run it again"
-    )
-    for entry in row["sequences"]:
-        turns = entry.get("turns")
-        good = (
-            isinstance(turns, list)
-            and bool(turns)
-            and all(turn in range(len(row["messages"])) for turn in turns)
-        )
-        require(good, f"turns of the row's in {where}", turns, "run `prepare` again")
-    return [
-        (number, _count(entry, "num_tokens", where))
-        for number, entry in enumerate(row["sequences"])
-    ]
-
-
-def _count(row: Mapping[str, Any], name: str, where: str) -> int | None:
-    value = row.get(name)
-    good = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
-    require(good, f"a number of tokens as {name} in {where}", value, "leave it out")
-    return value
-
-
-def meta_path(path: Path) -> Path:
-    """Returns the file beside a stage's file that says what that was made of."""
-    return path.with_suffix(".meta.json")
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """Returns what is written beside a stage's file.
-
-    Raises:
-        ValueError: If there is nothing, or something else.
-    """
-    meta = meta_path(path)
-    try:
-        found: Any = json.loads(meta.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"expected {meta} beside {path}, which says what that was made of, got {one_line(error)}; "
-            "remove both, or name another file"
-        ) from error
-    require(
-        isinstance(found, dict), f"a JSON object in {meta}", shown(found), "remove it and its file"
-    )
-    return found
+def _check_num_rows(num_rows: int | None) -> None:
+    is_good = num_rows is None or num_rows > 0
+    require(is_good, "at least 1 row of each set", num_rows, "ask for more")

@@ -20,8 +20,7 @@ from dflash_hf.errors import require
 from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.data import Example
-from dflash_hf.training.messages import ChatTemplate
-from dflash_hf.training.prepare import Processing
+from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.regenerate import generated
 
 logger = logging.getLogger(__name__)

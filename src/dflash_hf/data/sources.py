@@ -1,0 +1,417 @@
+"""Where rows come from: JSONL, JSON, Parquet and text files, folders and sets of the Hub, read by `datasets`.
+
+This is the one module that imports `datasets`, where a function needs it; `file_rows` of text files does without.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash_hf.data.prompt_files import read_lines
+from dflash_hf.data.row_files import line_of, parsed
+from dflash_hf.data.rows import FIX, Row
+from dflash_hf.errors import one_line, require
+
+FILES = (".jsonl", ".json", ".parquet", ".txt")
+# Rows of a part: what a killed run does again at most.
+PART_ROWS = 50_000
+# To start a process takes as long as that many rows of a chat take.
+ROWS_PER_PROCESS = 1_000
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Kind = Literal["line of JSON", "line of text", "row of JSON", "row"]
+Columns = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a set's rows are and what to call them: all that a function over them needs beside their columns."""
+
+    called: str  # the set, in a sentence
+    kind: Kind  # what is in the columns: a text of one of these forms in `text`, or the row itself
+    folder: Path  # what paths of images are relative to
+
+    def has_row(self, values: Columns) -> bool:
+        """Whether there is a row: empty lines of a file are none."""
+        return self.kind == "row" or bool(values["text"].strip())
+
+    def row(self, values: Columns, number: int) -> Row:
+        """Returns a row of its columns as `datasets` gives them, and its number from 0.
+
+        Raises:
+            ValueError: For a line that is no JSON object, naming it.
+        """
+        if self.kind in ("line of JSON", "line of text"):
+            where = f"line {number + 1} of {self.called}"
+        else:
+            where = f"row {number + 1} of {self.called}"
+        found: Any = dict(values)
+        if self.kind == "line of text":
+            found = {"prompt": values["text"]}
+        elif self.kind != "row":
+            found = parsed(values["text"], where, FIX)
+            require(isinstance(found, Mapping), f"a JSON object in {where}", found, FIX)
+        return Row(values=found, number=number, where=where, folder=self.folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMap:
+    """What is made of rows, and where it is kept, part by part: a run that was killed goes on behind the last part.
+
+    Args:
+        function (callable): Of a row's columns, its number from 0, the number of the process that it is in (`None`:
+            this one) and `options` by name; it returns other columns.
+        options (mapping): What else the function takes.
+        columns (mapping): Name of each column that it returns -> its type, as `datasets.Value` has it.
+        folder (`Path`): Where the parts are kept.
+        key (`str`): Says what the function makes: parts of another key are not taken.
+    """
+
+    function: Callable[..., dict[str, Any]]
+    options: Mapping[str, Any]
+    columns: Mapping[str, str]
+    folder: Path
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A set of rows that is open: `table` is a `datasets.Dataset`, an `IterableDataset` where it is streamed."""
+
+    origin: Origin
+    table: Any
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are fetched one by one, and none are kept."""
+        return not hasattr(self.table, "select")
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the rows as they are."""
+        for number, values in self._numbered():
+            yield self.origin.row(values, number)
+
+    def mapped(self, row_map: RowMap, num_rows: int | None = None) -> Iterator[Columns]:
+        """Yields what is made of each row, in their order, by as many processes as there are cores.
+
+        Rows of a set that is streamed are made one by one, and none are kept.
+
+        Args:
+            row_map ([`RowMap`]): What to make, and where it is kept.
+            num_rows (`int`, *optional*): Most rows that are made.
+
+        Raises:
+            ValueError: If the set cannot be read, or the disk is full; and whatever the function raises.
+        """
+        if self.is_streamed:
+            filled_lines = self._numbered()
+            for number, values in islice(filled_lines, num_rows):
+                yield row_map.function(values, number, None, **row_map.options)
+            return
+        stop = len(self.table)
+        if num_rows is not None:
+            stop = self._lines_with(num_rows)
+        for start in range(0, stop, PART_ROWS):
+            yield from self._part(row_map, start, min(start + PART_ROWS, stop))
+
+    def _part(self, row_map: RowMap, start: int, stop: int) -> Iterable[Columns]:
+        """What is made of some rows one behind the other, read from the folder if it is there."""
+        datasets = _datasets(self.origin.called)
+        part = self.table.select(range(start, stop))
+        name = self._name_of(part, f"{row_map.key} {self.origin} {start}")
+        features = {column: datasets.Value(kind) for column, kind in row_map.columns.items()}
+        num_processes = min(num_cores(), (stop - start) // ROWS_PER_PROCESS)
+        if num_processes < 2:
+            num_processes = None  # this one
+        options = {"function": row_map.function, "start": start, "options": dict(row_map.options)}
+        try:
+            return part.map(
+                _made_at,
+                with_indices=True,
+                with_rank=True,
+                num_proc=num_processes,
+                remove_columns=self.table.column_names,
+                features=datasets.Features(features),
+                fn_kwargs=options,
+                cache_file_name=str(row_map.folder / f"{name}.arrow"),
+                new_fingerprint=name,
+                desc=f"{self.origin.called}, from row {start + 1}",
+            )
+        except OSError as error:
+            raise _no_room(error, row_map.folder) from error
+        except RuntimeError as error:  # a process is gone
+            what = f"{num_processes} processes that read {self.origin.called} to its end"
+            action = "free memory and run it again: it goes on"
+            raise ValueError(f"expected {what}, got {one_line(error)}; {action}") from error
+
+    def _name_of(self, part: Any, of: str) -> str:
+        """A name that says what is in a part, and what else it is of.
+
+        Texts are known by what they say, so that a file in which a line was put right is read anew in one part alone.
+        """
+        digest = hashlib.sha256(of.encode())
+        if self.origin.kind == "row":
+            digest.update(part._fingerprint.encode())
+        else:
+            for values in part:
+                digest.update(f"{values['text']}\n".encode())
+        return digest.hexdigest()[:32]
+
+    def _lines_with(self, num_rows: int) -> int:
+        """How many lines from the first one on hold that many rows."""
+        stop = 0
+        for number, _ in islice(self._numbered(), num_rows):
+            stop = number + 1
+        return stop
+
+    def _numbered(self) -> Iterator[tuple[int, Columns]]:
+        """The columns of each row with its number from 0; empty lines count and are left out."""
+        try:
+            for number, values in enumerate(self.table):
+                if self.origin.has_row(values):
+                    yield number, values
+        except (OSError, UnicodeError) as error:
+            raise _unread(self.origin.called, error) from error
+
+
+def _made_at(
+    values: Columns,
+    number: int,
+    rank: int | None,
+    *,
+    function: Callable[..., dict[str, Any]],
+    start: int,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a function makes of a row of a part that begins with the row `start`."""
+    return function(values, start + number, rank, **options)
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def open_source(name: str, *, streaming: bool = False) -> Source:
+    """Opens a set of rows: a file of one of `FILES`, a folder, or `ORG/NAME:CONFIG:SPLIT` (split `train` by default).
+
+    Args:
+        name (`str`): Which.
+        streaming (`bool`): Fetch rows as they are asked for, and keep none; by default `datasets` keeps a copy of
+            them in its cache (`HF_DATASETS_CACHE`) and no row in memory.
+
+    Raises:
+        ValueError: If there is no `datasets`, no such set, it cannot be read, or the disk is full.
+    """
+    if name.endswith(FILES):
+        return _open_file(Path(name), streaming)
+    path, *parts = name.split(":")
+    is_known = ("/" in path or Path(path).is_dir()) and len(parts) <= 2
+    what = f"a file ({', '.join(FILES)}) or a set as ORG/NAME:CONFIG:SPLIT"
+    require(is_known, what, name, "fix the name")
+    config, split = [part or None for part in (*parts, "", "")[:2]]
+    split = split or "train"
+    called = _called(path, config, split)
+    table = _loaded(called, (), path, streaming, name=config, split=split)
+    return Source(origin=Origin(called=called, kind="row", folder=Path()), table=table)
+
+
+def _open_file(path: Path, streaming: bool) -> Source:
+    """A file's rows; of a JSON list alone all of them are in memory for a while."""
+    require(path.is_file(), "a file of rows", str(path), "fix the path")
+    called = str(path)
+    kind: Kind = "row"
+    if path.suffix == ".parquet":
+        table = _loaded(called, (), "parquet", streaming, split="train", data_files=[called])
+    elif path.suffix == ".json":
+        kind = "row of JSON"
+        table = _generated(path, streaming)
+    else:
+        kind = "line of text" if path.suffix == ".txt" else "line of JSON"
+        # As lines, not as tables: rows may be of several forms, and what is wrong with one is told with its line.
+        options = {"split": "train", "data_files": [called], "encoding": "utf-8-sig"}
+        table = _loaded(called, (), "text", streaming, **options)
+    return Source(origin=Origin(called=called, kind=kind, folder=path.parent), table=table)
+
+
+def _generated(path: Path, streaming: bool) -> Any:
+    """The rows of a JSON list as texts."""
+    datasets = _datasets(str(path))
+    kind = datasets.IterableDataset if streaming else datasets.Dataset
+    # Another time of change is another set
+    options = {"path": str(path), "changed": path.stat().st_mtime_ns}
+    features = datasets.Features({"text": datasets.Value("large_string")})
+    try:
+        return kind.from_generator(_json_rows, features=features, gen_kwargs=options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise _unread(str(path), error) from error
+
+
+def _json_rows(path: str, changed: int) -> Iterator[dict[str, str]]:
+    """Each row of a JSON list as a text."""
+    rows = parsed(Path(path).read_bytes(), path, FIX)
+    require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
+    for row in rows:
+        yield {"text": line_of(row)}
+
+
+def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Row]:
+    """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
+
+    Of Parquet files some `columns`, all where empty. Made for questions, which are few.
+    """
+    number = 0
+    for path in paths:
+        require(path.is_file(), "a file of questions", str(path), "fix the path")
+        for where, value in _placed(path, columns):
+            require(isinstance(value, Mapping), f"a JSON object in {where}", value, FIX)
+            yield Row(values=value, number=number, where=where, folder=path.parent)
+            number += 1
+
+
+def _placed(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Each row of a file with what to call it; of `.jsonl` only one line is in memory."""
+    if path.suffix in (".json", ".parquet"):
+        if path.suffix == ".json":
+            rows = parsed(path.read_bytes(), str(path), FIX)
+            require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
+        else:
+            options = {"split": "train", "data_files": [str(path)]}
+            rows = _loaded(str(path), columns, "parquet", False, **options)
+        for number, row in enumerate(rows, 1):
+            yield f"row {number} of {path}", row
+    elif path.suffix == ".txt":
+        for number, line in read_lines(path):
+            yield f"line {number} of {path}", {"prompt": line}
+    else:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    where = f"line {number} of {path}"
+                    yield where, parsed(line, where, FIX)
+
+
+def hub_rows(
+    path: str,
+    config: str | None,
+    split: str | None,
+    *,
+    columns: Sequence[str] = (),
+    files: Sequence[str] = (),
+) -> Iterator[Row]:
+    """Yields the rows of a set that `datasets` can load: its name on the Hub, or a folder.
+
+    Args:
+        split (`str`, *optional*): Without one `"test"` where there is one, or else the only one.
+        columns (sequence of `str`): What is read of it; all of it where empty.
+        files (sequence of `str`): Addresses of its JSONL files, where they are not found by the name.
+
+    Raises `ValueError` if there is no `datasets`, or the set cannot be read.
+    """
+    called = _called(path, config, split)
+    if files:
+        table = _loaded(called, columns, "json", False, split="train", data_files=list(files))
+    else:
+        table = _loaded(called, columns, path, False, name=config, split=split)
+    yield from Source(origin=Origin(called=called, kind="row", folder=Path()), table=table).rows()
+
+
+def _called(path: str, config: str | None, split: str | None) -> str:
+    """What to call a set of the Hub in a sentence."""
+    parts = [part for part in (config, split) if part]
+    if not parts:
+        return path
+    return f"{path} ({', '.join(parts)})"
+
+
+def _datasets(called: str) -> Any:
+    """The library, or a sentence where it is not installed."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        sentence = f"expected the package datasets to read {called}, got none; pip install datasets"
+        raise ValueError(sentence) from error
+    return datasets
+
+
+def _loaded(called: str, columns: Sequence[str], path: str, streaming: bool, **options: Any) -> Any:
+    """The table that `load_dataset` returns, images as bytes."""
+    datasets = _datasets(called)
+    if streaming:
+        options["streaming"] = True
+    try:
+        table: Any = datasets.load_dataset(path, **options)
+    except Exception as error:
+        # The libraries below it, for the network, for addresses and for Parquet, each raise kinds of their own.
+        raise _unread(called, error) from error
+    if options["split"] is None:
+        table = _only_split(table, called)
+    # Of a set that is streamed they may not be known before its rows are.
+    known = table.column_names or ()
+    kept = [column for column in columns if column in known]
+    if kept:
+        table = table.select_columns(kept)
+    for column, feature in (table.features or {}).items():
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(column, datasets.Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            table = table.cast_column(column, type(feature)(datasets.Image(decode=False)))
+    return table
+
+
+def _only_split(splits: Any, called: str) -> Any:
+    """The split that is meant where none is named."""
+    split = "test" if "test" in splits else next(iter(splits))
+    is_clear = split == "test" or len(splits) == 1
+    what = f"one split in {called}, or test"
+    require(is_clear, what, list(splits), "name one: ORG/NAME:CONFIG:SPLIT")
+    return splits[split]
+
+
+def _unread(called: str, error: BaseException) -> ValueError:
+    """What is wrong with a set that cannot be read, by the first of the errors that led to it."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    if isinstance(first, ValueError) and str(first).startswith("expected "):
+        return first
+    if isinstance(first, UnicodeDecodeError):
+        return ValueError(_no_text(Path(called), first))
+    if isinstance(first, OSError) and first.errno in NO_ROOM:
+        return _no_room(first, Path(_datasets(called).config.HF_DATASETS_CACHE))
+    return ValueError(
+        f"expected to read {called} with datasets, got {type(error).__name__} ({one_line(error)}); fix the name, "
+        "connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
+    )
+
+
+def _no_text(path: Path, error: UnicodeDecodeError) -> str:
+    """Which line of a file is no UTF-8."""
+    where = str(path)
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as found:
+                where = f"line {number} of {path}"
+                error = found
+                break
+    return f"expected UTF-8 in {where}, got other bytes ({one_line(error)}); save it as UTF-8"
+
+
+def _no_room(error: OSError, folder: Path) -> ValueError:
+    """The sentence for a disk that is full."""
+    got = one_line(error.strerror or error)
+    return ValueError(
+        f"expected to write to {folder}, got {got}; make room and run it again: it goes on"
+    )

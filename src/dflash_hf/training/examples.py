@@ -1,0 +1,173 @@
+"""Files of prepared or answered rows, read as examples that are built when they are asked for.
+
+Beside each file stands another one, `.meta.json`, that says what it was made of.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_hf.data.row_files import RowFile
+from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.conversations import resolved
+from dflash_hf.training.data import Example
+from dflash_hf.training.messages import Processing
+
+logger = logging.getLogger(__name__)
+
+WHOLE_ROW = -1  # a sequence that is not one of several of a row's
+UNKNOWN = 0  # tokens of one that does not say how many
+
+
+class _Sequences(Sequence[dict[str, Any]]):
+    """Rows of a file, once for each sequence of theirs that is trained on."""
+
+    def __init__(self, rows: RowFile, chosen: Sequence[tuple[int, int]]) -> None:
+        self.file = rows
+        self.chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        row, number = self.chosen[index]
+        found = resolved(self.file[row], self.file.path.parent)
+        if number == WHOLE_ROW:
+            return found
+        return {**found, "trained_turns": found["sequences"][number]["turns"]}
+
+    def where(self, index: int) -> str:
+        """Returns what to call a row in a sentence."""
+        return self.file.where(self.chosen[index][0])
+
+
+def read_examples(
+    path: str | Path, processing_class: Processing, max_length: int | None = None
+) -> Sequence[Example]:
+    """Returns the examples of a prepared or answered file, built when they are asked for, their lengths known before.
+
+    Args:
+        path (`Path`): What `prepare` or `regenerate` wrote, or any file of `messages` with or without
+            `answer_ids`.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
+        max_length (`int`, *optional*): Longer sequences are cut to that many tokens, and left out where no token of an
+            answer would be left, or where they have images. How many is logged.
+
+    Raises:
+        ValueError: If there is no such file, a row is malformed (naming it), or no example is left.
+    """
+    file = RowFile(Path(path))
+    chosen: list[tuple[int, int]] = []
+    lengths: Sequence[int] = []
+    num_prompts = 0
+    for at, row in enumerate(file):
+        found = _lengths_in(row, file.where(at))
+        num_prompts += not found
+        for number, length in found:
+            chosen.append((at, number))
+            lengths.append(length)
+    rows = _Sequences(file, chosen)
+    if UNKNOWN in lengths:  # written by somebody else: their texts are counted
+        lengths = ChatDataset(rows, processing_class).lengths
+    if max_length is not None and any(length > max_length for length in lengths):
+        whole = ChatDataset(rows, processing_class)
+        kept = [
+            at
+            for at, length in enumerate(lengths)
+            if length <= max_length or _can_be_cut(whole, at, max_length)
+        ]
+        if len(kept) < len(lengths):
+            logger.warning(
+                "%d of %d sequences of %s are left out: at %d tokens no answer would be left of them, or an image cut",
+                len(lengths) - len(kept),
+                len(lengths),
+                path,
+                max_length,
+            )
+        rows = _Sequences(file, [chosen[at] for at in kept])
+        lengths = [min(lengths[at], max_length) for at in kept]
+    got = "none"
+    action = "take other data, or a greater length"
+    if num_prompts:
+        got = f"{num_prompts} prompts without one"
+        action = "let the target answer them (`regenerate`)"
+    require(len(rows) > 0, f"answers to train on in {path}", got, action)
+    return ChatDataset(rows, processing_class, lengths=lengths, max_length=max_length)
+
+
+def _can_be_cut(examples: ChatDataset, at: int, max_length: int) -> bool:
+    """Whether a token of an answer is left of an example at a length."""
+    example = examples[at]
+    return len(example.input_ids) <= max_length or (
+        not example.has_images and 1 in example.loss_mask[:max_length]
+    )
+
+
+def _lengths_in(row: Mapping[str, Any], where: str) -> list[tuple[int, int]]:
+    """The sequences of a row, by their number or as `WHOLE_ROW`, and how many tokens they say they have."""
+    messages = row.get("messages")
+    require(isinstance(messages, list), f"messages in {where}", listed(row), "run `prepare`")
+    if "answer_ids" in row:
+        ids: Any = row["answer_ids"]
+        is_good = isinstance(ids, list) and bool(ids) and all(_is_token(token) for token in ids)
+        require(is_good, f"answer_ids, a list of token ids, in {where}", ids, "leave the row out")
+        return [(WHOLE_ROW, _num_tokens(row, where))]
+    if "sequences" not in row:
+        if any(message.get("role") == "assistant" for message in row["messages"]):
+            return [(WHOLE_ROW, UNKNOWN)]
+        return []
+    entries = row["sequences"]
+    is_good = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    require(is_good, f"sequences as `prepare` writes them in {where}", entries, "run it again")
+    known = range(len(row["messages"]))
+    found: list[tuple[int, int]] = []
+    for number, entry in enumerate(entries):
+        turns = entry.get("turns")
+        is_good = isinstance(turns, list) and bool(turns) and all(turn in known for turn in turns)
+        require(is_good, f"turns of the row's in {where}", turns, "run `prepare` again")
+        found.append((number, _num_tokens(entry, where)))
+    return found
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _num_tokens(row: Mapping[str, Any], where: str) -> int:
+    """What a row or a sequence says how long it is."""
+    value = row.get("num_tokens")
+    if value is None:
+        return UNKNOWN
+    is_good = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    require(is_good, f"a number of tokens as num_tokens in {where}", value, "leave it out")
+    return value
+
+
+def meta_path(path: Path) -> Path:
+    """Returns the file beside a stage's file that says what that was made of."""
+    return path.with_suffix(".meta.json")
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Returns what is written beside a stage's file.
+
+    Raises:
+        ValueError: If there is nothing, or something else.
+    """
+    meta = meta_path(path)
+    try:
+        found: Any = json.loads(meta.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"expected {meta} beside {path}, which says what that was made of, got {one_line(error)}; "
+            "remove both, or name another file"
+        ) from error
+    require(
+        isinstance(found, dict), f"a JSON object in {meta}", shown(found), "remove it and its file"
+    )
+    return found
