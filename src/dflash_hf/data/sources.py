@@ -379,20 +379,26 @@ def _only_split(splits: Any, called: str) -> Any:
 
 
 def _unread(called: str, error: BaseException) -> ValueError:
-    """What is wrong with a set that cannot be read, by the first of the errors that led to it."""
-    first = error
-    while first.__cause__ is not None:
-        first = first.__cause__
-    if isinstance(first, ValueError) and str(first).startswith("expected "):
-        return first
-    if isinstance(first, UnicodeDecodeError):
-        return ValueError(_no_text(Path(called), first))
-    if isinstance(first, OSError) and first.errno in NO_ROOM:
-        return _no_room(first, Path(_datasets(called).config.HF_DATASETS_CACHE))
+    """What is wrong with a set that cannot be read, by the errors that led to the last one."""
+    for cause in _causes(error):
+        if isinstance(cause, UnicodeDecodeError):
+            return ValueError(_no_text(Path(called), cause))
+        if isinstance(cause, ValueError) and str(cause).startswith("expected "):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+            return _no_room(cause, Path(_datasets(called).config.HF_DATASETS_CACHE))
     return ValueError(
         f"expected to read {called} with datasets, got {type(error).__name__} ({one_line(error)}); fix the name, "
         "connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
     )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _no_text(path: Path, error: UnicodeDecodeError) -> str:

@@ -1,0 +1,239 @@
+"""Rows are made part by part and in several processes: the same file, nothing made twice, nothing lost on the way."""
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_hf.data import sources
+from dflash_hf.training import PrepareSettings, load_rows
+from dflash_hf.training import prepare as module
+from dflash_hf.training.prepare import prepare, split_rows
+from helpers.templates import FAMILIES
+
+NUM_ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return FAMILIES["smollm2"].tokenizer()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PART_ROWS", 8)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the rows that are made, in one process."""
+    numbers: list[int] = []
+    real = module.prepare_row
+
+    def seen(values: Any, number: int, rank: int | None, **options: Any) -> dict[str, Any]:
+        numbers.append(number)
+        return real(values, number, rank, **options)
+
+    monkeypatch.setattr(module, "prepare_row", seen)
+    return numbers
+
+
+def lines(num_rows: int = NUM_ROWS) -> list[str]:
+    """Rows of two forms, of which one has an empty answer and the last is there twice."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"q{at}", "completion": "a" * (20 * at)} for at in range(num_rows)
+    ]
+    question = {"role": "user", "content": "only a question"}
+    rows[1] = {"messages": [question], "more": {"a": [1, "b"]}}
+    rows[-1] = rows[-2]
+    return [json.dumps(row) for row in rows]
+
+
+def write(path: Path, rows: list[str]) -> Path:
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def asked(folder: Path, source: Path, **options: Any) -> PrepareSettings:
+    return PrepareSettings(datasets=[str(source)], output=folder / "out.jsonl", **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Has a write behind that many bytes of a file fail, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_several_processes_write_what_one_does(
+    tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "in.jsonl", lines())
+    written: list[bytes] = []
+    reports: list[Any] = []
+    for num_processes, part_rows in ((1, NUM_ROWS), (1, 7), (3, 16)):
+        monkeypatch.setattr(sources, "PART_ROWS", part_rows)
+        monkeypatch.setattr(sources, "ROWS_PER_PROCESS", 1)
+        monkeypatch.setattr(sources, "num_cores", lambda n=num_processes: n)
+        folder = tmp_path / f"{num_processes}-{part_rows}"
+        reports.append(prepare(asked(folder, source, max_length=256), smollm2))
+        written.append((folder / "out.jsonl").read_bytes())
+        assert names(folder) == ["out.jsonl", "out.meta.json"]
+    streamed = asked(tmp_path / "streamed", source, max_length=256, streaming=True)
+    reports.append(prepare(streamed, smollm2))
+    written.append(streamed.output.read_bytes())
+    assert len(set(written)) == 1
+    assert all(report == reports[0] for report in reports)
+    assert reports[0].left_out == {
+        "an empty answer": (1, f"line 1 of {source}"),
+        "a duplicate": (1, f"line 24 of {source}"),
+    }
+    assert reports[0].num_kept == NUM_ROWS - 2 == len(written[0].splitlines())
+    assert reports[0].num_cut > 0
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_broken_line_keeps_the_parts_before_it(
+    tmp_path: Path, smollm2: Any, made: list[int]
+) -> None:
+    rows = lines()
+    source = write(tmp_path / "in.jsonl", [*rows[:18], '{"prompt": "q', *rows[19:]])
+    settings = asked(tmp_path / "out", source)
+    with pytest.raises(ValueError, match=rf"^expected JSON in line 19 of {source}, got something"):
+        prepare(settings, smollm2)
+    assert names(tmp_path / "out") == ["out.parts"]
+    assert len(names(tmp_path / "out" / "out.parts")) == 2
+    write(source, rows)
+    made.clear()
+    report = prepare(settings, smollm2)
+    assert made == list(range(16, NUM_ROWS)), "the parts before it were made again"
+    assert report.num_rows == NUM_ROWS
+    assert names(tmp_path / "out") == ["out.jsonl", "out.meta.json"]
+    whole = asked(tmp_path / "whole", source)
+    assert prepare(whole, smollm2) == report
+    assert whole.output.read_bytes() == settings.output.read_bytes()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_bad_row_may_be_skipped_then_and_parts_stay(
+    tmp_path: Path, smollm2: Any, made: list[int]
+) -> None:
+    rows = lines()
+    source = write(tmp_path / "in.jsonl", [*rows[:10], '{"text": "q"}', *rows[11:]])
+    with pytest.raises(ValueError, match=rf"in line 11 of {source}, got text; .* or skip bad rows"):
+        prepare(asked(tmp_path, source), smollm2)
+    made.clear()
+    report = prepare(asked(tmp_path, source, skip_bad_rows=True), smollm2)
+    assert made == list(range(8, NUM_ROWS))
+    assert report.left_out["malformed"][0] == 1
+    # Other settings make other rows.
+    (tmp_path / "out.jsonl").unlink()
+    made.clear()
+    prepare(asked(tmp_path, source, skip_bad_rows=True, turns="none"), smollm2)
+    assert made == list(range(NUM_ROWS))
+
+
+def test_a_killed_run_goes_on_with_the_next_part(
+    tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PART_ROWS", 8)
+    source = write(tmp_path / "in.jsonl", lines())
+    real = module.prepare_row
+    numbers: list[int] = []
+
+    def killed(values: Any, number: int, rank: int | None, **options: Any) -> dict[str, Any]:
+        numbers.append(number)
+        if len(numbers) == 13:
+            raise KeyboardInterrupt
+        return real(values, number, rank, **options)
+
+    monkeypatch.setattr(module, "prepare_row", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(asked(tmp_path / "out", source), smollm2)
+    report = prepare(asked(tmp_path / "out", source), smollm2)
+    assert numbers[13:] == list(range(8, NUM_ROWS))
+    assert report == prepare(asked(tmp_path / "other", source), smollm2)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_full_disk_is_a_sentence_and_the_run_goes_on(
+    tmp_path: Path, smollm2: Any, made: list[int]
+) -> None:
+    source = write(tmp_path / "in.jsonl", lines())
+    list(load_rows(str(source)))  # what `datasets` keeps of it is there
+    settings = asked(tmp_path / "out", source)
+    parts = settings.output.with_suffix(".parts")
+    sentence = rf"^expected to write to {parts}, got File too large; make room and run it again"
+    with largest_file(256), pytest.raises(ValueError, match=sentence):
+        prepare(settings, smollm2)
+    whole = asked(tmp_path / "whole", source)
+    prepare(whole, smollm2)
+    with (
+        largest_file(whole.output.stat().st_size - 1),
+        pytest.raises(ValueError, match=r"^expected to write .*out\.jsonl"),
+    ):
+        prepare(settings, smollm2)
+    assert names(tmp_path / "out") == ["out.meta.json", "out.parts"]
+    made.clear()
+    assert prepare(settings, smollm2) == prepare(whole, smollm2)
+    assert made == []
+    assert settings.output.read_bytes() == whole.output.read_bytes()
+
+
+def test_a_full_disk_of_the_cache_is_a_sentence(tmp_path: Path, smollm2: Any) -> None:
+    source = write(tmp_path / "in.jsonl", lines())
+    sentence = r"^expected to write to .*datasets.*, got File too large; make room"
+    with largest_file(64), pytest.raises(ValueError, match=sentence):
+        prepare(asked(tmp_path / "out", source), smollm2)
+    assert names(tmp_path / "out") == []
+
+
+def test_a_line_of_other_bytes_is_named(tmp_path: Path, smollm2: Any) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = [line.encode() for line in lines()]
+    rows[20] = b'{"prompt": "\xff"}'
+    source.write_bytes(b"\xef\xbb\xbf" + b"\n".join(rows))
+    for streaming in (False, True):
+        settings = asked(tmp_path / "out", source, streaming=streaming)
+        with pytest.raises(ValueError, match=rf"^expected UTF-8 in line 21 of {source}, got other"):
+            prepare(settings, smollm2)
+    source.write_bytes(b"\xef\xbb\xbf" + b"\n".join(rows[:20]))
+    assert prepare(asked(tmp_path / "out", source), smollm2).num_rows == 20
+
+
+def test_empty_lines_are_no_rows_and_keep_numbers_right(tmp_path: Path, smollm2: Any) -> None:
+    rows = lines()
+    source = write(tmp_path / "in.jsonl", ["", *rows[:2], "", *rows[2:4], '{"text": 1}', ""])
+    for streaming in (False, True):
+        few = asked(tmp_path / f"few-{streaming}", source, num_rows=4, streaming=streaming)
+        assert prepare(few, smollm2).num_rows == 4
+        with pytest.raises(ValueError, match=rf"in line 7 of {source}, got text"):
+            prepare(asked(tmp_path / "all", source, streaming=streaming), smollm2)
+
+
+def test_rows_are_split_as_they_are(tmp_path: Path) -> None:
+    source = write(tmp_path / "all.jsonl", [f'"\u2028{at}"' for at in range(23)])
+    train = tmp_path / "train.jsonl"
+    held_out = tmp_path / "held_out.jsonl"
+    assert split_rows(source, train, held_out, 3) == (20, 3)
+    assert held_out.read_text(encoding="utf-8").split("\n") == [
+        *[f'"\u2028{at}"' for at in (0, 7, 15)],
+        "",
+    ]
+    every = sorted(train.read_bytes().splitlines() + held_out.read_bytes().splitlines())
+    assert every == sorted(source.read_bytes().splitlines())
+    assert split_rows(source, train, held_out, 99) == (19, 4)
+    assert split_rows(source, train, held_out, 0) == (23, 0)
+    assert held_out.read_bytes() == b""
