@@ -65,7 +65,8 @@ def with_images(text: str, files: Sequence[Path]) -> Prompt:
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Returns the lines that are not empty, with their numbers from 1; `ValueError` for large files, and no UTF-8."""
-    if (size := path.stat().st_size) > MAX_BYTES:
+    size = path.stat().st_size
+    if size > MAX_BYTES:
         raise ValueError(
             f"expected a file of prompts of at most {MAX_BYTES / 2**20:.0f} MB, got {path} with {size / 2**20:.0f}; "
             "use fewer prompts, and give images as files"
@@ -103,8 +104,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise ValueError(
             f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; fix the path"
         )
-    placed = read_rows(path) if path.suffix == ".jsonl" else read_lines(path)
-    prompts: list[Prompt] = [prompt for _, prompt in placed]
+    prompts: list[Prompt] = []
+    if path.suffix == ".jsonl":
+        prompts += [prompt for _, prompt in read_rows(path)]
+    else:
+        prompts += [line for _, line in read_lines(path)]
     if not prompts:
         raise ValueError(f"expected prompts in {path}, got none; write one per line")
     return prompts

@@ -45,9 +45,9 @@ class Anchors(Movable):
         """Returns the anchors in columns `start .. stop - 1`."""
         indices = self.indices[:, start:stop]
         keep = self.keep[:, start:stop]
-        reach = (
-            int(indices.max()) if indices.device.type == "cpu" and indices.numel() else self.reach
-        )
+        reach = self.reach
+        if indices.device.type == "cpu" and indices.numel():
+            reach = int(indices.max())
         return Anchors(indices=indices, keep=keep, block_size=self.block_size, reach=reach)
 
 
@@ -79,7 +79,9 @@ def sample_anchors(
     scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(
         ~valid, -1.0
     )
-    starts = torch.zeros_like(scores, dtype=torch.long) if starts_BS is None else starts_BS
+    starts = starts_BS
+    if starts is None:
+        starts = torch.zeros_like(scores, dtype=torch.long)
     order = scores.argsort(dim=1, descending=True)
     # By example, then by score: a token's place there, less where its example begins, is its rank among its own.
     order = order.gather(1, starts.gather(1, order).argsort(dim=1, stable=True))
@@ -126,7 +128,9 @@ class BlockMaskRule:
         self.anchor_BQ = anchors.indices.repeat_interleave(self.block_size, dim=1)
         self.query_BQ = anchors.positions.flatten(1)
         # An example's tokens are neighbours, so that what begins with it and ends before the anchor is its own.
-        self.start_BQ = torch.zeros_like(self.anchor_BQ) if starts_BQ is None else starts_BQ
+        if starts_BQ is None:
+            starts_BQ = torch.zeros_like(self.anchor_BQ)
+        self.start_BQ = starts_BQ
         self.key_BT = torch.cat([torch.where(attention_mask_BS, columns, -1), self.query_BQ], dim=1)
         blocks = torch.arange(num_blocks, device=device).repeat_interleave(self.block_size)
         self.key_block_T = torch.cat([torch.full_like(columns, -1), blocks])
@@ -157,7 +161,9 @@ class BlockMaskRule:
         def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self(row, query, key, kind)
 
-        make = _compiled_create_block_mask() if self.key_BT.is_cuda else create_block_mask
+        make = create_block_mask
+        if self.key_BT.is_cuda:
+            make = _compiled_create_block_mask()
         return make(mask_mod, batch, None, num_queries, num_keys, device=self.key_BT.device)
 
     def masks(self, config: DFlashConfig, flex: bool) -> dict[AttentionKind, Mask]:

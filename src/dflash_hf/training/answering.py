@@ -31,7 +31,7 @@ from dflash_hf.training.conversations import content_id, resolved
 from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.identity import target_identity, text_identity
 from dflash_hf.training.messages import ChatTemplate, Processing
-from dflash_hf.training.regenerate import generated
+from dflash_hf.training.regenerate import end_tokens, generated, padding_of
 from dflash_hf.training.server import Answer, served_answers, served_model
 
 logger = logging.getLogger(__name__)
@@ -222,11 +222,10 @@ class _Run:
         """Reads what has been answered before, and refuses what is not this run's."""
         output = self.settings.output
         target = self.target
-        by = (
-            {"server_model": served_model(target)}
-            if isinstance(target, OpenAIClient)
-            else target_identity(target)
-        )
+        if isinstance(target, OpenAIClient):
+            by = {"server_model": served_model(target)}
+        else:
+            by = target_identity(target)
         made = {
             "target": {**by, "chat_template": text_identity(self.template.text)},
             **self.settings.sampling(),
@@ -271,7 +270,9 @@ class _Run:
                 row,
                 "leave the row out",
             )
-            stop = users[-1 if self.settings.turns == "last" else 0]
+            stop = users[0]
+            if self.settings.turns == "last":
+                stop = users[-1]
             self._ask(asked, at, row, row["messages"][: stop + 1])
         return asked
 
@@ -288,10 +289,10 @@ class _Run:
             messages = self.rows[at]["messages"]
             users = _users(messages)
             number = len(_users(question["messages"]))
-            between = (
-                messages[users[number - 1] + 1 : users[number]] if number < len(users) else None
-            )
-            if between is None or any(message["role"] != "assistant" for message in between):
+            if number >= len(users):
+                continue
+            between = messages[users[number - 1] + 1 : users[number]]
+            if any(message["role"] != "assistant" for message in between):
                 continue
             said = self.template.tokenizer.decode(answer["answer_ids"], skip_special_tokens=True)
             own = {"role": "assistant", "content": said}
@@ -369,16 +370,12 @@ class _Run:
     ) -> list[Answer]:
         settings = self.settings
         tokenizer = self.template.tokenizer
-        ends = getattr(target.generation_config, "eos_token_id", None)
-        ends = tokenizer.eos_token_id if ends is None else ends
-        require(
-            ends is not None,
-            "an end token of the target's",
-            None,
-            "set generation_config.eos_token_id",
-        )
-        every: list[int] = [ends] if isinstance(ends, int) else list(ends)
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else every[0]
+        ends = end_tokens(target)
+        if not ends and tokenizer.eos_token_id is not None:
+            ends = [tokenizer.eos_token_id]
+        what = "an end token of the target's"
+        require(bool(ends), what, None, "set generation_config.eos_token_id")
+        padding = padding_of(tokenizer, ends[0])
         options: dict[str, Any] = {
             "max_new_tokens": settings.max_new_tokens,
             "pad_token_id": padding,
@@ -395,8 +392,8 @@ class _Run:
         with torch.random.fork_rng(enabled=sampled):
             if sampled:
                 torch.manual_seed(seed)
-            written = generated(target, batch, every, self.draft, **options)
-        return [(ids, ids[-1] in every) for ids in written]
+            written = generated(target, batch, ends, self.draft, **options)
+        return [(ids, ids[-1] in ends) for ids in written]
 
     def _by_server(
         self, server: OpenAIClient, prompts: ChatDataset, chosen: Sequence[int], seed: int
@@ -408,11 +405,9 @@ class _Run:
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
         }
-        options |= {
-            "top_p": settings.top_p,
-            "seed": seed,
-            **({"top_k": settings.top_k} if settings.top_k else {}),
-        }
+        options |= {"top_p": settings.top_p, "seed": seed}
+        if settings.top_k:
+            options["top_k"] = settings.top_k
         return served_answers(server, self.template, rows, lengths, options)
 
 

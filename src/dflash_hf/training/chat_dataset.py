@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -56,11 +57,16 @@ class ChatDataset(Sequence[Example]):
         self.rows = rows
         self.processing_class = processing_class
         self.answers = answers
+        if max_length is None:
+            max_length = sys.maxsize  # no example reaches it
         self.max_length = max_length
+        if lengths is None:
+            lengths = ()  # counted when they are asked for
         self._lengths = lengths
-        # Of images
-        self._count_tokens: Any = getattr(processing_class, "_get_num_multimodal_tokens", None)
-        self._replaced: float | None = None
+        # Whether the processor says how many tokens an image of a size becomes
+        self._can_count = hasattr(processing_class, "_get_num_multimodal_tokens")
+        # How many tokens of the text each image replaces, once it is known
+        self._replaced: list[float] = []
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,7 +74,7 @@ class ChatDataset(Sequence[Example]):
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens of each example."""
-        if self._lengths is None:
+        if len(self._lengths) == 0:
             self._lengths = [self._told(index, self._length) for index in range(len(self))]
         return self._lengths
 
@@ -83,54 +89,52 @@ class ChatDataset(Sequence[Example]):
             return [self[at] for at in range(len(self))[index]]
         return self._told(range(len(self))[index], self._build)
 
-    def _told(self, at: int, make: Any) -> Any:
-        """What a function makes of a row and its answer; what is wrong with the row is told with its place."""
-        where: Any = getattr(self.rows, "where", None)
-        place = f"row {at}" if where is None else where(at)
+    def _told(self, at: int, make: Callable[[Mapping[str, Any]], Any]) -> Any:
+        """What a function makes of a row with its answer; what is wrong with the row is told with its place."""
         try:
             row = self.rows[at]
-            return make(row, row.get("answer_ids") if self.answers is None else self.answers[at])
+            if self.answers is not None:
+                row = {**row, "answer_ids": self.answers[at]}
+            return make(row)
         # A file that is no image, a missing key: whatever it is, told with its row
         except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith("expected"):
-                raise ValueError(f"{error} ({place})") from error
-            reason = (
-                f"{error}"
-                if isinstance(error, (OSError, ValueError))
-                else f"{type(error).__name__}: {error}"
-            )
-            raise ValueError(
-                f"expected a chat that can be read, got one with this: {reason}; fix it ({place})"
-            ) from error
+            raise ValueError(_sentence(error, self._place(at))) from error
 
-    def _build(self, row: Mapping[str, Any], answer: Sequence[int] | None) -> Example:
+    def _place(self, at: int) -> str:
+        """What to call a row in a sentence."""
+        where: Any = getattr(self.rows, "where", "row {}".format)
+        return where(at)
+
+    def _build(self, row: Mapping[str, Any]) -> Example:
         messages, images = parts_of(row)
         options = row.get("chat_template_kwargs")
-        if answer is None:
-            turns = row.get("trained_turns")
-            kind = self.processing_class
-            example = Example.from_messages(
-                kind, messages, images, turns=turns, chat_template_kwargs=options
-            )
-        else:
+        if _has_answer(row):
             template = ChatTemplate(self.processing_class, options)
             prepared = template.messages(_asked(messages), images)
             encoded = template.encode(prepared, add_generation_prompt=True, return_tensors="pt")
-            example = Example.from_pair(encoded, answer)
-        return example if self.max_length is None else example.cut(self.max_length)
+            example = Example.from_pair(encoded, row["answer_ids"])
+        else:
+            turns = row.get("trained_turns")
+            example = Example.from_messages(
+                self.processing_class, messages, images, turns=turns, chat_template_kwargs=options
+            )
+        return example.cut(self.max_length)
 
-    def _length(self, row: Mapping[str, Any], answer: Sequence[int] | None) -> int:
+    def _length(self, row: Mapping[str, Any]) -> int:
         messages, images = parts_of(row)
         template = ChatTemplate(self.processing_class, row.get("chat_template_kwargs"))
-        messages = template.messages(messages if answer is None else _asked(messages), images)
-        if answer is None and not template.is_marked:
-            turns = row.get("trained_turns") or assistant_turns(messages)
-            messages = messages[: turns[-1] + 1] if turns else messages
-        plain = len(template.tokens(template.render(messages, answer is not None))) + len(
-            answer or ()
-        )
-        length = self._expanded(plain, messages, lambda: len(self._build(row, answer).input_ids))
-        return length if self.max_length is None else min(length, self.max_length)
+        if _has_answer(row):
+            messages = template.messages(_asked(messages), images)
+            text = template.render(messages, add_generation_prompt=True)
+            plain = len(template.tokens(text)) + len(row["answer_ids"])
+        else:
+            messages = template.messages(messages, images)
+            if not template.is_marked:
+                turns = row.get("trained_turns") or assistant_turns(messages)
+                messages = messages[: _behind(turns, len(messages))]
+            plain = len(template.tokens(template.render(messages)))
+        length = self._expanded(plain, messages, lambda: len(self._build(row).input_ids))
+        return min(length, self.max_length)
 
     def _expanded(
         self, plain: int, messages: Sequence[Mapping[str, Any]], build: Callable[[], int]
@@ -140,25 +144,58 @@ class ChatDataset(Sequence[Example]):
         How many tokens of the text an image's replace differs from family to family: one example is built to see it.
         So lengths are exact where that is a constant (one placeholder in Qwen's), and near elsewhere.
         """
-        contents = [
-            message["content"] for message in messages if isinstance(message.get("content"), list)
-        ]
-        images = [block for content in contents for block in content if block["type"] == "image"]
-        if not images:
+        sources = _image_sources(messages)
+        if not sources:
             return plain
-        sizes = [
-            image_size(next(block[key] for key in SOURCES if key in block)) for block in images
-        ]
-        if self._count_tokens is None or None in sizes:
+        sizes: list[list[int]] = []
+        for source in sources:
+            size = image_size(source)
+            if size is None:
+                return build()
+            sizes.append(list(size))
+        if not self._can_count:
             return build()
-        added = sum(
-            self._count_tokens(image_sizes=[list(size) for size in sizes if size]).num_image_tokens
-        )
-        if self._replaced is None:
+        counter: Any = self.processing_class
+        added = sum(counter._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens)
+        if not self._replaced:
             whole = build()
-            self._replaced = (plain + added - whole) / len(images)
+            self._replaced.append((plain + added - whole) / len(sources))
             return whole
-        return round(plain + added - self._replaced * len(images))
+        return round(plain + added - self._replaced[0] * len(sources))
+
+
+def _image_sources(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What the messages' images are taken from, in their order."""
+    sources: list[Any] = []
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        images = [block for block in content if block["type"] == "image"]
+        sources += [next(block[key] for key in SOURCES if key in block) for block in images]
+    return sources
+
+
+def _has_answer(row: Mapping[str, Any]) -> bool:
+    """Whether a row has an answer of the target's, which may be empty: `None` is none."""
+    return row.get("answer_ids") is not None
+
+
+def _behind(turns: Sequence[int], num_messages: int) -> int:
+    """How many messages there are up to the last of some turns; all where there are no turns."""
+    if not turns:
+        return num_messages
+    return turns[-1] + 1
+
+
+def _sentence(error: Exception, place: str) -> str:
+    """What is wrong with a row."""
+    reason = str(error)
+    if isinstance(error, ValueError) and reason.startswith("expected"):
+        return f"{reason} ({place})"
+    if not isinstance(error, (OSError, ValueError)):
+        reason = f"{type(error).__name__}: {reason}"
+    return f"expected a chat that can be read, got one with this: {reason}; fix it ({place})"
 
 
 def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
@@ -168,16 +205,18 @@ def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]
             f"expected a row with messages, got one with {', '.join(row)}; name its chat messages"
         )
     check_messages(row["messages"])
-    images = row.get("images") if "images" in row else row.get("image")
+    messages = list(row["messages"])
+    images = row.get("images", row.get("image"))
     if images is None:
-        images = []
-    elif not isinstance(images, (list, tuple)):
-        images = [images]
-    return list(row["messages"]), list(images)
+        return messages, []
+    if isinstance(images, (list, tuple)):
+        return messages, list(images)
+    return messages, [images]
 
 
 def _asked(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages without an answer behind them."""
-    messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
     require(bool(messages), "a turn before the assistant's", "none", "leave the row out")
     return messages

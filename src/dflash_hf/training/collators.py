@@ -54,16 +54,18 @@ class Batch(Movable):
         parts: dict[str, Any] = {
             name: getattr(self, name) for name in ("input_ids", "attention_mask", "loss_mask")
         }
-        parts |= {} if self.starts is None else {"starts": self.starts}
+        if self.starts is not None:
+            parts["starts"] = self.starts
         return Batch(**{name: value[number : number + 1] for name, value in parts.items()})
 
     @property
     def position_ids(self) -> Tensor:
         """Index of each token in its example: int64 of shape `[B, S]`."""
-        columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device).expand(
-            self.input_ids.shape
-        )
-        return columns if self.starts is None else columns - self.starts
+        shape = self.input_ids.shape
+        columns = torch.arange(shape[1], device=self.input_ids.device).expand(shape)
+        if self.starts is None:
+            return columns
+        return columns - self.starts
 
 
 def collate(
@@ -160,8 +162,11 @@ def best_fit(indices: Iterable[int], lengths: Sequence[int], max_length: int) ->
     for index in sorted(indices, key=lambda index: -lengths[index]):
         _check_room(lengths[index], max_length, index)
         place = bisect.bisect_left(free, (lengths[index], -1))
-        room, row = free.pop(place) if place < len(free) else (max_length, len(rows))
-        if row == len(rows):
+        if place < len(free):
+            room, row = free.pop(place)
+        else:
+            room = max_length
+            row = len(rows)
             rows.append([])
         rows[row].append(index)
         bisect.insort(free, (room - lengths[index], row))

@@ -126,10 +126,10 @@ class Example:
         """Returns the example with another answer behind it; inputs per token are 0 (text) there."""
         added = [0] * len(answer_ids)
         size = (len(self.input_ids),)
-        inputs = {
-            name: torch.cat([value, value.new_tensor(added)]) if value.shape == size else value
-            for name, value in self.model_inputs.items()
-        }
+        inputs = dict(self.model_inputs)
+        for name, value in inputs.items():
+            if value.shape == size:
+                inputs[name] = torch.cat([value, value.new_tensor(added)])
         return Example(
             input_ids=[*self.input_ids, *answer_ids],
             loss_mask=[*self.loss_mask, *(1 for _ in answer_ids)],
@@ -156,7 +156,9 @@ class Example:
 
     def prompt_length(self) -> int:
         """Returns the number of tokens before the first one that the target wrote."""
-        return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.loss_mask)
+        if 1 not in self.loss_mask:
+            return len(self.loss_mask)
+        return self.loss_mask.index(1)
 
 
 def example_lengths(examples: Sequence[Example]) -> list[int]:

@@ -77,7 +77,8 @@ class FeatureCache:
             OSError: If the disk is full after all.
         """
         settings = _settings(target, config, num_likely)
-        if is_old := (self.folder / SETTINGS_FILE).exists():
+        is_old = (self.folder / SETTINGS_FILE).exists()
+        if is_old:
             self.check(target, config, num_likely=num_likely)
             num_likely = int(self._settings()["num_likely"])
         size = bytes_per_token(config, target.model.dtype, num_likely)
@@ -104,7 +105,8 @@ class FeatureCache:
                 lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"),
             )
         for example in examples:
-            if not (path := self._path(example)).exists():
+            path = self._path(example)
+            if not path.exists():
                 self._save_features(path, features_alone(target, config, example, num_likely))
 
     def check(self, target: Target, config: DFlashConfig, *, num_likely: int = 0) -> None:

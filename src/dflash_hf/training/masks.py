@@ -18,6 +18,7 @@ Messages = Sequence[Mapping[str, Any]]
 # A conversation, and whether a generation prompt follows -> text
 Render = Callable[[Messages, bool], str]
 Span = tuple[int, int]  # of characters
+NOWHERE = -1
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as Transformers looks for them
 REGENERATE = "let the target answer itself (`regenerate`), or add the markers"
 
@@ -45,7 +46,9 @@ def answer_spans(
     whole = render(messages[: turns[-1] + 1], False)
     spans: list[Span] = []
     for turn in turns:
-        text = whole if turn == turns[-1] else render(messages[: turn + 1], False)
+        text = whole
+        if turn != turns[-1]:
+            text = render(messages[: turn + 1], False)
         start, end = _answer_span(render, messages, turn, text, ends)
         if whole[:end] != text[:end]:
             raise ValueError(
@@ -71,16 +74,20 @@ def _answer_span(
     pieces = said(messages[turn])
     # Without a generation prompt what begins the assistant's turns is nowhere to be seen: there has to be nothing.
     has_prompt = prompt != render(messages[:turn], False)
-    if _end_of(pieces, written, 0) is None or not (
-        has_prompt or written.startswith("".join(pieces[:1]))
-    ):
+    begins_so = has_prompt or written.startswith("".join(pieces[:1]))
+    if _end_of(pieces, written, 0) == NOWHERE or not begins_so:
         raise ValueError(
             "expected a chat template with {% generation %} around assistant turns, or one that writes what they "
             f"say behind a generation prompt, got {shown(answer)} for turn {turn}; {REGENERATE}"
         )
-    end = "|".join(map(re.escape, ends))
-    found = re.search(f"(?:{end})(?=(?:\\s|{end})*$)", answer) if ends else None
-    return len(prompt), len(prompt) + (found.end() if found else len(answer.rstrip()))
+    stop = len(answer.rstrip())
+    if ends:
+        end = "|".join(map(re.escape, ends))
+        # The first of the end tokens behind the last letter
+        found = re.search(f"(?:{end})(?=(?:\\s|{end})*$)", answer)
+        if found:
+            stop = found.end()
+    return len(prompt), len(prompt) + stop
 
 
 def groups_in_place(
@@ -135,35 +142,36 @@ def check_turns(text: str, messages: Messages) -> None:
     place = 0
     for at, message in enumerate(messages):
         # Some templates put the system's turn into a later one of the user's.
-        begin = 0 if message["role"] == "system" else place
+        is_system = message["role"] == "system"
+        begin = 0 if is_system else place
         end = _end_of(said(message), whole, begin)
-        if end is None:
+        if end == NOWHERE:
             raise ValueError(
                 f"expected a chat template that writes every turn, got one that leaves out or changes turn {at} "
                 f"(role {message['role']}); merge it into another turn, or leave the row out"
             )
-        place = place if message["role"] == "system" else end
+        if not is_system:
+            place = end
 
 
 def said(message: Mapping[str, Any]) -> list[str]:
     """Returns a turn's texts without white space, which templates trim, and without thoughts, which they drop."""
     content = message.get("content") or ""
-    texts = (
-        [content]
-        if isinstance(content, str)
-        else [block["text"] for block in content if block["type"] == "text"]
-    )
+    if isinstance(content, str):
+        texts = [content]
+    else:
+        texts = [block["text"] for block in content if block["type"] == "text"]
     if message["role"] == "assistant":
         texts = [text.rpartition("</think>")[2] for text in texts]
     return [squeezed(text) for text in texts]
 
 
-def _end_of(pieces: Sequence[str], text: str, start: int) -> int | None:
-    """Where the last of some pieces ends that stand in a text one behind the other; `None` where they do not."""
+def _end_of(pieces: Sequence[str], text: str, start: int) -> int:
+    """Where the last of some pieces ends that stand in a text one behind the other; `NOWHERE` where they do not."""
     for piece in pieces:
         found = text.find(piece, start)
         if found < 0:
-            return None
+            return NOWHERE
         start = found + len(piece)
     return start
 

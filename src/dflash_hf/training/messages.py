@@ -58,20 +58,15 @@ def prepare_multimodal_messages(
         ValueError: If there are not as many images as places for them, or one has no pixels.
     """
     prepared: list[dict[str, Any]] = []
+    places: list[dict[str, Any]] = []
     for message in messages:
-        content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-        blocks = [
-            {key: value for key, value in block.items() if value is not None} for block in blocks
-        ]
+        blocks = _blocks(message.get("content"))
+        places += [block for block in blocks if block["type"] == "image"]
         prepared.append({**message, "content": blocks})
-    places = [
-        block for message in prepared for block in message["content"] if block["type"] == "image"
-    ]
-    first_user = next((message for message in prepared if message["role"] == "user"), None)
-    if images and not places and first_user is not None:
+    from_users = [message for message in prepared if message["role"] == "user"]
+    if images and not places and from_users:
         places = [{"type": "image"} for _ in images]
-        first_user["content"] = [*places, *first_user["content"]]
+        from_users[0]["content"] = [*places, *from_users[0]["content"]]
     empty = [block for block in places if not any(key in block for key in SOURCES)]
     if len(empty) != len(images):
         raise ValueError(
@@ -85,16 +80,25 @@ def prepare_multimodal_messages(
     return prepared
 
 
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    """What a turn says as new blocks, without keys whose value is `None`."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [
+        {key: value for key, value in block.items() if value is not None} for block in content or ()
+    ]
+
+
 def _as_source(image: Any) -> Any:
     """An image as processors take it: paths as strings, undecoded bytes in base64; refused without pixels."""
     check_pixels(image)
     if isinstance(image, Mapping):
-        image = (
-            base64.b64encode(image["bytes"]).decode()
-            if image.get("bytes") is not None
-            else image["path"]
-        )
-    return fspath(image) if isinstance(image, PathLike) else image
+        if image.get("bytes") is not None:
+            return base64.b64encode(image["bytes"]).decode()
+        image = image["path"]
+    if isinstance(image, PathLike):
+        return fspath(image)
+    return image
 
 
 class ChatTemplate:
@@ -114,13 +118,14 @@ class ChatTemplate:
         self.options = dict(options or {})
         inner = getattr(processing_class, "tokenizer", None)
         self.is_processor = inner is not None
-        self.tokenizer: Any = inner if self.is_processor else processing_class
+        self.tokenizer: Any = processing_class
+        if self.is_processor:
+            self.tokenizer = inner
         # Some folders have the template beside the tokenizer alone.
         found = getattr(processing_class, "chat_template", None) or self.tokenizer.chat_template
         if isinstance(found, dict):
-            found = found.get(
-                "tool_use" if self.options.get("tools") else "default", found.get("default")
-            )
+            name = "tool_use" if self.options.get("tools") else "default"
+            found = found.get(name, found.get("default"))
         if not found:
             raise ValueError(
                 f"expected a chat template, got a {type(processing_class).__name__} without one; take an instruct "
@@ -172,17 +177,14 @@ class ChatTemplate:
 
     def around(self, role: str) -> tuple[str, str]:
         """Returns what stands before and behind the text of a first turn of the user's, or of the answer to one."""
-        turns = [{"role": "user", "content": PLACE}, {"role": "assistant", "content": PLACE}]
-        messages = [{**turns[0], "content": "a"}, turns[1]] if role == "assistant" else turns[:1]
+        messages = [{"role": "user", "content": PLACE}]
+        if role == "assistant":
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACE}]
         if self.is_processor:
             messages = prepare_multimodal_messages(messages, [])
         before, place, behind = self.render(messages).partition(PLACE)
-        require(
-            bool(place),
-            f"a chat template that writes turns of role {role}",
-            "one that does not",
-            "name another",
-        )
+        what = f"a chat template that writes turns of role {role}"
+        require(bool(place), what, "one that does not", "name another")
         return before, behind
 
     def end_of_turn(self, role: str) -> list[int]:
@@ -215,7 +217,9 @@ def encode_messages(
     """
     prepared = template.messages(messages, images)
     every = assistant_turns(prepared)
-    chosen = every if turns is None else list(turns)
+    chosen = every
+    if turns is not None:
+        chosen = list(turns)
     is_good = bool(chosen) and chosen == [turn for turn in every if turn in chosen]
     require(is_good, "turns of the assistant's", chosen, "leave the row out, or name others")
     if template.is_marked:
@@ -227,7 +231,8 @@ def encode_messages(
             **template.options,
         )
         mask = list(plain["assistant_masks"])
-        mask = mask if chosen == every or not any(mask) else _chosen(mask, every, chosen)
+        if chosen != every and any(mask):
+            mask = _chosen(mask, every, chosen)
     else:
         prepared = prepared[: chosen[-1] + 1]
         plain, mask = _located(template, prepared, chosen)
@@ -247,12 +252,8 @@ def _located(
 ) -> tuple[Mapping[str, Any], list[int]]:
     """Tokens and mask of messages whose template marks nothing."""
     what = "a fast tokenizer, which says where its tokens stand,"
-    require(
-        template.tokenizer.is_fast,
-        what,
-        type(template.tokenizer).__name__,
-        "load it with use_fast=True",
-    )
+    kind = type(template.tokenizer).__name__
+    require(template.tokenizer.is_fast, what, kind, "load it with use_fast=True")
     spans = answer_spans(template.render, messages, turns, template.ends())
     encoded = template.tokenizer(
         template.render(messages),
@@ -265,15 +266,16 @@ def _located(
 
 def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list[int]:
     """The runs of a mask that belong to some of the assistant's turns."""
-    runs = [
-        list(run) for marked, run in itertools.groupby(range(len(mask)), mask.__getitem__) if marked
-    ]
+    found = itertools.groupby(range(len(mask)), mask.__getitem__)
+    runs = [list(run) for marked, run in found if marked]
     what = f"a chat template that marks each of the assistant's {len(every)} turns"
-    require(
-        len(runs) == len(every), what, f"{len(runs)} marks", "take all turns, or leave the row out"
-    )
-    kept = {at for run, turn in zip(runs, every, strict=True) if turn in turns for at in run}
-    return [int(at in kept) for at in range(len(mask))]
+    action = "take all turns, or leave the row out"
+    require(len(runs) == len(every), what, f"{len(runs)} marks", action)
+    chosen = [0] * len(mask)
+    for run, turn in zip(runs, every, strict=True):
+        if turn in turns:
+            chosen[run[0] : run[-1] + 1] = [1] * len(run)
+    return chosen
 
 
 def _laid(
@@ -291,15 +293,12 @@ def _laid(
     aligned = [0] * len(ids)
     stop = len(ids)
     places = [at for at, token in enumerate(tokens) if token == place]
-    for start, end in reversed(
-        list(zip([0, *(at + 1 for at in places)], [*places, len(tokens)], strict=True))
-    ):
+    starts = [0, *(at + 1 for at in places)]
+    ends = [*places, len(tokens)]
+    for start, end in zip(reversed(starts), reversed(ends), strict=True):
         piece = tokens[start:end]
-        at = next(
-            (at for at in range(stop - len(piece), -1, -1) if ids[at : at + len(piece)] == piece),
-            None,
-        )
-        if at is None:
+        at = _last_place(piece, ids[:stop])
+        if at < 0:
             raise ValueError(
                 f"expected {name} to keep the answers' tokens where it expands images, got a "
                 "text in which they cannot be found; build the example with Example.from_pair"
@@ -307,3 +306,11 @@ def _laid(
         aligned[at : at + len(piece)] = mask[start:end]
         stop = at
     return aligned
+
+
+def _last_place(piece: list[int], ids: list[int]) -> int:
+    """Where a piece stands in some ids for the last time; -1 where it does not."""
+    for at in range(len(ids) - len(piece), -1, -1):
+        if ids[at : at + len(piece)] == piece:
+            return at
+    return -1

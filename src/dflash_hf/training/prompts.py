@@ -21,7 +21,7 @@ from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.data import Example
 from dflash_hf.training.messages import ChatTemplate, Processing
-from dflash_hf.training.regenerate import generated
+from dflash_hf.training.regenerate import end_tokens, generated, padding_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +59,12 @@ class PromptSettings:
             ValueError: Naming the first of them.
         """
         for name in ("num_prompts", "max_new_tokens", "batch_size"):
-            require(
-                getattr(self, name) > 0,
-                f"at least 1 as {name}",
-                getattr(self, name),
-                "give a larger one",
-            )
+            value = getattr(self, name)
+            require(value > 0, f"at least 1 as {name}", value, "give a larger one")
         what = "above 0 as temperature: greedy ones would all be the same"
         require(0 < self.temperature < float("inf"), what, self.temperature, "give a larger one")
-        require(
-            0 < self.top_p <= 1,
-            "above 0 and at most 1 as top_p",
-            self.top_p,
-            "1 is the whole vocabulary",
-        )
+        what = "above 0 and at most 1 as top_p"
+        require(0 < self.top_p <= 1, what, self.top_p, "1 is the whole vocabulary")
 
 
 def write_prompts(
@@ -93,16 +85,11 @@ def write_prompts(
     tokenizer: Any = template.tokenizer
     before, _ = template.around("user")
     ends = template.end_of_turn("user")[:1]
-    own = getattr(target.generation_config, "eos_token_id", None)
-    ends += [own] if isinstance(own, int) else list(own or ())
-    require(
-        bool(ends),
-        "a chat template that ends turns with a special token",
-        "one that does not",
-        "give prompts",
-    )
+    ends += end_tokens(target)
+    what = "a chat template that ends turns with a special token"
+    require(bool(ends), what, "one that does not", "give prompts")
     prefix = Example.from_pair(template.tokens(before), [])
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+    padding = padding_of(tokenizer, ends[0])
     batch = collate([prefix] * settings.batch_size, padding).to(target.device)
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
@@ -112,10 +99,13 @@ def write_prompts(
     options |= {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     repair(settings.output)
-    known = list(RowFile(settings.output)) if settings.output.is_file() else []
-    seen = {row["id"] for row in known}
-    # Once more: not all of it may be there
-    number = max((row.get("batch", 0) for row in known), default=0)
+    seen: set[str] = set()
+    number = 0
+    if settings.output.is_file():
+        for row in RowFile(settings.output):
+            seen.add(row["id"])
+            # Once more: not all of it may be there
+            number = max(number, row.get("batch", 0))
     empty = 0
     while len(seen) < settings.num_prompts:
         with torch.random.fork_rng():
@@ -123,11 +113,9 @@ def write_prompts(
             written = generated(target, batch, ends, **options)
         rows: list[dict[str, Any]] = []
         for ids in written:
-            text = (
-                tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
-                if ids[-1] in ends
-                else ""
-            )
+            if ids[-1] not in ends:
+                continue
+            text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
             row: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
             name = content_id(row)
             if text and name not in seen and len(seen) < settings.num_prompts:
@@ -135,14 +123,12 @@ def write_prompts(
                 rows.append({"id": name, **row, "batch": number})
         append_rows(settings.output, rows)
         number += 1
-        empty = 0 if rows else empty + 1
+        empty += 1
+        if rows:
+            empty = 0
         what = f"a target that writes what a user says within {settings.max_new_tokens} tokens"
         got = f"nothing new in {MAX_EMPTY_BATCHES} batches"
-        require(
-            empty < MAX_EMPTY_BATCHES,
-            what,
-            got,
-            "raise max_new_tokens or the temperature, or give prompts",
-        )
+        action = "raise max_new_tokens or the temperature, or give prompts"
+        require(empty < MAX_EMPTY_BATCHES, what, got, action)
         logger.info("%d prompts of %d", len(seen), settings.num_prompts)
     return len(seen)

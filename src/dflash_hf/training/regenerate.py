@@ -50,36 +50,35 @@ def regenerate_answers(
     Raises:
         ValueError: If there are not as many guesses as prompts, or a prompt holds an answer.
     """
-    guesses = [()] * len(prompts) if guesses is None else guesses
+    if guesses is None:
+        guesses = [()] * len(prompts)
     if len(guesses) != len(prompts):
         raise ValueError(
             f"expected {len(prompts)} guesses (one per prompt), got {len(guesses)}; an empty guess is none"
         )
-    examples: Any = (
-        prompts if hasattr(prompts, "lengths") else [as_prompt(prompt) for prompt in prompts]
-    )
+    examples: Any = prompts
+    if not hasattr(prompts, "lengths"):
+        examples = [as_prompt(prompt) for prompt in prompts]
     lengths = example_lengths(examples)
     confirmed = _confirmed_guesses(target, prompts, lengths, guesses, pad_token_id, batch_size)
-    answers = [
-        list(guess) if right and len(guess) <= max_new_tokens else None
-        for guess, right in zip(guesses, confirmed, strict=True)
-    ]
+    answers: dict[int, list[int]] = {}
+    for index, guess in enumerate(guesses):
+        if confirmed[index] and len(guess) <= max_new_tokens:
+            answers[index] = list(guess)
     # A batch runs as long as its longest answer, for which a guess is the best sign there is.
     expected = [(len(guess), length) for guess, length in zip(guesses, lengths, strict=True)]
-    missing = [i for i, answer in enumerate(answers) if answer is None]
+    missing = [index for index in range(len(prompts)) if index not in answers]
     for chosen in sorted_batches(missing, expected, batch_size):
-        batch = collate(
-            [as_prompt(prompts[i]) for i in chosen], pad_token_id, padding_side="left"
-        ).to(target.device)
+        asked = [as_prompt(prompts[index]) for index in chosen]
+        batch = collate(asked, pad_token_id, padding_side="left").to(target.device)
         options = {
             "do_sample": False,
             "max_new_tokens": max_new_tokens,
             "pad_token_id": pad_token_id,
         }
         written = generated(target, batch, eos_token_id, draft, **options)
-        for index, answer in zip(chosen, written, strict=True):
-            answers[index] = answer
-    return [answer for answer in answers if answer is not None]
+        answers.update(zip(chosen, written, strict=True))
+    return [answers[index] for index in range(len(prompts))]
 
 
 @torch.no_grad()
@@ -106,17 +105,43 @@ def generated(
         eos_token_id=eos_token_id or None,
         **options,
     )
-    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    if isinstance(eos_token_id, int):
+        eos_token_id = [eos_token_id]
     rows: list[list[int]] = output[:, batch.input_ids.shape[1] :].tolist()
-    lengths = [
-        next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows
-    ]
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    return [_up_to_end(row, eos_token_id) for row in rows]
+
+
+def _up_to_end(tokens: list[int], ends: list[int]) -> list[int]:
+    """Tokens up to the first end token."""
+    for at, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: at + 1]
+    return tokens
+
+
+def end_tokens(target: PreTrainedModel) -> list[int]:
+    """Returns the tokens that end a target's answers, as its generation config has them; it may have none."""
+    found = getattr(target.generation_config, "eos_token_id", None)
+    if found is None:
+        return []
+    if isinstance(found, int):
+        return [found]
+    return list(found)
+
+
+def padding_of(tokenizer: Any, default: int) -> int:
+    """Returns a tokenizer's padding token; another one where it has none."""
+    if tokenizer.pad_token_id is None:
+        return default
+    return tokenizer.pad_token_id
 
 
 def as_prompt(prompt: Prompt) -> Example:
     """Returns a prompt as an example without an answer; raises `ValueError` if it has one."""
-    example = prompt if isinstance(prompt, Example) else Example.from_pair(prompt, [])
+    if isinstance(prompt, Example):
+        example = prompt
+    else:
+        example = Example.from_pair(prompt, [])
     if any(example.loss_mask):
         raise ValueError(
             f"expected a prompt without an answer, got one with {sum(example.loss_mask)} answer tokens; "

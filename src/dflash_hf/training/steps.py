@@ -49,7 +49,10 @@ class EpochBatches(Sampler[list[int]]):
         batches = self.batches_of(self.next_step() // steps_per_epoch)
         world_size = self.args.world_size
         for at in range(self.args.process_index, len(self) * world_size, world_size):
-            yield batches[at] if at < len(batches) else [~index for index in batches[0]]
+            if at < len(batches):
+                yield batches[at]
+            else:
+                yield [~index for index in batches[0]]
 
 
 class Rows:
@@ -62,7 +65,7 @@ class Rows:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> tuple[int, Example]:
-        return index, self.examples[index if index >= 0 else ~index]
+        return index, self.examples[max(index, ~index)]
 
 
 class Collator:
@@ -82,12 +85,13 @@ class Collator:
 
     def __call__(self, rows: Sequence[tuple[int, Example]]) -> dict[str, Any]:
         examples = [example for _, example in rows]
-        batch = (
-            collate(examples)
-            if self.packing_length is None
-            else collate_packed(examples, self.packing_length)
-        )
-        features = None if self.cache is None else self.cache.read(examples, batch)
+        if self.packing_length is None:
+            batch = collate(examples)
+        else:
+            batch = collate_packed(examples, self.packing_length)
+        features = None
+        if self.cache is not None:
+            features = self.cache.read(examples, batch)
         if rows[0][0] < 0:
             batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
         return {

@@ -136,7 +136,9 @@ class DFlashTrainer(Trainer):
     def draft(self) -> DFlashDraftModel:
         """The draft itself, without what DDP, accelerate or PEFT put around it."""
         model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        if hasattr(model, "get_base_model"):
+            return model.get_base_model()
+        return model
 
     # ---- what is to be done
 
@@ -158,11 +160,9 @@ class DFlashTrainer(Trainer):
             FloatingPointError: At a step whose gradients are not finite, before it changes anything.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
-        asked = (
-            self.args.resume_from_checkpoint
-            if resume_from_checkpoint is None
-            else resume_from_checkpoint
-        )
+        asked = resume_from_checkpoint
+        if asked is None:
+            asked = self.args.resume_from_checkpoint
         checkpoint = whole_checkpoint(asked, Path(str(self.args.output_dir)))
         self._window = {}
         set_seed(self.args.seed)
@@ -178,7 +178,9 @@ class DFlashTrainer(Trainer):
         assert dataset is not None
         if args.packing_length is not None:
             check_packing(self.target)
-        seed = args.seed if args.data_seed is None else args.data_seed
+        seed = args.seed
+        if args.data_seed is not None:
+            seed = args.data_seed
 
         def batches_of(epoch: int) -> list[list[int]]:
             return epoch_batches(
@@ -237,10 +239,9 @@ class DFlashTrainer(Trainer):
             )
             weight += loss_weight(labels, self.weights.double(), self.args.loss)
         # Gradients are averaged over processes, hence the mean of the weights and not their sum.
-        alone = self.args.world_size == 1
-        total: Any = (
-            weight if alone else self.accelerator.reduce(weight.to(device), reduction="mean")
-        )
+        total: Any = weight
+        if self.args.world_size > 1:
+            total = self.accelerator.reduce(weight.to(device), reduction="mean")
         return batches, max(float(total), 1e-9)
 
     def compute_loss(
@@ -269,9 +270,13 @@ class DFlashTrainer(Trainer):
         self._losses.append((inputs["rows"], sums.finite))
         for name in COUNTED:
             value: Tensor = getattr(sums, name).detach()
-            self._window[name] = self._window[name] + value if name in self._window else value
+            if name in self._window:
+                value = self._window[name] + value
+            self._window[name] = value
         loss = (sums.loss + sums.selector_loss) / num_items_in_batch
-        return (loss, sums) if return_outputs else loss
+        if return_outputs:
+            return loss, sums
+        return loss
 
     def _anchors(self, batch: Batch, micro: int) -> Anchors:
         """Draws the anchors of a batch, on the CPU, from the seed, the step and the batch's place in it."""
@@ -288,17 +293,16 @@ class DFlashTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Overrides: a step that is not finite ends the run, in every process, where the library would take it."""
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         # That one's scaler leaves such steps out
         if not math.isfinite(norm) and not self.args.fp16:
             bad = [
                 row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())
             ]
-            what = (
-                f"losses that are no numbers in rows {listed(bad)} of train_dataset"
-                if bad
-                else "finite losses here"
-            )
+            what = "finite losses here"
+            if bad:
+                what = f"losses that are no numbers in rows {listed(bad)} of train_dataset"
             raise FloatingPointError(
                 f"expected finite gradients at step {self.state.global_step + 1}, got a norm of {float(norm)} and "
                 f"{what}; look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True"
