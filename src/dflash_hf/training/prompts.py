@@ -99,13 +99,7 @@ def write_prompts(
     options |= {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p}
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     repair(settings.output)
-    seen: set[str] = set()
-    number = 0
-    if settings.output.is_file():
-        for row in RowFile(settings.output):
-            seen.add(row["id"])
-            # Once more: not all of it may be there
-            number = max(number, row.get("batch", 0))
+    seen, number = _written_before(settings.output)
     empty = 0
     while len(seen) < settings.num_prompts:
         with torch.random.fork_rng():
@@ -132,3 +126,15 @@ def write_prompts(
         require(empty < MAX_EMPTY_BATCHES, what, got, action)
         logger.info("%d prompts of %d", len(seen), settings.num_prompts)
     return len(seen)
+
+
+def _written_before(path: Path) -> tuple[set[str], int]:
+    """The ids of the prompts that a file has, and the batch to go on with."""
+    seen: set[str] = set()
+    number = 0
+    if path.is_file():
+        for row in RowFile(path):
+            seen.add(row["id"])
+            # Once more: not all of it may be there
+            number = max(number, row.get("batch", 0))
+    return seen, number
