@@ -71,6 +71,11 @@ def check_own(values: Mapping[str, Any]) -> None:
     require(not theirs, what, theirs, action)
 
 
+def _is_below(value: int, limit: int | None) -> bool:
+    """Returns True if a value is below a limit, or the config states none."""
+    return limit is None or value < limit
+
+
 @strict
 class DFlashConfig(PreTrainedConfig):
     r"""
@@ -177,41 +182,49 @@ class DFlashConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        # Sizes first: some defaults below are lists as long as a size.
         self._check_sizes()
         # A draft's own head is never its embedding, whatever a file says.
         self.tie_word_embeddings = False
-        # Fields are read as they were given, None included, for which their types leave no place.
-        given: dict[str, Any] = vars(self)
-        if given["target_hidden_size"] is None:
-            self.target_hidden_size = self.hidden_size
+        num_layers = self.num_hidden_layers
+        self._fill_in("target_hidden_size", self.hidden_size)
+        # All tokens are no reduced vocabulary, and need no offsets.
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         # A draft's own embedding is a plain table.
         self.raw_input_embeddings = self.raw_input_embeddings or self.own_embed_tokens
-        if given["layer_types"] is None:
-            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        self._fill_in("layer_types", ["full_attention"] * num_layers)
+        # A window that no layer has would make two equal drafts differ.
         if "sliding_attention" not in self.layer_types:
             self.sliding_window = None
             self.window_from_anchor = False
-        if given["is_causal"] is None:
-            self.is_causal = [kind == "sliding_attention" for kind in self.layer_types]
-        elif isinstance(given["is_causal"], bool):
-            self.is_causal = [given["is_causal"]] * self.num_hidden_layers
-        if given["target_layer_ids"] is None:
+        # One value stands for all layers; without any, layers that slide are causal.
+        is_causal: Any = self.is_causal
+        if isinstance(is_causal, bool):
+            self.is_causal = [is_causal] * num_layers
+        self._fill_in("is_causal", [kind == "sliding_attention" for kind in self.layer_types])
+        if not self._is_given("target_layer_ids"):
             if self.num_target_layers is None:
                 raise ValueError(
                     "expected target_layer_ids or num_target_layers, got neither; say which target layers are tapped"
                 )
-            self.target_layer_ids = build_target_layer_ids(
-                self.num_target_layers, self.num_hidden_layers
-            )
+            self.target_layer_ids = build_target_layer_ids(self.num_target_layers, num_layers)
+        # Before Transformers standardises the RoPE, which computes with what it finds.
         self._check_rope()
         super().__post_init__(**kwargs)
         self._check_agreement()
 
+    def _is_given(self, name: str) -> bool:
+        """Returns True if a field was given. It is read as it was, None included, for which its type has no place."""
+        return vars(self)[name] is not None
+
+    def _fill_in(self, name: str, default: object) -> None:
+        """Sets a field that was not given."""
+        if not self._is_given(name):
+            setattr(self, name, default)
+
     def _check_sizes(self) -> None:
         """Raises `ValueError` unless every size and scale is in its limits."""
-        # This check comes first: some defaults are lists as long as a size.
         sizes = (
             "hidden_size",
             "target_hidden_size",
@@ -225,20 +238,22 @@ class DFlashConfig(PreTrainedConfig):
         )
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
-            **dict.fromkeys(
-                ("vocab_size", "draft_vocab_size", "max_position_embeddings"), MAX_VOCABULARY
-            ),
+            "vocab_size": MAX_VOCABULARY,
+            "draft_vocab_size": MAX_VOCABULARY,
+            "max_position_embeddings": MAX_VOCABULARY,
             "block_size": MAX_BLOCK_SIZE,
             "selector_top_k": MAX_CANDIDATES,
             "num_hidden_layers": MAX_LAYERS,
             "num_target_layers": MAX_LAYERS,
+            # A window costs nothing: published configs write a great number for none. Indices are int64.
             "sliding_window": 2**62,
         }
-        for name, limit in limits.items():
-            value: int | None = getattr(self, name)
-            require(
-                value is None or 1 <= value <= limit, f"{name} from 1 to {limit}", value, "fix it"
-            )
+        # A size that is not stated has no limit to keep.
+        stated = [name for name in limits if self._is_given(name)]
+        for name in stated:
+            limit = limits[name]
+            value: int = getattr(self, name)
+            require(1 <= value <= limit, f"{name} from 1 to {limit}", value, "fix it")
         for name in (
             "rms_norm_eps",
             "initializer_range",
@@ -248,15 +263,11 @@ class DFlashConfig(PreTrainedConfig):
             number: float = getattr(self, name)
             require(0 <= number < math.inf, f"a finite {name} >= 0", number, "fix it")
         for name in ("output_multiplier", "final_logit_softcapping"):
-            require(
-                math.isfinite(getattr(self, name) or 0.0),
-                f"a finite {name}",
-                getattr(self, name),
-                "fix it",
-            )
-        require(
-            self.hidden_act in ACT2FN, f"hidden_act in {sorted(ACT2FN)}", self.hidden_act, "fix it"
-        )
+            factor: float | None = getattr(self, name)
+            require(math.isfinite(factor or 0.0), f"a finite {name}", factor, "fix it")
+        activations = sorted(ACT2FN)
+        is_known = self.hidden_act in ACT2FN
+        require(is_known, f"hidden_act in {activations}", self.hidden_act, "fix it")
 
     def _check_rope(self) -> None:
         """Raises `ValueError` unless the RoPE is of a known kind and has the numbers that this kind needs."""
@@ -293,32 +304,24 @@ class DFlashConfig(PreTrainedConfig):
     def _check_attention(self) -> None:
         """Raises `ValueError` unless block, heads and kinds of layers agree."""
         block = "a block holds the anchor and one proposal"
-        heads = (self.num_attention_heads, self.num_key_value_heads)
-        require(
-            self.block_size >= 2 - self.sample_from_anchor,
-            "block_size >= 2",
-            self.block_size,
-            block,
-        )
+        # From an anchor that proposes, a block of one slot is enough.
+        proposes = self.num_proposals(self.block_size) >= 1
+        require(proposes, "block_size >= 2", self.block_size, block)
+        num_heads = self.num_attention_heads
+        num_groups = self.num_key_value_heads
         what = "num_attention_heads a multiple of num_key_value_heads"
-        require(heads[0] % heads[1] == 0, what, heads, "fix one of them")
-        require(
-            self.head_dim % 2 == 0,
-            "an even head_dim",
-            self.head_dim,
-            "RoPE turns pairs of channels",
-        )
+        require(num_heads % num_groups == 0, what, (num_heads, num_groups), "fix one of them")
+        pairs = "RoPE turns pairs of channels"
+        require(self.head_dim % 2 == 0, "an even head_dim", self.head_dim, pairs)
         kinds = self.layer_types
+        is_causal = self.is_causal
         count = self.num_hidden_layers
         per_layer = "one entry per draft layer"
         known = len(kinds) == count and set(kinds) <= set(LAYER_TYPES)
         require(known, f"layer_types with {count} entries out of {LAYER_TYPES}", kinds, per_layer)
-        require(
-            len(self.is_causal) == count,
-            f"is_causal with {count} entries",
-            self.is_causal,
-            per_layer,
-        )
+        has_all = len(is_causal) == count
+        require(has_all, f"is_causal with {count} entries", is_causal, per_layer)
+        # Without a window a sliding layer's kind would read as that of a full one.
         has_window = self.sliding_window is not None or "sliding_attention" not in kinds
         what = "a positive sliding_window where layer_types has sliding_attention"
         require(has_window, what, self.sliding_window, "set sliding_window")
@@ -328,52 +331,58 @@ class DFlashConfig(PreTrainedConfig):
         taps = self.target_layer_ids
         depth = self.num_target_layers
         are_layers = "ids are 0-based layers whose output is tapped, and -1 the embeddings"
-        require(
-            min(taps, default=-2) >= -1, "at least one target_layer_id, all >= -1", taps, are_layers
-        )
+        # No tap at all fails as well: a default below every id.
+        lowest = min(taps, default=-2)
+        require(lowest >= -1, "at least one target_layer_id, all >= -1", taps, are_layers)
         what = f"target_layer_ids below num_target_layers = {depth}"
-        require(depth is None or max(taps) < depth, what, taps, "fix one of them")
+        require(_is_below(max(taps), depth), what, taps, "fix one of them")
 
     def _check_vocabulary(self) -> None:
         """Raises `ValueError` unless vocabularies, mask token and own modules agree."""
         size = self.vocab_size
         reduced = self.draft_vocab_size
         mask = self.mask_token_id
-        in_range = mask >= 0 and (size is None or mask < size)
+        in_range = mask >= 0 and _is_below(mask, size)
         require(in_range, f"mask_token_id in [0, {size})", mask, "it must index the embedding")
         is_stated = size is not None or not (self.own_embed_tokens or self.own_lm_head)
         what = "vocab_size beside own_embed_tokens or own_lm_head"
         require(is_stated, what, size, "say how many tokens the target has")
-        has_head = reduced is None or (self.own_lm_head and reduced < (size or 0))
+        if reduced is None:
+            return
+        # The target's head has a row for every token, and would score what the draft cannot propose.
+        has_head = self.own_lm_head and reduced < (size or 0)
         what = f"draft_vocab_size below vocab_size = {size}, and own_lm_head"
         require(has_head, what, reduced, "a reduced vocabulary needs a head of its own")
 
     def _check_dflash2(self) -> None:
         """Raises `ValueError` unless the convolution and the selector are complete and fit the sizes."""
-        size = self.vocab_size
-        group = self.conv_group_size
-        top_k = self.selector_top_k
         together = "they only mean something together"
-        for names in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
-            pair = tuple(getattr(self, name) for name in names)
-            require((pair[0] is None) == (pair[1] is None), " and ".join(names), pair, together)
+        for first, second in (
+            ("conv_kernel_size", "conv_group_size"),
+            ("selector_rank", "selector_top_k"),
+        ):
+            pair = (getattr(self, first), getattr(self, second))
+            is_complete = self._is_given(first) == self._is_given(second)
+            require(is_complete, f"{first} and {second}", pair, together)
+        group = self.conv_group_size
         what = f"conv_group_size that divides hidden_size = {self.hidden_size}"
-        require(
-            self.hidden_size % (group or 1) == 0, what, group, "every group has as many channels"
-        )
-        is_stated = top_k is None or size is not None
-        require(
-            is_stated, "vocab_size beside selector_top_k", size, "the selector has a row per token"
-        )
-        fits = top_k is None or top_k <= (size or 0)
-        require(
-            fits, f"selector_top_k up to {size}", top_k, "candidates are tokens of the vocabulary"
-        )
+        divides = self.hidden_size % (group or 1) == 0
+        require(divides, what, group, "every group has as many channels")
+        top_k = self.selector_top_k
+        if top_k is None:
+            return
+        # The codebooks have a row per token, so that their size has to be known.
+        size = self.vocab_size or 0
+        what = "vocab_size beside selector_top_k"
+        require(size > 0, what, self.vocab_size, "the selector has a row per token")
+        fits = top_k <= size
+        what = f"selector_top_k up to {size}"
+        require(fits, what, top_k, "candidates are tokens of the vocabulary")
 
     @property
     def is_dflash2(self) -> bool:
         """True if the draft has what DFlash 2 adds: a convolution, a selector, or both."""
-        return self.conv_kernel_size is not None or self.selector_rank is not None
+        return self._is_given("conv_kernel_size") or self._is_given("selector_rank")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
@@ -393,6 +402,7 @@ class DFlashConfig(PreTrainedConfig):
     def attention_kind(self, layer_idx: int) -> AttentionKind:
         """Returns `(window, causal, from_anchor)` of one layer, as [`positions.visible`] takes them."""
         causal = self.is_causal[layer_idx]
+        # Layers of one kind share their masks, so that a full layer's kind names no window.
         if self.layer_types[layer_idx] == "sliding_attention":
             return self.sliding_window, causal, self.window_from_anchor
         return None, causal, False

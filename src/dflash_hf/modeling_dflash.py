@@ -33,6 +33,7 @@ from dflash_hf.draft_model.layers import (
     DFlashAttention,
     DFlashDecoderLayer,
     Projector,
+    angles_behind,
 )
 from dflash_hf.draft_model.norm_and_rope import DFlashRMSNorm, DFlashRotaryEmbedding
 from dflash_hf.generation_config import DFlashGenerationConfig
@@ -52,38 +53,44 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(
-            len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False
-        )
-        self.hidden_norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        size = config.hidden_size
+        # The context's features are one product of all tapped layers' states, side by side.
+        context_size = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = nn.Linear(context_size, size, bias=False)
+        self.hidden_norm = DFlashRMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = DFlashRMSNorm(size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_own_vocabulary(config)
+        # How calls decode with this draft; a checkpoint's own settings come over these.
         self.generation_config = DFlashGenerationConfig()
+        # The statistics of the last call, for the user.
         self.last_stats: Any = None
         self.post_init()
 
     def _add_own_vocabulary(self, config: DFlashConfig) -> None:
         """Adds the modules with a row per token that this draft has of its own: selector, embedding, head, offsets."""
-        # The config is checked: without a size there are no such modules
-        size = config.vocab_size or 0
-        num_ids = config.draft_vocab_size or size
+        # The config is checked: without a size there are no such modules.
+        num_tokens = config.vocab_size or 0
+        num_ids = config.draft_vocab_size or num_tokens
+        hidden_size = config.hidden_size
         rank = config.selector_rank
         top_k = config.selector_top_k
         self.candidate_selector: CandidateSelector | None = None
-        if rank is not None and top_k is not None:
+        # Both or neither.
+        if rank and top_k:
             self.candidate_selector = CandidateSelector(
-                size, config.hidden_size, rank, top_k, config.initializer_range
+                num_tokens, hidden_size, rank, top_k, config.initializer_range
             )
         self.embed_tokens: nn.Embedding | None = None
         if config.own_embed_tokens:
-            self.embed_tokens = nn.Embedding(size, config.hidden_size)
+            self.embed_tokens = nn.Embedding(num_tokens, hidden_size)
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
-            self.lm_head = nn.Linear(config.hidden_size, num_ids, bias=False)
+            self.lm_head = nn.Linear(hidden_size, num_ids, bias=False)
+        # A buffer and no parameter: offsets are read from the checkpoint and never trained.
         offsets = None
         if config.draft_vocab_size:
             offsets = torch.zeros(num_ids, dtype=torch.long)
@@ -101,6 +108,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def cache_shapes(self) -> list[LayerShape]:
         """Returns the shape of each layer of the draft's cache."""
         size = self.config.head_dim
+        # Where the layers compute, which is not where offloaded weights are.
         device = execution_device(self)
         shapes: list[LayerShape] = []
         for index in range(self.config.num_hidden_layers):
@@ -147,13 +155,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             context (`NewContext`): Tapped states of the verified tokens, and where they stood.
             cache (`RaggedCache`): The draft's cache.
         """
+        # Every layer takes its keys and values from the same features: no layer runs over the context.
         features = self.project_context(context.states)
         cos_sin = self.rotary_emb(context.block.positions, features.dtype)
-        if context.write_all_layers(features, cos_sin, cache, self.config.rms_norm_eps):
+        eps = self.config.rms_norm_eps
+        if context.write_all_layers(features, cos_sin, cache, eps):
             return
         for attention in self._attentions():
             key, value = attention.project_kv(features, cos_sin)
-            cache.attention[attention.layer_idx].write(key, value, context.block)
+            layer = cache.attention[attention.layer_idx]
+            layer.write(key, value, context.block)
 
     def write_prompt(
         self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache
@@ -167,11 +178,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             cache (`RaggedCache`): The draft's cache.
         """
         features = self.project_context(context_hidden_states)
-        cos_sin = self.rotary_emb(positions.clamp_min(0).to(features.device), features.dtype)
+        # Padding is computed along with the rest and written nowhere; any position will do for it.
+        angles_at = positions.clamp_min(0).to(features.device)
+        cos_sin = self.rotary_emb(angles_at, features.dtype)
         prompts = PromptSlots(positions)
         for attention in self._attentions():
             key, value = attention.project_kv(features, cos_sin)
-            cache.attention[attention.layer_idx].write_rows(key, value, prompts)
+            layer = cache.attention[attention.layer_idx]
+            layer.write_rows(key, value, prompts)
 
     def forward_block(
         self, noise_embeds: Tensor, cache: RaggedCache, context: NewContext | None = None
@@ -208,12 +222,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         features = self.project_context(context.states)
         num_context = features.shape[1]
         # The angles of both are computed at once: positions may overlap, where the block replaces rejected tokens.
-        positions = torch.cat([context.block.positions, cache.block.positions], dim=1)
-        cos, sin = self.rotary_emb(positions, dtype)
+        both = [context.block.positions, cache.block.positions]
+        cos, sin = self.rotary_emb(torch.cat(both, dim=1), dtype)
         if context.weights is not None:
+            eps = self.config.rms_norm_eps
             context_cos_sin = (cos[:, :num_context], sin[:, :num_context])
-            if context.write_all_layers(features, context_cos_sin, cache, self.config.rms_norm_eps):
-                return BlockProjector(cache, (cos[:, num_context:], sin[:, num_context:]))
+            if context.write_all_layers(features, context_cos_sin, cache, eps):
+                return BlockProjector(cache, angles_behind((cos, sin), num_context))
         return ContextProjector(cache, context.block, features, (cos, sin))
 
     def forward(
@@ -266,9 +281,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cos_sin = self.rotary_emb(position_ids, noise_embeds.dtype)
         masks = CombinedMasks(attention_mask, num_queries, noise_embeds.dtype, noise_embeds.device)
         projector = CombinedProjector(context, cos_sin, masks, cache)
+        # Convolutions must not cross from one block of a training batch into the next.
         hidden = self._run_layers(noise_embeds, projector, block_size or num_queries)
         if then is not None:
             return then(hidden)
+        # The field's name differs between releases of Transformers.
         filled: dict[str, Any] = {CACHE_NAME: cache}
         return BaseModelOutputWithPast(last_hidden_state=hidden, **filled)
 
@@ -293,11 +310,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             logits = torch.tanh(logits / cap) * cap
         if self.d2t is None:
             return logits
-        assert self.config.vocab_size is not None
-        # Row `i` of a reduced head is the token `i + d2t[i]`.
-        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        target_ids = self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
-        return everything.index_copy_(-1, target_ids, logits)
+        # The config is checked: beside a reduced vocabulary it states the whole one.
+        num_tokens = self.config.vocab_size or 0
+        num_ids = self.d2t.shape[0]
+        # Row `i` of a reduced head is the token `i + d2t[i]`; what it leaves out is never proposed.
+        everything = logits.new_full((*logits.shape[:-1], num_tokens), -torch.inf)
+        ids = torch.arange(num_ids, device=self.d2t.device)
+        return everything.index_copy_(-1, self.d2t + ids, logits)
 
     def best_path(self, hidden_states: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
         """Returns the draft's own choice for a block, without noise: the greedy walk of its selector, or the argmaxes.
@@ -313,16 +332,21 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if self.candidate_selector is None:
             return ops.first_argmax(logits)
         candidates, scores = self.candidate_selector(hidden_states, logits, anchors)
-        path, _ = follow_path(candidates, scores, scores.argmax(dim=-1))
+        # The best candidate behind each one is found for all slots at once; the walk only looks them up.
+        best = scores.argmax(dim=-1)
+        path, _ = follow_path(candidates, scores, best)
         return path
 
     def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
         """Returns embeddings `[B, K, D]` of ids `[B, K]`: the draft's own, or the target's as in its training."""
         if self.embed_tokens is not None:
-            states = self.embed_tokens(token_ids.to(execution_device(self.embed_tokens)))
+            # Ids are on the target's device.
+            device = execution_device(self.embed_tokens)
+            states = self.embed_tokens(token_ids.to(device))
         elif self.config.raw_input_embeddings:
             states = raw_embeddings(embedding, token_ids)
         else:
+            # As a module, so that the target's own scaling and the user's hooks apply.
             states = embedding(token_ids)
         scale = self.config.input_embedding_scale
         if scale == 1.0:

@@ -40,7 +40,7 @@ from dflash_kernels import (
 from dflash_kernels._dispatch import has_triton
 from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import MAX_NODES, num_paths
-from dflash_kernels.gumbel_argmax import ROW_BITS, exponential_noise
+from dflash_kernels.gumbel_argmax import exponential_noise
 from dflash_kernels.operation import Operation
 from dflash_kernels.rotary import norm_and_rotate
 from dflash_kernels.top_tokens import MAX_NUM

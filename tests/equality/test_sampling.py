@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.draft_model.dflash2 import follow_path
 from dflash_hf.generation import candidate_generator
-from dflash_hf.generation.sampling import gumbel_noise
+from dflash_hf.generation.sampling import NoiseKey, gumbel_noise
 from dflash_hf.ops import exponential_noise
 from helpers.half import half
 from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
@@ -303,4 +303,4 @@ def test_keyed_noise_is_exponential_independent_and_repeatable() -> None:
         pair = torch.stack([left.flatten(), right.flatten()])
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.015
     assert not torch.equal(noise, exponential_noise(key, positions, tokens, stream=1))
-    assert torch.isfinite(gumbel_noise(key, positions, tokens)).all()
+    assert torch.isfinite(gumbel_noise(NoiseKey.of(key, len(positions)), positions, tokens)).all()

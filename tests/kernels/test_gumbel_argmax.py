@@ -16,7 +16,13 @@ from transformers import (
 )
 
 from dflash_hf import ops
-from dflash_hf.generation.sampling import BlockProcessors, Draw, choose, draw_from_logits
+from dflash_hf.generation.sampling import (
+    BlockProcessors,
+    Draw,
+    NoiseKey,
+    choose,
+    draw_from_logits,
+)
 from dflash_kernels import gumbel_argmax
 from dflash_kernels._dispatch import runs_kernel
 from dflash_kernels.gumbel_argmax import exponential_noise
@@ -125,11 +131,24 @@ def test_it_is_the_choice_from_processed_scores(
     assert processors.draw == (
         Draw(0.8, top_k or 0, top_p or 1.0, min_p or 0.0) if is_known else None
     )
+    key = NoiseKey.of(seed, len(logits))
     with ops.kernels(True):
-        found = draw_from_logits(logits, processors, seed, positions)
-    assert torch.equal(found, choose(processors.warp(logits), seed, positions))
+        found = draw_from_logits(logits, processors, key, positions)
+    assert torch.equal(found, choose(processors.warp(logits), key, positions))
     with ops.kernels(False):
-        assert torch.equal(found, draw_from_logits(logits, processors, seed, positions))
+        assert torch.equal(found, draw_from_logits(logits, processors, key, positions))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_draw_by_their_numbers_wherever_they_stand(device: str) -> None:
+    logits, seed, positions = inputs(4, 3, 3000, torch.float32, device)
+    numbers = torch.arange(4, device=device)
+    wanted = gumbel_argmax(logits, seed, positions)
+    assert torch.equal(gumbel_argmax(logits, seed, positions, rows_B=numbers), wanted)
+    kept = [3, 1]
+    moved = gumbel_argmax(logits[kept], seed, positions[kept], rows_B=numbers[kept])
+    assert torch.equal(moved, wanted[kept])
+    assert not torch.equal(gumbel_argmax(logits[kept], seed, positions[kept]), wanted[kept])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,10 +15,16 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from dflash_hf.generation.sampling import BlockProcessors, Draw, choose, draw_from_logits
+from dflash_hf.generation.sampling import (
+    BlockProcessors,
+    Draw,
+    NoiseKey,
+    choose,
+    draw_from_logits,
+)
 
 VOCAB = 500
-KEY = torch.tensor(7)
+SEED = torch.tensor(7)
 
 
 def processors_of(*warpers: Any) -> BlockProcessors:
@@ -51,7 +57,9 @@ def test_a_min_p_alone_looks_at_the_greatest_logit() -> None:
     assert processors.draw == Draw(0.7, 0, 1.0, 0.2)
     left = processors.warp(logits) > -torch.inf
     assert bool(left.sum() > left[..., 0].numel())
-    chosen = draw_from_logits(logits, processors, KEY, torch.arange(3).expand(2, -1))
+    chosen = draw_from_logits(
+        logits, processors, NoiseKey.of(SEED, 2), torch.arange(3).expand(2, -1)
+    )
     assert bool(left.gather(-1, chosen[..., None]).all())
 
 
@@ -64,8 +72,9 @@ def test_the_choice_is_that_of_all_scores(top_k: int, dtype: torch.dtype) -> Non
     processors = processors_of(
         TemperatureLogitsWarper(0.9), TopKLogitsWarper(top_k), TopPLogitsWarper(0.9)
     )
-    wanted = choose(processors.warp(logits), KEY, positions)
-    assert torch.equal(draw_from_logits(logits, processors, KEY, positions), wanted)
+    key = NoiseKey.of(SEED, len(logits))
+    wanted = choose(processors.warp(logits), key, positions)
+    assert torch.equal(draw_from_logits(logits, processors, key, positions), wanted)
     assert len(wanted.unique()) > 20
 
 

@@ -48,7 +48,8 @@ class RaggedBlock:
         cls, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False
     ) -> RaggedBlock:
         """Returns a block of `width` tokens behind rows of these `lengths` `[B]` int64, which are copied."""
-        return cls(lengths[:, None] + torch.arange(width, device=lengths.device), bound, is_exact)
+        steps = torch.arange(width, device=lengths.device)
+        return cls(lengths[:, None] + steps, bound, is_exact)
 
     @property
     def width(self) -> int:
@@ -75,9 +76,8 @@ class RaggedBlock:
             tree = self.tree
             if tree is not None:
                 tree = tree.on(device)
-            self._copies[device] = RaggedBlock(
-                self.positions.to(device), self.bound, self.is_exact, tree
-            )
+            positions = self.positions.to(device)
+            self._copies[device] = RaggedBlock(positions, self.bound, self.is_exact, tree)
         return self._copies[device]
 
     def extent(self, ring: int) -> int:
@@ -89,8 +89,10 @@ class RaggedBlock:
     def slots(self, ring: int) -> Tensor:
         """Returns the slots of the new tokens in a buffer `[B * ring, ...]`: int64 of shape `[B * width]`."""
         if ring not in self._slots:
-            rows = torch.arange(self.positions.shape[0], device=self.positions.device)
-            slots = rows[:, None] * ring + self.positions % ring
+            batch = self.positions.shape[0]
+            rows = torch.arange(batch, device=self.positions.device)
+            first_slots = rows[:, None] * ring
+            slots = first_slots + self.positions % ring
             self._slots[ring] = slots.reshape(-1)
         return self._slots[ring]
 
@@ -108,35 +110,50 @@ class RaggedBlock:
             repeats (`int`): Query heads in a row of the mask, see [`mask_repeats`].
             dtype (`torch.dtype`): Dtype of the scores.
         """
-        window, causal, _ = kind
-        # The host knows what every slot holds, and no token is out of the window.
-        is_plain = (
-            self.is_exact and num_slots == self.bound and (window is None or window >= num_slots)
-        )
+        _, causal, _ = kind
+        is_plain = self._holds_all(num_slots, kind)
         # A single token, and every token of a layer that is not causal, sees all of it.
         if is_plain and (self.width == 1 or not causal):
             return None
+        return self.dense_mask(num_slots, kind, repeats, dtype)
+
+    def dense_mask(
+        self, num_slots: int, kind: AttentionKind, repeats: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Returns [`mask`] as a tensor, also where nothing has to be hidden."""
         key = (num_slots, kind, repeats, dtype)
         if key not in self._masks:
-            if is_plain:
+            if self._holds_all(num_slots, kind):
                 mask = self._plain_mask(num_slots, dtype)
             else:
-                mask = additive_mask(~self._seen(num_slots, kind), dtype)[:, None]
+                is_hidden = ~self._seen(num_slots, kind)
+                mask = additive_mask(is_hidden, dtype)[:, None]
             self._masks[key] = _repeated(mask, repeats)
         return self._masks[key]
+
+    def _holds_all(self, num_slots: int, kind: AttentionKind) -> bool:
+        """Returns True if the host knows what every slot holds, and no token is out of the window."""
+        window, _, _ = kind
+        if window is not None and window < num_slots:
+            return False
+        return self.is_exact and num_slots == self.bound
 
     def _seen(self, num_slots: int, kind: AttentionKind) -> Tensor:
         """Returns which slots each new token sees, `[B, width, num_slots]`."""
         window, causal, from_anchor = kind
         slots = torch.arange(num_slots, device=self.positions.device)
-        held = slot_positions(self.positions[:, -1:, None], slots, num_slots)
+        newest = self.positions[:, -1:, None]
+        held = slot_positions(newest, slots, num_slots)
         anchor = None
         if from_anchor:
             anchor = self.positions[:, :1, None]
+        queries = self.indices[:, :, None]
         if self.tree is None:
-            return visible(self.indices[:, :, None], held, window, causal, anchor)
+            return visible(queries, held, window, causal, anchor)
+        # A tree's nodes stand in a chain's slots: their indices are put in place of a chain's, and a node sees no
+        # other path than its own.
         held, is_related = self._of_tree(self.tree, held)
-        return visible(self.indices[:, :, None], held, window, causal, anchor) & is_related
+        return visible(queries, held, window, causal, anchor) & is_related
 
     def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
         """Returns the additive mask `[1, 1, width, num_slots]` of a causal layer where all earlier tokens are seen."""
@@ -144,11 +161,15 @@ class RaggedBlock:
         before = num_slots - self.width
         if self.tree is None:
             # The block's own columns are a triangle; all columns before are seen.
-            hidden = torch.full((self.width, num_slots), -math.inf, dtype=dtype, device=device)
+            shape = (self.width, num_slots)
+            hidden = torch.full(shape, -math.inf, dtype=dtype, device=device)
             return hidden.triu_(before + 1)[None, None]
         nodes = torch.arange(self.width, device=device)
-        is_hidden = (self.tree.ancestors[:, :, None] >> nodes) & 1 == 0
-        return nn.functional.pad(additive_mask(is_hidden, dtype), (before, 0))[:, None]
+        is_ancestor = (self.tree.ancestors[:, :, None] >> nodes) & 1
+        of_nodes = additive_mask(is_ancestor == 0, dtype)
+        # The padding is 0: what stands before the block is seen by all nodes.
+        mask = nn.functional.pad(of_nodes, (before, 0))
+        return mask[:, None]
 
     def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the index of the token in each slot, and whether it is before the block or a node's ancestor.
@@ -158,17 +179,18 @@ class RaggedBlock:
         anchor = self.positions[:, :1, None]
         node = held - anchor
         is_node = node >= 0
+        # Slots before the block are looked up at the anchor; what is found there is not used.
         node = node.clamp_min(0)
-        held = torch.where(is_node, anchor + tree.depths.gather(1, node[:, 0])[:, None], held)
-        is_ancestor = ((tree.ancestors[:, :, None] >> node) & 1).bool()
-        return held, is_ancestor | ~is_node
+        depths = tree.depths.gather(1, node[:, 0])
+        held = torch.where(is_node, anchor + depths[:, None], held)
+        ancestor_bit = (tree.ancestors[:, :, None] >> node) & 1
+        return held, ancestor_bit.bool() | ~is_node
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns -inf where scores are hidden and 0 elsewhere, to be added to them."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-        hidden, -math.inf
-    )
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, -math.inf)
 
 
 def _repeated(mask: Tensor, repeats: int) -> Tensor:
@@ -207,9 +229,10 @@ class CombinedMasks:
         key = (kind, num_keys, heads_per_key)
         if key not in self._masks:
             if isinstance(self._given, Mapping):
-                self._masks[key] = self._ready(self._given[kind], heads_per_key)
+                mask = self._ready(self._given[kind], heads_per_key)
             else:
-                self._masks[key] = self._built(self._given, kind, num_keys, heads_per_key)
+                mask = self._built(self._given, kind, num_keys, heads_per_key)
+            self._masks[key] = mask
         return self._masks[key]
 
     def _ready(self, mask: Mask, heads_per_key: int) -> Mask:
@@ -217,7 +240,8 @@ class CombinedMasks:
         if not isinstance(mask, Tensor):
             return mask
         repeats = mask_repeats(heads_per_key, mask.device, self._dtype)
-        return _repeated(additive_mask(~mask, self._dtype), repeats)
+        additive = additive_mask(~mask, self._dtype)
+        return _repeated(additive, repeats)
 
     def _built(
         self, padding: Tensor | None, kind: AttentionKind, num_keys: int, heads_per_key: int
@@ -227,8 +251,7 @@ class CombinedMasks:
         keys = torch.arange(num_keys, device=self._device)
         block = RaggedBlock(keys[None, -self._num_queries :])
         repeats = mask_repeats(heads_per_key, self._device, self._dtype)
-        mask = block.mask(num_keys, kind, repeats, self._dtype)
-        assert mask is not None, "the host knows no bound"
+        mask = block.dense_mask(num_keys, kind, repeats, self._dtype)
         if padding is None:
             return mask
         is_padding = ~padding[:, None, None, -num_keys:].bool()
@@ -296,9 +319,10 @@ def attend(
             return _attend_by_kernel(
                 query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks
             )
-        heads_per_key = query_BHKE.shape[1] // key_BGRE.shape[1]
+        _, num_groups, num_slots, _ = key_BGRE.shape
+        heads_per_key = query_BHKE.shape[1] // num_groups
         repeats = mask_repeats(heads_per_key, key_BGRE.device, query_BHKE.dtype)
-        mask = block.mask(key_BGRE.shape[2], kind, repeats, query_BHKE.dtype)
+        mask = block.mask(num_slots, kind, repeats, query_BHKE.dtype)
     if isinstance(mask, BlockMask):
         if not is_plain or dropout > 0:
             raise ValueError(
@@ -408,21 +432,27 @@ def _attend_explicitly(
     repeats = num_heads // groups
     # A dimension for the query heads of a key head lets the product read the keys as they are.
     grouped = query_BHKE.reshape(batch, groups, repeats, width, -1)
-    scores = (grouped @ key_BGRE[:, :, None].transpose(3, 4)) * scaling
+    keys = key_BGRE[:, :, None].transpose(3, 4)
+    scores = (grouped @ keys) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         # The rows of a repeated mask fall into one part per query head; others are alike for all heads.
         scores = scores + mask.view(mask.shape[0], 1, -1, width, num_keys)
     if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, groups, repeats, 1, 1).expand(batch, -1, -1, width, 1)
+        # One more column, which is a key that every query sees.
+        sink = sinks.to(scores.dtype).view(1, groups, repeats, 1, 1)
+        sink = sink.expand(batch, -1, -1, width, 1)
         scores = torch.cat([scores, sink], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    # In float32 or wider, as Transformers' eager attention normalises.
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=dtype)
     # The sink has taken its share and has no value.
     weights = weights[..., :num_keys].to(value_BGRE.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
-    out = weights @ value_BGRE[:, :, None]
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, width, num_heads, -1)
+    by_head = weights @ value_BGRE[:, :, None]
+    token_major = by_head.permute(0, 3, 1, 2, 4)
+    return token_major.reshape(batch, width, num_heads, -1)
 
 
 @functools.cache

@@ -28,7 +28,8 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: If caches are passed under several names.
     """
-    return one_cache(**{name: arguments.get(name) for name in ACCEPTED_NAMES})
+    given = {name: arguments.get(name) for name in ACCEPTED_NAMES}
+    return one_cache(**given)
 
 
 def one_cache(**caches: Any) -> Any:
@@ -38,5 +39,8 @@ def one_cache(**caches: Any) -> Any:
         ValueError: If there are several.
     """
     names = [name for name, cache in caches.items() if cache is not None]
-    require(len(names) < 2, "one cache", f"{' and '.join(names)}", f"pass it as {CACHE_NAME} alone")
-    return caches[names[0]] if names else None
+    got = " and ".join(names)
+    require(len(names) < 2, "one cache", got, f"pass it as {CACHE_NAME} alone")
+    if not names:
+        return None
+    return caches[names[0]]

@@ -86,4 +86,5 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
         return [num_target_layers // 2]
     span = num_target_layers - 4
     # The product comes before the division, as in z-lab's code: the other order rounds some layers differently.
-    return [round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers)]
+    num_steps = num_draft_layers - 1
+    return [round(1 + i * span / num_steps) for i in range(num_draft_layers)]

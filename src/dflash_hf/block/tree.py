@@ -43,19 +43,24 @@ class DraftTree:
 
     def on(self, device: torch.device) -> DraftTree:
         """Returns the tree on another device."""
-        return DraftTree(self.parents.to(device), self.depths.to(device), self.ancestors.to(device))
+        parents = self.parents.to(device)
+        depths = self.depths.to(device)
+        ancestors = self.ancestors.to(device)
+        return DraftTree(parents, depths, ancestors)
 
     def follow(
         self, block_BN: Tensor, tokens_BN: Tensor, node_ids_BN: Tensor, path_BN: Tensor
     ) -> None:
         """Writes the path that the target takes; `dflash_kernels.follow_tree` defines it and the arguments."""
         follow = ops.implementation(ops.follow_tree, self.parents)
-        follow(self.parents, self.depths, self.ancestors, block_BN, tokens_BN, node_ids_BN, path_BN)
+        tree = (self.parents, self.depths, self.ancestors)
+        follow(*tree, block_BN, tokens_BN, node_ids_BN, path_BN)
 
     def agree(self, block_BN: Tensor, text_BD: Tensor) -> Tensor:
         """Returns how many tokens of a text `[B, D]` behind the anchor are a path of the tree: `[B]`."""
         # The target's answer at a node is the text's next token. Nodes of the last depth have none; any will do.
-        next_tokens = text_BD.gather(1, self.depths.clamp_max(text_BD.shape[1] - 1))
+        last = text_BD.shape[1] - 1
+        next_tokens = text_BD.gather(1, self.depths.clamp_max(last))
         path = torch.empty_like(block_BN)
         node_ids = torch.empty_like(block_BN)
         # The call sorts the block by the path, so it gets a copy.
@@ -65,17 +70,24 @@ class DraftTree:
 
     def child(self, block_BN: Tensor, node_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the child `[B]` of a node that holds a token, or 0, and whether there is such a child `[B]`."""
-        nodes = torch.arange(block_BN.shape[1], device=block_BN.device)
+        num_nodes = block_BN.shape[1]
+        nodes = torch.arange(num_nodes, device=block_BN.device)
+        follows_node = self.parents == node_B[:, None]
+        has_token = block_BN == tokens_B[:, None]
         # The anchor is its own parent, but no child.
-        is_child = (self.parents == node_B[:, None]) & (block_BN == tokens_B[:, None]) & (nodes > 0)
-        return (is_child * nodes).amax(dim=1), is_child.any(dim=1)
+        is_child = follows_node & has_token & (nodes > 0)
+        # Children of one node hold different tokens: there is one at most, and the maximum is its number.
+        child = (is_child * nodes).amax(dim=1)
+        return child, is_child.any(dim=1)
 
 
 def along(path_BN: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns values of nodes `[B, N, ...]` in the order of a path `[B, n]`: `[B, n, ...]`, in `out` if given."""
-    num_inner = values.dim() - 2
-    index = path_BN.view(*path_BN.shape, *[1] * num_inner)
-    index = index.expand(-1, -1, *values.shape[2:])
+    inner = values.shape[2:]
+    ones = [1] * len(inner)
+    index = path_BN.view(*path_BN.shape, *ones)
+    # An index of every number, as `gather` wants it; a view without memory of its own.
+    index = index.expand(-1, -1, *inner)
     return torch.gather(values, 1, index, out=out)
 
 
@@ -116,9 +128,8 @@ class TreeBuilder:
         # A token of a lower rank than this is on no path of the tree.
         self.num_ranks = min(vocab_size, num_nodes - 1)
         # The logarithm is taken on the CPU, so that trees are the same on every device.
-        self.follows = (
-            torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu").log().to(device)
-        )
+        follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu")
+        self.follows = follows.log().to(device)
 
     def build(
         self,

@@ -48,19 +48,28 @@ class NewContext(NamedTuple):
         if self.weights is None:
             return False
         buffers = cache.buffers()
-        if not ops.use_kernel(ops.context_kv, features, *self.weights, *cos_sin, buffers=buffers):
+        floats = (features, *self.weights, *cos_sin)
+        if not ops.use_kernel(ops.context_kv, *floats, buffers=buffers):
             return False
         projection, norm = self.weights
         num_layers, head_dim = norm.shape
         projected = nn.functional.linear(features, projection)
         # The kernel wants [B, W, L, 2, G, E], in the order in which the weights were stacked.
         projected = projected.unflatten(-1, (num_layers, 2, -1, head_dim))
-        cos = cos_sin[0].squeeze(2)
-        sin = cos_sin[1].squeeze(2)
+        cos, sin = cos_sin
         # The cache lists its buffers as keys and values of one layer after the other.
         keys = buffers[::2]
         values = buffers[1::2]
-        ops.context_kv(projected, norm, cos, sin, self.block.lengths, keys, values, float(eps))
+        ops.context_kv(
+            projected,
+            norm,
+            cos.squeeze(2),
+            sin.squeeze(2),
+            self.block.lengths,
+            keys,
+            values,
+            float(eps),
+        )
         return True
 
 
@@ -103,12 +112,10 @@ def stack_weights(
 def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Tensor]) -> bool:
     """Returns True if earlier copies have the shapes, dtype and device of these weights, which are all alike."""
     first = weights[0]
-    projection_shape = (sum(weight.shape[0] for weight in weights), first.shape[1])
-    norm_shape = (len(norms), norms[0].shape[0])
-    if (
-        tuple(stacked.projection.shape) != projection_shape
-        or tuple(stacked.norm.shape) != norm_shape
-    ):
+    num_outputs = sum(weight.shape[0] for weight in weights)
+    projection_shape = torch.Size((num_outputs, first.shape[1]))
+    norm_shape = torch.Size((len(norms), *norms[0].shape))
+    if stacked.projection.shape != projection_shape or stacked.norm.shape != norm_shape:
         return False
     return all(copy.dtype == first.dtype and copy.device == first.device for copy in stacked)
 
@@ -116,7 +123,8 @@ def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Te
 def _is_its_weight(module: nn.Linear) -> bool:
     """Returns True if a call of the module is a product with its weight and nothing else."""
     # Exact types are asked for: the subclass of an adapter or a quantisation computes something else.
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+    is_plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter
+    if not is_plain:
         return False
     has_hooks = bool(module._forward_hooks) or bool(module._forward_pre_hooks)
     return module._parameters["bias"] is None and not has_hooks

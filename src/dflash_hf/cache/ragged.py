@@ -49,12 +49,11 @@ class RaggedLayer(CacheLayerMixin):
         self.ring = shape.ring(max_length, block)
         # Token-major order makes a block's write one `index_copy_`, whatever the batch size.
         rows = (batch, self.ring, shape.num_heads)
+        device = shape.device
         # Zeros, because a masked slot still enters `weight * value`, and 0 * NaN is NaN.
         with plain_tensors():
-            keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=shape.device)
-            values = torch.zeros(
-                *rows, shape.value_size, dtype=shape.value_dtype, device=shape.device
-            )
+            keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=device)
+            values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=device)
         self._set_buffers(keys, values)
         self.is_initialized = True
 
@@ -70,28 +69,37 @@ class RaggedLayer(CacheLayerMixin):
 
     def grow(self, ring: int) -> None:
         """Moves keys and values into buffers of `ring` slots; the old ones must never have wrapped."""
-        self._set_buffers(_lengthened(self.key_buffer, ring), _lengthened(self.value_buffer, ring))
+        keys = _lengthened(self.key_buffer, ring)
+        values = _lengthened(self.value_buffer, ring)
+        # Both are there before the old ones go: a failed allocation leaves the layer as it was.
+        self._set_buffers(keys, values)
         self.ring = ring
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]."""
-        self._set_buffers(kept_rows(self.key_buffer, rows), kept_rows(self.value_buffer, rows))
+        keys = kept_rows(self.key_buffer, rows)
+        values = kept_rows(self.value_buffer, rows)
+        self._set_buffers(keys, values)
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
         if block.is_exact and block.bound is not None and block.bound <= self.ring:
             # The host knows where every row ends, so that two copies do and no slot is looked up.
             first = block.bound - block.width
-            self.key_buffer.narrow(1, first, block.width).copy_(key_BKGE)
-            self.value_buffer.narrow(1, first, block.width).copy_(value_BKGE)
+            key_slots = self.key_buffer.narrow(1, first, block.width)
+            value_slots = self.value_buffer.narrow(1, first, block.width)
+            key_slots.copy_(key_BKGE)
+            value_slots.copy_(value_BKGE)
             return
         if not self._flat_views:
             # A view that is made in inference mode could not be written to outside it.
             with plain_tensors():
                 self._flat_views = [buffer.flatten(0, 1) for buffer in self.buffers()]
+        # Rows one after another, `[B * R, G, E]`: a slot of row `b` counts from `b * R`.
         keys, values = self._flat_views
         slots = block.on(keys.device).slots(self.ring)
-        if key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype:
+        has_other_dtype = key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype
+        if has_other_dtype:
             # Autocast may give keys and values another dtype than they had in the prefill.
             key_BKGE = key_BKGE.to(keys.dtype)
             value_BKGE = value_BKGE.to(values.dtype)
@@ -100,7 +108,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
         """Writes whole prompts in place, or their newest `S` columns; for the prefill."""
-        destination = prompts.of(self.ring, key_BSGE.shape[1], self.key_buffer.device)
+        num_columns = key_BSGE.shape[1]
+        destination = prompts.of(self.ring, num_columns, self.key_buffer.device)
         destination.write(self.key_buffer, key_BSGE)
         destination.write(self.value_buffer, value_BSGE)
 
@@ -111,7 +120,10 @@ class RaggedLayer(CacheLayerMixin):
             if not self._head_views:
                 self._head_views = [buffer.transpose(1, 2) for buffer in self.buffers()]
             keys, values = self._head_views
-            self._read_views = (keys.narrow(2, 0, extent), values.narrow(2, 0, extent))
+            # Slots behind the longest row are not read, which is most of a long buffer at first.
+            keys = keys.narrow(2, 0, extent)
+            values = values.narrow(2, 0, extent)
+            self._read_views = (keys, values)
             self._read_extent = extent
         return self._read_views
 
@@ -123,11 +135,15 @@ class RaggedLayer(CacheLayerMixin):
         positions = positions_BC.to(self.key_buffer.device)
         is_missing = positions < 0
         if self.shape.window is not None:
+            # A token before the window may share its slot with a newer one, or with a rejected one.
             newest = positions.amax(dim=1, keepdim=True)
             is_missing = is_missing | (positions <= newest - self.shape.window)
-        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        batch = positions.shape[0]
+        rows = torch.arange(batch, device=positions.device)
+        rows = rows[:, None]
         slots = positions.clamp_min(0) % self.ring
         hidden = is_missing[:, :, None, None]
+        # Zeros, as a cache of Transformers has them where nothing was written: finite, and masked by whoever reads.
         keys = self.key_buffer[rows, slots].masked_fill_(hidden, 0)
         values = self.value_buffer[rows, slots].masked_fill_(hidden, 0)
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -136,8 +152,11 @@ class RaggedLayer(CacheLayerMixin):
         """Copies a filled layer of an ordinary cache in and releases it, unless `keep` is True."""
         # A sliding layer has kept its newest columns alone: the last ones of the prompt.
         keys, values = stored_columns(source)
-        self.write_rows(keys.transpose(1, 2), values.transpose(1, 2), prompts)
+        keys = keys.transpose(1, 2)
+        values = values.transpose(1, 2)
+        self.write_rows(keys, values, prompts)
         if not keep:
+            # The next layer's buffers go where these keys and values were.
             source.keys = None
             source.values = None
             source.is_initialized = False
@@ -153,7 +172,9 @@ class RaggedLayer(CacheLayerMixin):
 
     def release(self) -> None:
         """Drops the buffers; nothing can be read or written afterwards."""
-        self._set_buffers(self.key_buffer.new_empty(0), self.value_buffer.new_empty(0))
+        no_keys = self.key_buffer.new_empty(0)
+        no_values = self.value_buffer.new_empty(0)
+        self._set_buffers(no_keys, no_values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the buffers exist from the start."""
@@ -192,9 +213,10 @@ class RaggedCache(Cache):
     def __init__(
         self, shapes: list[LayerShape], *, batch: int, max_length: int, block: int
     ) -> None:
-        self.attention = {
-            i: RaggedLayer(shape, batch, max_length, block) for i, shape in enumerate(shapes)
-        }
+        # The layers with keys and values by index; the others are recurrent.
+        self.attention = dict[int, RaggedLayer]()
+        for index, shape in enumerate(shapes):
+            self.attention[index] = RaggedLayer(shape, batch, max_length, block)
         super().__init__(layers=[*self.attention.values()])
         self.longest_block = block
         self.groups: list[RecurrentGroup] = []
@@ -239,9 +261,11 @@ class RaggedCache(Cache):
         Raises:
             ValueError: If a layer without keys and values is none of `recurrences`, or there is no room.
         """
+        # 1. What the filled cache consists of; a layer of an unknown kind is refused here, before anything moves.
         plans = plan_groups(prefill, recurrences, block)
-        batch = positions_BS.shape[0]
-        shapes = _shapes_of(prefill, recurrences, positions_BS.shape[1])
+        batch, num_columns = positions_BS.shape
+        shapes = _shapes_of(prefill, recurrences, num_columns)
+        # 2. The buffers: those of an earlier call where they fit, over which a graph may have been captured.
         fits = into is not None and into.has_shapes(shapes, plans, batch)
         if into is not None and fits:
             cache = into
@@ -250,25 +274,32 @@ class RaggedCache(Cache):
             if not keep:
                 freed = _num_bytes_of(prefill, shapes)
             for plan, members in plans:
-                freed[plan.device] -= plan.num_bytes() * len(members)
+                num_bytes = plan.num_bytes() * len(members)
+                freed[plan.device] -= num_bytes
             check_memory([*shapes.values()], batch, max_length, block, freed)
+            # No layer yet: each is allocated below, when its source is copied.
             cache = cls([], batch=batch, max_length=0, block=block)
             cache.groups = [RecurrentGroup(*members) for members in plans]
+        # 3. The recurrent states. Padding is on the left, so that the last column is every row's last token.
         states: dict[int, RecurrentLayer] = {}
+        lengths = positions_BS[:, -1] + 1
         for group in cache.groups:
-            lengths = positions_BS[:, -1] + 1
-            group.take(prefill.layers, lengths.to(group.plan.device), keep)
+            seen = lengths.to(group.plan.device)
+            group.take(prefill.layers, seen, keep)
             states |= group.layers()
+        # 4. The keys and values. A layer is allocated after the one before has been released: the memory of one cache
+        # is enough for both.
         prompts = PromptSlots(positions_BS)
-        # A layer is allocated after the one before has been released: the memory of one cache is enough for both.
         for index, source in enumerate(prefill.layers):
-            is_attention = index in shapes
-            if is_attention and not fits:
-                cache.attention[index] = RaggedLayer(shapes[index], batch, max_length, block)
-            if is_attention:
-                cache.attention[index].take(source, prompts, keep)
+            if index not in shapes:
+                if not fits:
+                    cache.layers.append(states[index])
+                continue
             if not fits:
-                cache.layers.append(cache.attention[index] if is_attention else states[index])
+                layer = RaggedLayer(shapes[index], batch, max_length, block)
+                cache.attention[index] = layer
+                cache.layers.append(layer)
+            cache.attention[index].take(source, prompts, keep)
         return cache
 
     def has_shapes(
@@ -278,15 +309,16 @@ class RaggedCache(Cache):
         own_shapes = {index: layer.shape for index, layer in self.attention.items()}
         if own_shapes != shapes or len(self.groups) != len(plans):
             return False
-        if any(layer.key_buffer.shape[0] != batch for layer in self.attention.values()):
+        layers = self.attention.values()
+        if any(layer.key_buffer.shape[0] != batch for layer in layers):
             return False
-        return all(
-            group.is_for(*members) for group, members in zip(self.groups, plans, strict=True)
-        )
+        pairs = zip(self.groups, plans, strict=True)
+        return all(group.is_for(plan, members) for group, (plan, members) in pairs)
 
     def begin(self, block: RaggedBlock) -> None:
         """Sets the block that is written next, and takes recurrent states on to its beginning."""
         self._block = block
+        # What the last forward has used says nothing of this one; no layer has 0 slots.
         self._attended.clear()
         self._num_slots = 0
         self.advance(block)
@@ -297,7 +329,8 @@ class RaggedCache(Cache):
     def advance(self, block: RaggedBlock) -> None:
         """Takes recurrent states on to where a block begins: by the tokens that each row has kept of the last one."""
         for group in self.groups:
-            group.replay(block.on(group.plan.device).lengths)
+            lengths = block.on(group.plan.device).lengths
+            group.replay(lengths)
 
     def grow(self, max_length: int) -> None:
         """Makes room for rows of `max_length` tokens, a block included.
@@ -315,11 +348,15 @@ class RaggedCache(Cache):
             return
         freed = defaultdict[torch.device, int](int)
         for layer in too_short:
-            freed[layer.shape.device] += layer.key_buffer.nbytes + layer.value_buffer.nbytes
+            num_bytes = layer.key_buffer.nbytes + layer.value_buffer.nbytes
+            freed[layer.shape.device] += num_bytes
         batch = len(too_short[0].key_buffer)
-        check_memory([layer.shape for layer in too_short], batch, max_length, block, freed)
+        shapes = [layer.shape for layer in too_short]
+        # All layers are checked before the first one grows: rows of two lengths would be of no use.
+        check_memory(shapes, batch, max_length, block, freed)
         for layer in too_short:
-            layer.grow(layer.shape.ring(max_length, block))
+            ring = layer.shape.ring(max_length, block)
+            layer.grow(ring)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]. All layers must be of attention."""
@@ -342,8 +379,9 @@ class RaggedCache(Cache):
             by_device[buffer.device].append(buffer)
         for device, buffers in by_device.items():
             path = path_BN.to(device)
+            anchors = lengths.to(device)
             move = ops.implementation(ops.keep_path, path)
-            move(path, lengths.to(device), buffers)
+            move(path, anchors, buffers)
 
     def attend(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
         """Records that attention runs over `keys`; returns the block that was begun and the window of their layer.
@@ -352,9 +390,11 @@ class RaggedCache(Cache):
         """
         # The number of slots tells whether these keys are those that were handed out: a layer with a cache of its own
         # attends to another number. The tensor does not tell: DeepSeek expands the keys in between.
-        if keys.shape[2] == self._num_slots:
+        num_slots = keys.shape[2]
+        if num_slots == self._num_slots:
             self._attended.add(self._layer)
-        return self.block, self.attention[self._layer].shape.window
+        layer = self.attention[self._layer]
+        return self.block, layer.shape.window
 
     def check_passed(self) -> None:
         """Raises `RuntimeError` unless a forward over the block that was begun used every layer of this cache.
@@ -380,12 +420,16 @@ class RaggedCache(Cache):
 
     def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
         """Writes keys and values of the block that was begun, then returns all to attend to: `[B, G, extent, E]`."""
-        self.attention[layer_idx].write(key_BKGE, value_BKGE, self.block)
+        layer = self.attention[layer_idx]
+        layer.write(key_BKGE, value_BKGE, self.block)
+        # The block's own keys are read with the context: its tokens see each other.
         return self.read(layer_idx)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Returns all keys and values to attend to, those of the begun block included: `[B, G, extent, E]`."""
-        keys, values = self.attention[layer_idx].read(self.block)
+        layer = self.attention[layer_idx]
+        keys, values = layer.read(self.block)
+        # Noted for `attend`, which is called next and knows no layer.
         self._layer = layer_idx
         self._num_slots = keys.shape[2]
         return keys, values
@@ -394,7 +438,10 @@ class RaggedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes `[B, G, K, E]` keys and values, as Transformers' attention layers hand them over."""
-        return self.extend(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        # The buffers are token-major; a transposed view is written as it is, without a copy.
+        key_BKGE = key_states.transpose(1, 2)
+        value_BKGE = value_states.transpose(1, 2)
+        return self.extend(layer_idx, key_BKGE, value_BKGE)
 
     def buffers(self) -> list[Tensor]:
         """Returns all buffers: keys and values of one layer after the other, then the recurrent ones."""
@@ -417,16 +464,19 @@ def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
     row is copied.
     """
     for place, row in enumerate(rows):
-        if place != row:
-            buffer.select(dim, place).copy_(buffer.select(dim, row))
+        if place == row:
+            continue
+        source = buffer.select(dim, row)
+        buffer.select(dim, place).copy_(source)
     return buffer.narrow(dim, 0, len(rows))
 
 
 def _lengthened(buffer: Tensor, ring: int) -> Tensor:
     """Returns a copy of a buffer `[B, R, G, E]` with `ring` slots, the new ones zero."""
     with plain_tensors():
-        new = buffer.new_zeros(buffer.shape[0], ring, *buffer.shape[2:])
-        new[:, : buffer.shape[1]] = buffer
+        batch, num_slots, *head = buffer.shape
+        new = buffer.new_zeros(batch, ring, *head)
+        new[:, :num_slots] = buffer
     return new
 
 
@@ -452,7 +502,8 @@ def _num_bytes_of(
     sizes = defaultdict[torch.device, int](int)
     for index, shape in shapes.items():
         layer: Any = prefill.layers[index]
-        sizes[shape.device] += layer.keys.nbytes + layer.values.nbytes
+        num_bytes = layer.keys.nbytes + layer.values.nbytes
+        sizes[shape.device] += num_bytes
     return sizes
 
 
@@ -463,7 +514,9 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
     """
     keys = getattr(source, "keys", None)
     values = getattr(source, "values", None)
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+    # Keys are `[B, G, S, E]`; some caches keep compressed ones of three dimensions.
+    has_keys = isinstance(keys, Tensor) and keys.dim() == 4
+    if not has_keys or not isinstance(values, Tensor):
         raise ValueError(
             f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
             f"layer {index}; this target has a layer without its own K/V and is not supported"
@@ -502,8 +555,11 @@ def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
     # A static layer's buffer may be longer than the text, and a sliding one's text longer than the buffer.
     assert layer.keys is not None
     assert layer.values is not None
-    num = min(int(layer.get_seq_length()), layer.max_cache_len)
-    return layer.keys[:, :, :num], layer.values[:, :, :num]
+    num_seen = int(layer.get_seq_length())
+    num = min(num_seen, layer.max_cache_len)
+    keys = layer.keys[:, :, :num]
+    values = layer.values[:, :, :num]
+    return keys, values
 
 
 def layer_window(layer: Any) -> int | None:

@@ -92,8 +92,14 @@ class GatedDelta(Rule):
 
     name = "gated delta nets (Qwen3.5, Qwen3.5-MoE, Qwen3-Next)"
     attributes = (
-        *("A_log", "dt_bias", "activation"),
-        *("key_dim", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads"),
+        "A_log",
+        "dt_bias",
+        "activation",
+        "key_dim",
+        "head_k_dim",
+        "head_v_dim",
+        "num_k_heads",
+        "num_v_heads",
     )
     functions = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
@@ -109,22 +115,32 @@ class GatedDelta(Rule):
     def replay(self, block: RecordedBlock) -> Tensor:
         """Returns the states after the kept tokens; the others neither decay (`g = 0`) nor write (`beta = 0`)."""
         first = block.modules[0]
-        # The first channels are the queries. They do not enter the state, so they are left out.
-        mixed = _convolved(block, self.convolution, skip=first.key_dim).flatten(0, 1)
-        key, value = mixed.split([first.key_dim, mixed.shape[-1] - first.key_dim], dim=-1)
-        key = key.unflatten(-1, (first.num_k_heads, first.head_k_dim))
-        value = value.unflatten(-1, (first.num_v_heads, first.head_v_dim))
+        # 1. The convolution, [L, B, W, C]. Its first channels are the queries, which do not enter the state.
+        mixed = _convolved(block, self.convolution, skip=first.key_dim)
+        # Layers go where rows do: the rule runs once over L * B rows.
+        mixed = mixed.flatten(0, 1)
+        value_dim = mixed.shape[-1] - first.key_dim
+        key, value = mixed.split([first.key_dim, value_dim], dim=-1)
+        key_heads = (first.num_k_heads, first.head_k_dim)
+        value_heads = (first.num_v_heads, first.head_v_dim)
+        key = key.unflatten(-1, key_heads)
+        value = value.unflatten(-1, value_heads)
         if first.num_k_heads != first.num_v_heads:
             # Before Transformers 5.23 the rule does not repeat the keys itself.
-            key = key.repeat_interleave(first.num_v_heads // first.num_k_heads, dim=2)
+            num_repeats = first.num_v_heads // first.num_k_heads
+            key = key.repeat_interleave(num_repeats, dim=2)
+        # 2. The gates, by the formulas of the modules. A token that is not kept may hold NaN, which a product with 0
+        # would let through and `where` does not.
         strength, decay = self.gates(first, block.projections)
-        rate = _stacked(block.modules, "A_log")[:, None, None]
+        log_rate = _stacked(block.modules, "A_log")[:, None, None]
         bias = _stacked(block.modules, "dt_bias")[:, None, None]
         is_kept = block.is_kept[..., None]
-        # Both formulas are those of the modules. A token that is not kept may hold NaN, which a product with 0 would
-        # let through and `where` does not.
-        g = torch.where(is_kept, -rate.float().exp() * F.softplus(decay.float() + bias), 0.0)
+        # In float32, as the modules take it: the state decays by a product over all tokens.
+        rate = -log_rate.float().exp()
+        step = F.softplus(decay.float() + bias)
+        g = torch.where(is_kept, rate * step, 0.0)
         beta = torch.where(is_kept, strength.sigmoid(), 0.0)
+        # 3. The module's own rule, from the states before the block.
         run = _function(first, "torch_chunk_gated_delta_rule")
         _, after = run(
             key,  # in place of the queries, whose output is dropped
@@ -149,7 +165,8 @@ class GroupedGatedDelta(GatedDelta):
     def gates(self, module: Any, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Returns write strength and decay `[L, B, W, H]` before their nonlinearities."""
         # Each key head has the strengths of its value heads first, then their decays.
-        by_head = projected.unflatten(-1, (module.num_k_heads, 2, -1))
+        two_gates = (module.num_k_heads, 2, -1)
+        by_head = projected.unflatten(-1, two_gates)
         strength, decay = by_head.unbind(dim=-2)
         return strength.flatten(-2), decay.flatten(-2)
 
@@ -168,8 +185,16 @@ class Mamba2(Rule):
 
     name = "Mamba-2 (Bamba, Granite-MoE-hybrid)"
     attributes = (
-        *("A_log", "dt_bias", "activation", "intermediate_size", "ssm_state_size"),
-        *("n_groups", "head_dim", "num_heads", "chunk_size", "time_step_limit"),
+        "A_log",
+        "dt_bias",
+        "activation",
+        "intermediate_size",
+        "ssm_state_size",
+        "n_groups",
+        "head_dim",
+        "num_heads",
+        "chunk_size",
+        "time_step_limit",
     )
     functions = ("mamba2_chunk_scan", "causal_conv1d_fn")
     writes_state = True
@@ -193,18 +218,26 @@ class Mamba2(Rule):
         """Returns the states after the kept tokens; the others have a time step of zero."""
         first = block.modules[0]
         num, batch, width = block.projections.shape[:3]
+        # 1. The convolution. Its last channels are the projections that read the state, which nobody asks for.
         mixed = _convolved(block, self.convolution)
-        groups = first.n_groups * first.ssm_state_size
-        values, into, _ = mixed.split([first.intermediate_size, groups, groups], dim=-1)
-        # The scan takes the softplus of the steps, which is exactly 0 for -inf.
-        steps = block.projections.masked_fill(~block.is_kept[..., None], float("-inf"))
+        group_dim = first.n_groups * first.ssm_state_size
+        sizes = [first.intermediate_size, group_dim, group_dim]
+        values, into, _ = mixed.split(sizes, dim=-1)
+        # 2. The time steps. The scan takes their softplus, which is exactly 0 for -inf.
+        is_rejected = ~block.is_kept[..., None]
+        steps = block.projections.masked_fill(is_rejected, float("-inf"))
 
-        # The scan has a rate per head, and layers differ in their rates: it runs once, over the heads of all layers.
+        # 3. The scan. It has a rate per head, and layers differ in their rates: it runs once, over the heads of all
+        # layers, [B, W, L * H, E].
         def side_by_side(tensor: Tensor, size: int) -> Tensor:
-            return tensor.permute(1, 2, 0, 3).reshape(batch, width, -1, size)
+            by_row = tensor.permute(1, 2, 0, 3)
+            return by_row.reshape(batch, width, -1, size)
 
         into = side_by_side(into, first.ssm_state_size)
-        rates = -torch.exp(_stacked(block.modules, "A_log").flatten().float())
+        log_rates = _stacked(block.modules, "A_log").flatten()
+        # In float32, as the modules have them.
+        rates = -torch.exp(log_rates.float())
+        states = block.states.transpose(0, 1).flatten(1, 2)
         scan = _function(first, "mamba2_chunk_scan")
         _, after = scan(
             side_by_side(values, first.head_dim),
@@ -218,25 +251,34 @@ class Mamba2(Rule):
             return_final_states=True,
             dt_bias=_stacked(block.modules, "dt_bias").flatten(),
             dt_softplus=True,
-            initial_states=block.states.transpose(0, 1).flatten(1, 2),
+            initial_states=states,
             dt_limit=first.time_step_limit,
         )
-        return after.unflatten(1, (num, -1)).transpose(0, 1)
+        by_layer = after.unflatten(1, (num, -1))
+        return by_layer.transpose(0, 1)
 
 
 # The name of a module's class -> its rule. Attributes would not tell: classes with the same ones compute different
 # things.
+_GATED_DELTA = GatedDelta()
+_SHORT_CONVOLUTION = ShortConvolution()
+_MAMBA_2 = Mamba2()
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), GatedDelta()),
+    "Qwen3_5GatedDeltaNet": _GATED_DELTA,
+    "Qwen3_5MoeGatedDeltaNet": _GATED_DELTA,
     "Qwen3NextGatedDeltaNet": GroupedGatedDelta(),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), ShortConvolution()),
-    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer"), Mamba2()),
+    "Lfm2ShortConv": _SHORT_CONVOLUTION,
+    "Lfm2MoeShortConv": _SHORT_CONVOLUTION,
+    "BambaMixer": _MAMBA_2,
+    "GraniteMoeHybridMambaLayer": _MAMBA_2,
 }
 
 
 def supported() -> str:
     """Returns the kinds of recurrent layers that can be taken back, for sentences."""
-    return ", ".join(dict.fromkeys(rule.name for rule in RULES.values()))
+    # Several classes share a rule: each name comes once, in the table's order.
+    names = dict.fromkeys(rule.name for rule in RULES.values())
+    return ", ".join(names)
 
 
 def find_recurrence(layer: nn.Module) -> Recurrence | None:
@@ -259,6 +301,7 @@ def _function(module: nn.Module, name: str) -> Any:
 def _parameter(module: nn.Module, name: str) -> Tensor:
     """Returns a parameter, also one that accelerate keeps elsewhere between calls."""
     value: Tensor = getattr(module, name)
+    # Weights that are offloaded are on meta, and brought in while their module runs.
     if value.device.type == "meta":
         with brought_in(module):
             value = getattr(module, name)
@@ -276,15 +319,18 @@ def _convolved(block: RecordedBlock, name: str, skip: int = 0) -> Tensor:
     width = block.is_kept.shape[1]
     convolutions = [getattr(module, name) for module in block.modules]
     # The convolution is depthwise, so that one call runs those of all layers, side by side as channels.
-    inputs = block.inputs[:, :, skip:].transpose(0, 1).flatten(1, 2)
-    weight = torch.cat(
-        [_parameter(convolution, "weight").squeeze(1)[skip:] for convolution in convolutions]
-    )
+    by_row = block.inputs[:, :, skip:].transpose(0, 1)
+    inputs = by_row.flatten(1, 2)
+    # A depthwise weight is [C, 1, k].
+    weights = [_parameter(convolution, "weight").squeeze(1) for convolution in convolutions]
+    weight = torch.cat([of_layer[skip:] for of_layer in weights])
     bias = None
     if convolutions[0].bias is not None:
-        bias = torch.cat([_parameter(convolution, "bias")[skip:] for convolution in convolutions])
+        biases = [_parameter(convolution, "bias") for convolution in convolutions]
+        bias = torch.cat([of_layer[skip:] for of_layer in biases])
     convolve = _function(first, "causal_conv1d_fn")
     mixed = convolve(inputs, weight, bias, activation=first.activation)
     # The window's columns come first and are dropped; the window was there to be looked back on.
-    mixed = mixed[..., -width:].unflatten(1, (len(convolutions), -1))
-    return mixed.permute(1, 0, 3, 2)
+    of_block = mixed[..., -width:]
+    by_layer = of_block.unflatten(1, (len(convolutions), -1))
+    return by_layer.permute(1, 0, 3, 2)

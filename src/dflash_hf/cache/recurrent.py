@@ -61,7 +61,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.is_conv_states_initialized = {0: True}
         self.is_recurrent_states_initialized = {0: self.state is not None}
         self.has_previous_state = {0: True}
-        self.conv_kernel_size = {0: self.window.shape[-1]}
+        num_columns = self.window.shape[-1]
+        self.conv_kernel_size = {0: num_columns}
         self.device = self.window.device
         self.dtype = self.window.dtype
         # Modules write single tokens into the window themselves, unless the layer records its past.
@@ -74,7 +75,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def begin(self, width: int) -> None:
         """Expects a block of `width` tokens."""
         self.waiting = {_CONVOLUTION, *self.group.places}
-        if self.state is None or not self.group.plan.rule.writes_state:
+        rule = self.group.plan.rule
+        if self.state is None or not rule.writes_state:
             return
         self.recurrent_states[0] = self.state
         if width == 1:
@@ -85,24 +87,30 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         """Returns the forward hooks that record the projections in calls over a cache of these layers."""
         module = self.module()
         assert module is not None, "a run keeps its target alive"
+        # An interrupt may have left the calls of an earlier verify unfinished.
         self._calls = []
 
         # Other calls are not recorded: a user's hook may run the module inside a verify.
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # The cache may be handed over in any place: it is known by its list of layers.
             given = (*args, *kwargs.values())
-            is_ours = any(getattr(value, "layers", None) is layers for value in given)
+            caches = [value for value in given if hasattr(value, "layers")]
+            is_ours = any(cache.layers is layers for cache in caches)
             self._calls.append(is_ours)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._calls.pop()
 
         # This hook stands before the user's, and the one behind is called after an error too: calls stay in pairs.
+        at_begin = {"prepend": True, "with_kwargs": True}
+        at_end = {"always_call": True}
         hooks = [
-            Hook(module, enter, before=True, options={"prepend": True, "with_kwargs": True}),
-            Hook(module, leave, options={"always_call": True}),
+            Hook(module, enter, before=True, options=at_begin),
+            Hook(module, leave, options=at_end),
         ]
         for name, place in self.group.places.items():
-            hooks.append(self._recording_hook(getattr(module, name), name, place))
+            projection = getattr(module, name)
+            hooks.append(self._recording_hook(projection, name, place))
         return hooks
 
     def _recording_hook(self, projection: nn.Module, name: str, place: slice) -> Hook:
@@ -110,17 +118,25 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         num_columns = place.stop - place.start
 
         def record(module: nn.Module, args: Any, output: Tensor) -> None:
-            if self._calls and self._calls[-1]:
-                self._projections[:, : output.shape[1], place].copy_(output[..., -num_columns:])
-                self.waiting.discard(name)
+            is_in_verify = bool(self._calls) and self._calls[-1]
+            if not is_in_verify:
+                return
+            # A block may be shorter than the longest one: what stands behind it is of an earlier block.
+            width = output.shape[1]
+            recorded = self._projections[:, :width, place]
+            recorded.copy_(output[..., -num_columns:])
+            self.waiting.discard(name)
 
         return Hook(projection, record)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Records the convolution's input `[B, C, w]` and returns it behind the window: `[B, C, k + w]`."""
-        self._block[..., : conv_states.shape[-1]].copy_(conv_states)
+        width = conv_states.shape[-1]
+        self._block[..., :width].copy_(conv_states)
         self.waiting.discard(_CONVOLUTION)
-        return torch.cat([self.window.to(conv_states.dtype), conv_states], dim=-1)
+        # The window itself stays: the block's tokens are not accepted yet.
+        window = self.window.to(conv_states.dtype)
+        return torch.cat([window, conv_states], dim=-1)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any
@@ -148,7 +164,8 @@ class GroupPlan:
     def num_bytes(self) -> int:
         """Returns the size of one layer's buffers: its window, its state and the recorded block."""
         (channels, kernel), dtype = self.window
-        numbers = (kernel + self.width) * channels + self.width * self.num_projected
+        num_inputs = (kernel + self.width) * channels
+        numbers = num_inputs + self.width * self.num_projected
         num_bytes = numbers * dtype.itemsize
         if self.state is not None:
             size, state_dtype = self.state
@@ -165,23 +182,26 @@ class RecurrentGroup:
     """
 
     def __init__(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> None:
-        num = len(members)
         window, dtype = plan.window
         channels, kernel = window
+        # The first two dimensions of every buffer: [L, B, ...].
+        num_layers = len(members)
+        device = plan.device
         self.plan = plan
         self.indices = list(members)
-        # Weak references, because kept buffers may outlive the target.
-        self.modules = [weakref.ref(member.module) for member in members.values()]
+        self.modules = _weak_modules(members)
         # The columns of each projection in the recorded ones.
         self.places: dict[str, slice] = {}
         start = 0
         first = next(iter(members.values()))
-        for name, num_columns in plan.rule.projections(first.module).items():
-            self.places[name] = slice(start, start + num_columns)
-            start += num_columns
+        projections = plan.rule.projections(first.module)
+        for name, num_columns in projections.items():
+            end = start + num_columns
+            self.places[name] = slice(start, end)
+            start = end
 
         def zeros(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(num, plan.batch, *size, dtype=dtype, device=plan.device)
+            return torch.zeros(num_layers, plan.batch, *size, dtype=dtype, device=device)
 
         # A tensor that is made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
@@ -193,9 +213,10 @@ class RecurrentGroup:
             self.blocks = zeros(channels, plan.width)
             self.projections = zeros(plan.width, plan.num_projected)
             # The tokens that each row's window and state have seen.
-            self.lengths = torch.zeros(plan.batch, dtype=torch.long, device=plan.device)
-            self._steps = torch.arange(plan.width, device=plan.device)
-            self._columns = torch.arange(kernel, device=plan.device)
+            self.lengths = torch.zeros(plan.batch, dtype=torch.long, device=device)
+            # The tokens of a block and the columns of a window, counted once: a replay makes no new indices.
+            self._steps = torch.arange(plan.width, device=device)
+            self._columns = torch.arange(kernel, device=device)
 
     def layers(self) -> dict[int, RecurrentLayer]:
         """Returns the cache layers that are views of the buffers, by index."""
@@ -205,7 +226,8 @@ class RecurrentGroup:
         """Returns True if a new group for these layers would have the same buffers."""
         if self.plan != plan or self.indices != list(members):
             return False
-        return self.modules == [weakref.ref(member.module) for member in members.values()]
+        # Two weak references are equal as long as they are of one living module.
+        return self.modules == _weak_modules(members)
 
     def take(self, layers: Sequence[Any], lengths: Tensor, keep: bool) -> None:
         """Copies the windows and states of a prefill's layers in and releases each, unless `keep` is True.
@@ -221,11 +243,7 @@ class RecurrentGroup:
             if self.states is not None:
                 self.states[slot].copy_(source.recurrent_states[0])
             if not keep:
-                source.conv_states[0] = None
-                source.recurrent_states[0] = None
-                source.is_conv_states_initialized[0] = False
-                source.is_recurrent_states_initialized[0] = False
-                source.has_previous_state[0] = False
+                _release(source)
         self.lengths.copy_(lengths)
 
     def replay(self, lengths: Tensor) -> None:
@@ -235,20 +253,26 @@ class RecurrentGroup:
         more.
         """
         num_kept = lengths - self.lengths
+        # The convolution looks back over the window: [L, B, C, k + W].
         inputs = torch.cat([self.windows, self.blocks], dim=-1)
         if self.states is not None:
             modules = [module() for module in self.modules]
             is_kept = self._steps < num_kept[:, None]
             block = RecordedBlock(modules, inputs, self.projections, self.states, is_kept)
-            self.states.copy_(self.plan.rule.replay(block))
+            after = self.plan.rule.replay(block)
+            # In place: the layers hold views of it, and a graph its address.
+            self.states.copy_(after)
         # The new window is the `k` columns that end with the last kept token.
-        columns = (num_kept[:, None] + self._columns)[None, :, None].expand_as(self.windows)
-        self.windows.copy_(inputs.gather(-1, columns))
+        columns = num_kept[:, None] + self._columns
+        of_all_layers = columns[None, :, None].expand_as(self.windows)
+        new_windows = inputs.gather(-1, of_all_layers)
+        self.windows.copy_(new_windows)
         self.lengths.copy_(lengths)
 
     def buffers(self) -> list[Tensor]:
         """Returns every tensor that a captured step reads or writes."""
-        return [*self._changing_buffers(), self._steps, self._columns]
+        constants = [self._steps, self._columns]
+        return self._changing_buffers() + constants
 
     def clear(self) -> None:
         """Fills the buffers with zeros, in place."""
@@ -262,6 +286,20 @@ class RecurrentGroup:
             buffers.append(self.states)
         buffers += [self.blocks, self.projections, self.lengths]
         return buffers
+
+
+def _weak_modules(members: Mapping[int, Recurrence]) -> list[weakref.ref[nn.Module]]:
+    """Returns references to the modules that do not keep them: buffers in the pool may outlive the target."""
+    return [weakref.ref(member.module) for member in members.values()]
+
+
+def _release(source: Any) -> None:
+    """Lets go of what an ordinary layer holds, which then is as one that nothing was written to."""
+    source.conv_states[0] = None
+    source.recurrent_states[0] = None
+    source.is_conv_states_initialized[0] = False
+    source.is_recurrent_states_initialized[0] = False
+    source.has_previous_state[0] = False
 
 
 # A group's sizes, and its layers by index.
@@ -278,18 +316,19 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
         source: Any = prefill.layers[index]
         window = getattr(source, "conv_states", {}).get(0)
         state = getattr(source, "recurrent_states", {}).get(0)
-        if (
-            not isinstance(source, LinearAttentionLayer)
-            or window is None
-            or len(source.conv_states) != 1
-        ):
+        is_recurrent = isinstance(source, LinearAttentionLayer)
+        # A second window would belong to a second recurrence of the layer, which no rule runs again.
+        has_one_window = is_recurrent and len(source.conv_states) == 1
+        if window is None or not has_one_window:
             raise ValueError(
                 f"expected one convolution window in layer {index} of the prefill cache, got "
                 f"{type(source).__name__}; this target keeps its recurrent state elsewhere and is not supported"
             )
+        # Sizes of one row, so that the number of rows is no part of a window's or a state's.
         state_size = None
         if state is not None:
             state_size = (state.shape[1:], state.dtype)
+        projections = rule.projections(module)
         plan = GroupPlan(
             rule=rule,
             device=window.device,
@@ -297,9 +336,10 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
             width=width,
             window=(window.shape[1:], window.dtype),
             state=state_size,
-            num_projected=sum(rule.projections(module).values()),
+            num_projected=sum(projections.values()),
         )
-        groups.setdefault(plan, {})[index] = recurrences[index]
+        members = groups.setdefault(plan, {})
+        members[index] = recurrences[index]
     return list(groups.items())
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dflash_hf.configuration_dflash import DFlashConfig
+
 
 class GroupedDynamicConvolution(nn.Module):
     """Convolves the slots of a block before and after a sublayer, with kernels that depend on the slot.
@@ -34,8 +36,11 @@ class GroupedDynamicConvolution(nn.Module):
         self.kernel_size = kernel_size
         self.group_size = group_size
         num_groups = hidden_size // group_size
-        self.base_kernel = nn.Parameter(torch.empty(2, kernel_size, hidden_size))
-        self.kernel_projection = nn.Linear(hidden_size, 2 * kernel_size * num_groups, bias=False)
+        # Two kernels each, of the input and of the output.
+        base_kernel = torch.empty(2, kernel_size, hidden_size)
+        dynamic_size = 2 * kernel_size * num_groups
+        self.base_kernel = nn.Parameter(base_kernel)
+        self.kernel_projection = nn.Linear(hidden_size, dynamic_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -56,23 +61,52 @@ class GroupedDynamicConvolution(nn.Module):
         """
         blocks = states.unflatten(1, (-1, block_size))
         # Both kernels come from the input, so that one product gives both: [B, N, K, 2, taps, groups].
-        kernels = self.kernel_projection(blocks).unflatten(-1, (2, self.kernel_size, -1))
-        entering = self._convolve(blocks, self.base_kernel[0], kernels[..., 0, :, :])
+        kernels = self.kernel_projection(blocks)
+        kernels = kernels.unflatten(-1, (2, self.kernel_size, -1))
+        kernel_in, kernel_out = kernels.unbind(dim=3)
+        base_in, base_out = self.base_kernel
+        entering = self._convolve(blocks, base_in, kernel_in)
+        # The sublayer takes all slots as one sequence.
         leaving = sublayer(entering.flatten(1, 2))
         leaving = leaving.unflatten(1, (-1, block_size))
-        convolved = self._convolve(leaving, self.base_kernel[1], kernels[..., 1, :, :])
+        convolved = self._convolve(leaving, base_out, kernel_out)
         return convolved.flatten(1, 2)
 
     def _convolve(self, blocks: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
         """Returns `[B, N, K, D]` convolved along `K`, with kernels `[taps, D]` and `[B, N, K, taps, groups]`."""
-        grouped = blocks.unflatten(-1, (-1, self.group_size))
-        base = base.to(blocks.dtype).unflatten(-1, (-1, self.group_size))
+        groups = (-1, self.group_size)
+        grouped = blocks.unflatten(-1, groups)
+        base = base.to(blocks.dtype).unflatten(-1, groups)
+        num_slots = grouped.shape[2]
         out = torch.zeros_like(grouped)
         for tap in range(self.kernel_size):
             # The padding stands before the block and shifts its slots by `tap`.
-            earlier = nn.functional.pad(grouped, (0, 0, 0, 0, tap, 0))[:, :, : grouped.shape[2]]
-            out = out + base[tap] * earlier + dynamic[..., tap, :, None] * earlier
+            shifted = nn.functional.pad(grouped, (0, 0, 0, 0, tap, 0))
+            earlier = shifted[:, :, :num_slots]
+            # The kernels are not summed before the product: this is the order in which z-lab's code rounds.
+            of_slot = dynamic[..., tap, :, None]
+            out = out + base[tap] * earlier + of_slot * earlier
         return out.flatten(-2)
+
+
+class WithoutConvolution:
+    """The plain form of a draft without convolutions: sublayers see their states as they are."""
+
+    def __call__(
+        self, states: Tensor, sublayer: Callable[[Tensor], Tensor], block_size: int
+    ) -> Tensor:
+        """Returns `sublayer(states)`."""
+        return sublayer(states)
+
+
+def convolution_of(config: DFlashConfig) -> GroupedDynamicConvolution | WithoutConvolution:
+    """Returns a new convolution for a sublayer of a draft, of the kind that its config asks for."""
+    # Both sizes or neither: the config is checked.
+    if config.conv_kernel_size and config.conv_group_size:
+        return GroupedDynamicConvolution(
+            config.hidden_size, config.conv_kernel_size, config.conv_group_size
+        )
+    return WithoutConvolution()
 
 
 class CandidateSelector(nn.Module):
@@ -96,8 +130,11 @@ class CandidateSelector(nn.Module):
         self.top_k = top_k
         self.initializer_range = initializer_range
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        # A row per token: `A` and `B` of the formula above.
+        predecessors = torch.empty(vocab_size, rank)
+        successors = torch.empty(vocab_size, rank)
+        self.predecessor_codebook = nn.Parameter(predecessors)
+        self.successor_codebook = nn.Parameter(successors)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -139,22 +176,30 @@ class CandidateSelector(nn.Module):
         """
         unary, candidates = logits.topk(self.top_k, dim=-1)
         # The anchor stands in for the candidates of a slot before the first, so that all slots have one shape.
-        first = anchors.to(candidates.device)[:, None, None].expand(-1, 1, self.top_k)
-        predecessors = torch.cat([first, candidates[:, :-1]], dim=1)
-        return candidates, self._with_pairs(hidden_states, predecessors, unary, candidates)
+        anchors = anchors.to(candidates.device)
+        before_first = anchors[:, None, None].expand(-1, 1, self.top_k)
+        before_others = candidates[:, :-1]
+        predecessors = torch.cat([before_first, before_others], dim=1)
+        scores = self._with_pairs(hidden_states, predecessors, unary, candidates)
+        return candidates, scores
 
     def _with_pairs(
         self, hidden_states: Tensor, predecessors: Tensor, unary: Tensor, candidates: Tensor
     ) -> Tensor:
         """Returns the candidates' logits `[..., C]` plus the scores of the pairs: `[..., P, C]`."""
+        # The logits are where the target's head is, the codebooks where the draft is.
         device = hidden_states.device
-        before = nn.functional.embedding(predecessors.to(device), self.predecessor_codebook)
-        after = nn.functional.embedding(candidates.to(device), self.successor_codebook)
-        projected = self.hidden_projection(hidden_states)[..., None, :]
-        pairs = (before * projected) @ after.transpose(-1, -2)
+        predecessors = predecessors.to(device)
+        successors = candidates.to(device)
+        before = nn.functional.embedding(predecessors, self.predecessor_codebook)
+        after = nn.functional.embedding(successors, self.successor_codebook)
+        projected = self.hidden_projection(hidden_states)
+        weighted = before * projected[..., None, :]
+        pairs = weighted @ after.transpose(-1, -2)
         # Small differences of logits decide here; bfloat16 has steps of 1/16 at 16.
         dtype = torch.promote_types(unary.dtype, torch.float32)
-        return unary.to(dtype)[..., None, :] + pairs.to(unary.device, dtype)
+        unary = unary.to(dtype)
+        return unary[..., None, :] + pairs.to(unary.device, dtype)
 
 
 def follow_path(candidates: Tensor, scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,10 +221,14 @@ def follow_path(candidates: Tensor, scores: Tensor, best: Tensor) -> tuple[Tenso
     chosen = []
     for slot in range(best.shape[1]):
         before.append(candidate)
-        candidate = best[:, slot].gather(1, candidate)
+        # An index into the slot's candidates, not a token: a gather takes the place of a read on the host.
+        following = best[:, slot]
+        candidate = following.gather(1, candidate)
         chosen.append(candidate)
     path = torch.stack(chosen, dim=1)
-    tokens = candidates.gather(2, path)[..., 0]
-    rows = torch.stack(before, dim=1)[..., None]
-    rows = rows.expand(-1, -1, 1, num_candidates)
-    return tokens, scores.gather(2, rows)[:, :, 0]
+    tokens = candidates.gather(2, path)
+    # The scores behind a predecessor are a row of `[C, C]`.
+    rows = torch.stack(before, dim=1)
+    rows = rows[..., None].expand(-1, -1, 1, num_candidates)
+    scores_on_path = scores.gather(2, rows)
+    return tokens[..., 0], scores_on_path[:, :, 0]

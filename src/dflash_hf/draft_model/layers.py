@@ -18,7 +18,7 @@ from dflash_hf import ops
 from dflash_hf.block.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
-from dflash_hf.draft_model.dflash2 import GroupedDynamicConvolution
+from dflash_hf.draft_model.dflash2 import convolution_of
 from dflash_hf.draft_model.norm_and_rope import CosSin, DFlashRMSNorm, rotate
 
 # The operands of attention: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
@@ -30,9 +30,11 @@ class DFlashMLP(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        size = config.hidden_size
+        inner = config.intermediate_size
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
         self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
         self.is_silu = config.hidden_act == "silu"
 
@@ -42,8 +44,10 @@ class DFlashMLP(nn.Module):
         up = self.up_proj(hidden_states)
         # The kernel knows one activation.
         if self.is_silu and ops.use_kernel(ops.silu_mul, gate, up):
-            return self.down_proj(ops.silu_mul(gate, up))
-        return self.down_proj(self.act_fn(gate) * up)
+            gated = ops.silu_mul(gate, up)
+        else:
+            gated = self.act_fn(gate) * up
+        return self.down_proj(gated)
 
 
 class DFlashAttention(nn.Module):
@@ -92,38 +96,45 @@ class DFlashAttention(nn.Module):
         key = self._by_head(self.k_proj(hidden_states))
         value = self._by_head(self.v_proj(hidden_states))
         norms = (self.q_norm.weight, self.k_norm.weight)
-        key_buffer, value_buffer = cache.attention[self.layer_idx].buffers()
-        buffers = (key_buffer, value_buffer)
-        if not ops.use_kernel(
-            ops.norm_rope_write, query, key, value, *norms, *cos_sin, buffers=buffers
-        ):
+        buffers = cache.attention[self.layer_idx].buffers()
+        floats = (query, key, value, *norms, *cos_sin)
+        if not ops.use_kernel(ops.norm_rope_write, *floats, buffers=buffers):
             query = rotate(self.q_norm(query), cos_sin)
             key = rotate(self.k_norm(key), cos_sin)
             keys, values = cache.extend(self.layer_idx, key, value)
             return query, keys, values
-        # The kernel takes [B, K, E], the same angles for all heads.
-        cos = cos_sin[0].squeeze(2)
-        sin = cos_sin[1].squeeze(2)
-        lengths = cache.block.lengths
-        eps = self.k_norm.eps
+        cos, sin = cos_sin
         query = ops.norm_rope_write(
-            query, key, value, *norms, cos, sin, lengths, key_buffer, value_buffer, eps
+            query,
+            key,
+            value,
+            *norms,
+            # The kernel takes [B, K, E], the same angles for all heads.
+            cos.squeeze(2),
+            sin.squeeze(2),
+            cache.block.lengths,
+            *buffers,
+            self.k_norm.eps,
         )
+        # The kernel has written the block, so that it is read with its context.
         keys, values = cache.read(self.layer_idx)
         return query, keys, values
 
     def forward(self, hidden_states: Tensor, projector: Projector) -> Tensor:
         """Returns the attention output `[B, K, D]` of the block's normed states."""
         query, key, value, mask = projector.project(self, hidden_states)
+        # Queries are token-major for the kernels before attention, and head-major for attention itself.
+        query = query.transpose(1, 2)
         dropout = 0.0
         if self.training:
             dropout = self.dropout
-        out = attend(query.transpose(1, 2), key, value, mask, self.scaling, dropout=dropout)
-        return self.o_proj(out.flatten(2))
+        heads = attend(query, key, value, mask, self.scaling, dropout=dropout)
+        return self.o_proj(heads.flatten(2))
 
     def _by_head(self, states: Tensor) -> Tensor:
         """Returns projected states `[B, K, heads * E]` as `[B, K, heads, E]`."""
-        return states.view(*states.shape[:-1], -1, self.head_dim)
+        by_head = (*states.shape[:-1], -1, self.head_dim)
+        return states.view(by_head)
 
 
 class Projector(ABC):
@@ -144,7 +155,8 @@ class BlockProjector(Projector):
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after writing the block into the cache."""
         query, key, value = attention.extend(normed, self.cos_sin, self.cache)
-        return query, key, value, RaggedMask(self.cache.block, attention.kind)
+        mask = RaggedMask(self.cache.block, attention.kind)
+        return query, key, value, mask
 
 
 class ContextProjector(Projector):
@@ -165,8 +177,7 @@ class ContextProjector(Projector):
         self.features = features
         self.cos_sin = cos_sin
         self.num_context = features.shape[1]
-        cos, sin = cos_sin
-        self.block_cos_sin = (cos[:, self.num_context :], sin[:, self.num_context :])
+        self.block_cos_sin = angles_behind(cos_sin, self.num_context)
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after writing context and block into the cache."""
@@ -176,10 +187,12 @@ class ContextProjector(Projector):
         joined = torch.cat([self.features, normed], dim=1)
         key, value = attention.project_kv(joined, self.cos_sin)
         # The context comes first: its rejected rows are overwritten by the block.
-        self.cache.attention[index].write(key[:, :num], value[:, :num], self.context)
+        layer = self.cache.attention[index]
+        layer.write(key[:, :num], value[:, :num], self.context)
         keys, values = self.cache.extend(index, key[:, num:], value[:, num:])
         query = attention.project_q(normed, self.block_cos_sin)
-        return query, keys, values, RaggedMask(self.cache.block, attention.kind)
+        mask = RaggedMask(self.cache.block, attention.kind)
+        return query, keys, values, mask
 
 
 class CombinedProjector(Projector):
@@ -199,9 +212,7 @@ class CombinedProjector(Projector):
         self.cos_sin = cos_sin
         self.masks = masks
         self.cache = cache
-        num_context = context.shape[1]
-        cos, sin = cos_sin
-        self.block_cos_sin = (cos[:, num_context:], sin[:, num_context:])
+        self.block_cos_sin = angles_behind(cos_sin, context.shape[1])
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after advancing the cache where there is one."""
@@ -212,8 +223,17 @@ class CombinedProjector(Projector):
         value = value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.update(key, value, attention.layer_idx)
+        # The context proposes nothing, so that there are queries of the blocks alone.
         query = attention.project_q(normed, self.block_cos_sin)
-        return query, key, value, self.masks.of(attention.kind, key.shape[2], attention.repeats)
+        num_keys = key.shape[2]
+        mask = self.masks.of(attention.kind, num_keys, attention.repeats)
+        return query, key, value, mask
+
+
+def angles_behind(cos_sin: CosSin, num_context: int) -> CosSin:
+    """Returns the cosines and sines of a block, out of those of its context and itself."""
+    cos, sin = cos_sin
+    return cos[:, num_context:], sin[:, num_context:]
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -221,17 +241,13 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
+        size = config.hidden_size
         self.self_attn = DFlashAttention(config, layer_idx)
         self.mlp = DFlashMLP(config)
-        self.input_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention_conv: GroupedDynamicConvolution | None = None
-        self.mlp_conv: GroupedDynamicConvolution | None = None
-        # The convolutions of DFlash 2.
-        if config.conv_kernel_size is not None and config.conv_group_size is not None:
-            sizes = (config.hidden_size, config.conv_kernel_size, config.conv_group_size)
-            self.attention_conv = GroupedDynamicConvolution(*sizes)
-            self.mlp_conv = GroupedDynamicConvolution(*sizes)
+        self.input_layernorm = DFlashRMSNorm(size, config.rms_norm_eps)
+        self.post_attention_layernorm = DFlashRMSNorm(size, config.rms_norm_eps)
+        self.attention_conv = convolution_of(config)
+        self.mlp_conv = convolution_of(config)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, projector: Projector, block_size: int
@@ -256,24 +272,13 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         def attention(states: Tensor) -> Tensor:
             return self.self_attn(states, projector)
 
+        # The embeddings are the stream of the first layer; all later sums are taken within a norm.
         if residual is None:
             stream = hidden_states
             normed = self.input_layernorm(hidden_states)
         else:
             normed, stream = self.input_layernorm(hidden_states, residual)
-        hidden_states = _convolved(self.attention_conv, normed, attention, block_size)
+        hidden_states = self.attention_conv(normed, attention, block_size)
         normed, stream = self.post_attention_layernorm(hidden_states, stream)
-        hidden_states = _convolved(self.mlp_conv, normed, self.mlp, block_size)
+        hidden_states = self.mlp_conv(normed, self.mlp, block_size)
         return hidden_states, stream
-
-
-def _convolved(
-    convolution: GroupedDynamicConvolution | None,
-    states: Tensor,
-    sublayer: Callable[[Tensor], Tensor],
-    block_size: int,
-) -> Tensor:
-    """Returns the output of a sublayer on states `[B, K, D]`, with the convolutions of DFlash 2 around it, if any."""
-    if convolution is None:
-        return sublayer(states)
-    return convolution(states, sublayer, block_size)

@@ -45,7 +45,8 @@ class DFlashRMSNorm(nn.Module):
             return self._normed(hidden_states)
         if ops.use_kernel(ops.add_norm, residual, hidden_states, self.weight):
             # The kernel returns both in one tensor, the sum first.
-            total, normed = ops.add_norm(residual, hidden_states, self.weight, self.eps).unbind()
+            both = ops.add_norm(residual, hidden_states, self.weight, self.eps)
+            total, normed = both.unbind()
             return normed, total
         total = residual + hidden_states
         return self._normed(total), total
@@ -53,13 +54,13 @@ class DFlashRMSNorm(nn.Module):
     def _normed(self, hidden_states: Tensor) -> Tensor:
         if ops.use_kernel(ops.rms_norm, hidden_states, self.weight):
             return ops.rms_norm(hidden_states, self.weight, self.eps)
+        size = self.weight.shape
         if hidden_states.dtype == self.weight.dtype == torch.float32:
-            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+            return nn.functional.rms_norm(hidden_states, size, self.weight, self.eps)
         # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
-        states = nn.functional.rms_norm(
-            hidden_states.to(torch.float32), self.weight.shape, None, self.eps
-        )
-        return self.weight * states.to(hidden_states.dtype)
+        states = hidden_states.to(torch.float32)
+        normed = nn.functional.rms_norm(states, size, None, self.eps)
+        return self.weight * normed.to(hidden_states.dtype)
 
 
 class DFlashRotaryEmbedding(nn.Module):
@@ -81,15 +82,20 @@ class DFlashRotaryEmbedding(nn.Module):
             initialize = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
             inv_freq, scaling = initialize(config)
             return inv_freq, float(scaling)
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return 1.0 / (rope["rope_theta"] ** exponent), 1.0
+        # Pairs of channels share a frequency: `theta ** (-2 i / E)` for pair `i`.
+        even_channels = torch.arange(0, config.head_dim, 2, dtype=torch.float)
+        exponent = even_channels / config.head_dim
+        inv_freq = 1.0 / (rope["rope_theta"] ** exponent)
+        return inv_freq, 1.0
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
         # Half precision could not tell neighbouring positions of a long text apart.
         freqs = positions[..., None].float() * self.inv_freq.float()
-        angles = torch.cat((freqs, freqs), dim=-1)[..., None, :]
+        # Both halves of a head turn by the same angles; a dimension of 1 stands for the heads.
+        angles = torch.cat((freqs, freqs), dim=-1)
+        angles = angles[..., None, :]
         cos = angles.cos() * self.attention_scaling
         sin = angles.sin() * self.attention_scaling
         return cos.to(dtype), sin.to(dtype)

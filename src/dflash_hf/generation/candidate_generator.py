@@ -219,24 +219,22 @@ class DFlashCandidateGenerator:
         """Returns True if the proposals are the draft's likeliest tokens, without noise or warpers."""
         return not state.is_sampled or self.proposal == "argmax"
 
-    def _noise_positions(self, state: DecodeState, slots: Tensor) -> Tensor:
-        """Returns the positions that noise is keyed by for the tokens that slots at positions `[B, n]` propose."""
-        return state.keyed(slots + self.ahead)
-
     def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
         """Returns proposals `[B, W - 1]` that follow each other, of the slots at these positions `[B, W - 1]`."""
         if self.user_rule is not None:
             return self.user_rule(logits, state.anchor)
         if self._takes_likeliest(state):
             return self.draft.best_path(hidden, logits, state.anchor)
-        positions = self._noise_positions(state, slots)
+        positions = slots + self.ahead
         if self.draft.candidate_selector is not None:
             return self._chain_of_candidates(state, hidden, logits, positions)
         if self.proposal == "shared_noise":
-            return draw_from_logits(logits, self.processors, state.seed, positions)
+            # With the target's own noise, so that the two agree where their distributions do.
+            return draw_from_logits(logits, self.processors, state.noise_key, positions)
         scores = self.processors.warp(logits)
+        # Rejection compares the target's probabilities with these.
         state.draft_probs = torch.softmax(scores, dim=-1)
-        return choose(scores, state.seed, positions, DRAFT_STREAM)
+        return choose(scores, state.noise_key, positions, DRAFT_STREAM)
 
     def _chain_of_candidates(
         self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
@@ -252,7 +250,7 @@ class DFlashCandidateGenerator:
         stream = TARGET_STREAM
         if is_drawn:
             stream = DRAFT_STREAM
-        noisy = with_noise(scores, state.seed, positions, candidates, stream)
+        noisy = with_noise(scores, state.noise_key, positions, candidates, stream)
         path, path_scores = follow_path(candidates, scores, noisy.argmax(dim=-1))
         if is_drawn:
             probs = torch.softmax(path_scores, dim=-1)
@@ -283,8 +281,8 @@ class DFlashCandidateGenerator:
         candidates, scores = self._scores(state, hidden, logits)
         if not self._takes_likeliest(state):
             # Under `shared_noise` a tree is of the scores that the target's own noise makes likely.
-            positions = self._noise_positions(state, slots)
-            scores = with_noise(scores, state.seed, positions, candidates)
+            positions = slots + self.ahead
+            scores = with_noise(scores, state.noise_key, positions, candidates)
         follows = trees.follows
         longest = self.draft.generation_config.max_matching_ngram_size
         if longest is not None:

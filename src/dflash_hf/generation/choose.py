@@ -31,7 +31,9 @@ def choose_block(
     if has_drawn_proposals and state.width > 1:
         return _choose_by_rejection(state, logits_BWV, processors)
     if state.is_sampled:
-        tokens = draw_from_logits(logits_BWV, processors, state.seed, state.positions_behind_block)
+        # Nodes of a tree that stand equally deep share their noise: the text is that of a chain.
+        positions = state.positions_behind_block
+        tokens = draw_from_logits(logits_BWV, processors, state.noise_key, positions)
     else:
         tokens = likeliest_from_logits(logits_BWV, processors)
     state.tokens.copy_(tokens)
@@ -47,7 +49,7 @@ def _choose_by_rejection(
         state.proposals,
         processors.warp(logits_BWV),
         state.draft_probs,
-        state.seed,
+        state.noise_key,
         state.decided_positions,
     )
     state.tokens.copy_(tokens)

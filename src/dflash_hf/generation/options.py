@@ -131,5 +131,5 @@ def _text_follows_width(generator: DFlashCandidateGenerator, state: DecodeState)
     target = generator.target
     weight: Any = target.embedding.weight
     is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
-    is_by_rejection = state.key is not None and generator.proposal == "sample"
+    is_by_rejection = state.is_sampled and generator.proposal == "sample"
     return is_half or is_by_rejection

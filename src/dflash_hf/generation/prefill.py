@@ -23,7 +23,7 @@ from dflash_hf.generation.checks import check_padding, check_room
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.options import Options, choose_widths, resolve
 from dflash_hf.generation.run import Reported, Request, Run, first_room
-from dflash_hf.generation.sampling import new_key
+from dflash_hf.generation.sampling import new_seed
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import accept, take_note
@@ -94,7 +94,7 @@ def prefill(
     _compare_ranks(request, inputs, options, user_cache)
     seed = None
     if request.config.do_sample:
-        seed = new_key(request.input_ids.device)
+        seed = new_seed(request.input_ids.device)
     ranks.share(seed)
     with ranks.forward():
         outputs, filled = _fill(request, inputs, generator, prompts.positions, user_cache)

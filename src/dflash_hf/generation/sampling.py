@@ -196,16 +196,33 @@ def _asked_about(processor: Any, numbers: list[int]) -> Any:
     return PrefixConstrainedLogitsProcessor(allowed, 1)
 
 
+class NoiseKey(NamedTuple):
+    """The part of a run's noise that positions do not tell: the seed, and who the rows are."""
+
+    seed: Tensor  # [], int64
+    # [B], int64: the number of each row in the request. A row that has moved to another place keeps its noise by it.
+    rows: Tensor
+
+    @classmethod
+    def of(cls, seed: Tensor, num_rows: int) -> NoiseKey:
+        """Returns the key of rows that all stand where they stood at first."""
+        return cls(seed, torch.arange(num_rows, device=seed.device))
+
+    def exponential(self, positions_BK: Tensor, tokens: Tensor, stream: int) -> Tensor:
+        """Draws `ops.exponential_noise` `[B, K, N]` for tokens at these positions."""
+        return ops.exponential_noise(self.seed, positions_BK, tokens, stream, self.rows)
+
+
 def gumbel_noise(
-    key: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM
+    key: NoiseKey, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM
 ) -> Tensor:
     """Draws Gumbel noise `[B, K, N]`, float32, as `ops.exponential_noise`: scores plus it have a sample as argmax."""
-    return -torch.log(ops.exponential_noise(key, positions_BK, tokens, stream))
+    return -torch.log(key.exponential(positions_BK, tokens, stream))
 
 
 def with_noise(
     scores: Tensor,
-    key: Tensor,
+    key: NoiseKey,
     positions_BK: Tensor,
     candidates: Tensor | None = None,
     stream: int = TARGET_STREAM,
@@ -215,23 +232,28 @@ def with_noise(
     The noise of a token at a position is the same behind every predecessor.
     """
     if candidates is None:
-        tokens = torch.arange(scores.shape[-1], device=scores.device)
+        vocab_size = scores.shape[-1]
+        tokens = torch.arange(vocab_size, device=scores.device)
         return scores + gumbel_noise(key, positions_BK, tokens, stream)
-    return scores + gumbel_noise(key, positions_BK, candidates, stream)[:, :, None]
+    # A dimension for the predecessors, which all see the same noise.
+    noise = gumbel_noise(key, positions_BK, candidates, stream)
+    return scores + noise[:, :, None]
 
 
-def new_key(device: torch.device) -> Tensor:
+def new_seed(device: torch.device) -> Tensor:
     """Draws a run's seed from torch's global generator, so that `torch.manual_seed` makes a run repeatable."""
-    return torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu").to(device)
+    # The CPU's generator on every device: a run on a GPU and one on a CPU draw the same seed.
+    seed = torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu")
+    return seed.to(device)
 
 
 def choose(
-    scores_BKV: Tensor, key: Tensor | None, positions_BK: Tensor, stream: int = TARGET_STREAM
+    scores_BKV: Tensor, key: NoiseKey | None, positions_BK: Tensor, stream: int = TARGET_STREAM
 ) -> Tensor:
     """Chooses tokens `[B, K]`, int64, from processed scores (log-probabilities up to a constant).
 
-    The argmax, or a sample by keyed Gumbel noise: `key` is the run's seed, where `None` is greedy; `positions_BK` are
-    the indices of the tokens; for `stream` see `ops.exponential_noise`.
+    The argmax, or a sample by keyed Gumbel noise: `key` is the run's, where `None` is greedy; `positions_BK` are the
+    indices of the tokens; for `stream` see `ops.exponential_noise`.
     """
     if key is not None:
         scores_BKV = with_noise(scores_BKV, key, positions_BK, stream=stream)
@@ -248,7 +270,7 @@ def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Te
 
 
 def draw_from_logits(
-    logits_BKV: Tensor, processors: BlockProcessors, key: Tensor, positions_BK: Tensor
+    logits_BKV: Tensor, processors: BlockProcessors, key: NoiseKey, positions_BK: Tensor
 ) -> Tensor:
     """Draws tokens as [`choose`] does from the scores that stateless processors make of logits.
 
@@ -265,7 +287,13 @@ def draw_from_logits(
             values, _ = _greatest(logits_BKV, num_values)
             least = draw.least(values)
         return ops.gumbel_argmax(
-            logits_BKV, key, positions_BK, least, draw.temperature, TARGET_STREAM
+            logits_BKV,
+            key.seed,
+            positions_BK,
+            least,
+            draw.temperature,
+            TARGET_STREAM,
+            key.rows,
         )
     # In half precision more tokens may equal the k-th than are looked for.
     has_few_ties = logits_BKV.dtype.itemsize >= 4
@@ -294,7 +322,7 @@ def accept_rejection(
     proposals: Tensor,
     target_scores_BWV: Tensor,
     draft_probs: Tensor,
-    key: Tensor,
+    key: NoiseKey,
     positions_BW: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Keeps each proposal with probability `min(1, p / q)`; on the first refusal redraws from `max(p - q, 0)`.
@@ -307,6 +335,7 @@ def accept_rejection(
     """
     probs = torch.softmax(target_scores_BWV, dim=-1, dtype=torch.float32)
     chosen = proposals[..., None]
+    # The bonus token behind the last proposal is tested against nothing.
     p = probs[:, :-1].gather(-1, chosen)[..., 0]
     q = draft_probs.gather(-1, chosen)[..., 0]
     uniform = _uniform(key, positions_BW[:, :-1])
@@ -314,21 +343,25 @@ def accept_rejection(
     num_accepted = (uniform * q < p).cumprod(dim=1).sum(dim=1)
     first_refused = num_accepted[:, None]
     # Behind the last proposal nothing was refused: zeros leave all of the target's distribution.
-    padded = torch.cat([draft_probs, torch.zeros_like(draft_probs[:, :1])], dim=1)
+    nothing = torch.zeros_like(draft_probs[:, :1])
+    padded = torch.cat([draft_probs, nothing], dim=1)
     wanted = along(first_refused, probs)
     residual = (wanted - along(first_refused, padded)).clamp_min_(0)
     # Two distributions that are equal but for rounding may leave nothing to redraw from.
     has_residual = residual.sum(dim=-1, keepdim=True) > 0
     redraw_scores = torch.log(torch.where(has_residual, residual, wanted))
-    redrawn = choose(redraw_scores, key, positions_BW.gather(1, first_refused), RESIDUAL_STREAM)
-    tokens = torch.cat([proposals, redrawn], dim=1).scatter(1, first_refused, redrawn)
-    return num_accepted, tokens
+    # A stream of its own: the target's noise at this position has no say in what is left of its distribution.
+    position = positions_BW.gather(1, first_refused)
+    redrawn = choose(redraw_scores, key, position, RESIDUAL_STREAM)
+    tokens = torch.cat([proposals, redrawn], dim=1)
+    return num_accepted, tokens.scatter(1, first_refused, redrawn)
 
 
-def _uniform(key: Tensor, positions_BK: Tensor) -> Tensor:
+def _uniform(key: NoiseKey, positions_BK: Tensor) -> Tensor:
     """Returns uniform numbers `[B, K]` in `[0, 1)`: `1 - exp(-e)` of an exponential one."""
     no_token = torch.zeros_like(positions_BK)[..., None]
-    return -torch.expm1(-ops.exponential_noise(key, positions_BK, no_token, REJECT_STREAM)[..., 0])
+    exponential = key.exponential(positions_BK, no_token, REJECT_STREAM)
+    return -torch.expm1(-exponential[..., 0])
 
 
 def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:

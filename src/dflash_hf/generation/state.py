@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_hf import ops
 from dflash_hf.block.tree import DraftTree, along
 from dflash_hf.cache.ragged import kept_rows
 from dflash_hf.cache.size import LayerShape
+from dflash_hf.generation.sampling import NoiseKey
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
@@ -24,7 +24,7 @@ ROW_DIMS = {"outcome": -1, "nodes": 1, "position_delta": -1}
 # Tensors that are the same for all rows.
 OF_ALL_ROWS = ("padded_eos_ids", "seed")
 # Tensors that are replaced during a run, where the others are written in place.
-REPLACED = ("row_change", "draft_probs")
+REPLACED = ("draft_probs",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,8 @@ class DecodeState:
     # [4, B, W]: parents, depths, ancestors and sources of a verified tree, of which `tree` is a view; [4, B, 0] in a
     # run that verifies chains.
     nodes: Tensor
-    # [B]: numbers that undo in the noise that rows have moved, see `keyed`; empty until they do.
-    row_change: Tensor
+    # [B]: the number of each row in the request, which noise is keyed by: rows move where others have ended.
+    row_ids: Tensor
     # [B, width - 1, V]: distribution that the proposals were drawn from; empty where they were not drawn.
     draft_probs: Tensor
     columns: int = 0  # of the prompts in `ids`
@@ -165,7 +165,7 @@ class DecodeState:
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
             nodes=zeros(4, batch, num_nodes),
-            row_change=zeros(0),
+            row_ids=torch.arange(batch, device=device),
             draft_probs=torch.empty(0, device=device),
         )
 
@@ -189,7 +189,6 @@ class DecodeState:
         self.limit = limit
         self.width = 1
         self.is_chain = False
-        self.row_change = torch.empty(0, dtype=torch.long, device=device)
         self.draft_probs = torch.empty(0, device=device)
         self.ids.zero_()[:, : self.columns] = input_ids
         self.cursor.fill_(self.columns)
@@ -241,54 +240,38 @@ class DecodeState:
         """Tokens that each row has generated so far `[B]`."""
         return self.cursor - self.columns
 
-    @property
-    def key(self) -> Tensor | None:
-        """Seed of the noise that tokens are sampled with; `None` where they are chosen greedily."""
-        if not self.is_sampled:
-            return None
-        return self.seed
-
     # ---- noise
 
     @property
+    def noise_key(self) -> NoiseKey:
+        """The key of the noise that tokens are sampled with."""
+        return NoiseKey(self.seed, self.row_ids)
+
+    @property
+    def key(self) -> NoiseKey | None:
+        """[`noise_key`], or `None` where tokens are chosen greedily."""
+        if not self.is_sampled:
+            return None
+        return self.noise_key
+
+    @property
     def decided_positions(self) -> Tensor:
-        """Positions that the noise for each of `tokens` is keyed by `[B, width]`, in the order of a chain."""
-        return self.keyed(self.next_positions[:, : self.width] + 1)
+        """Index in its row of each of `tokens` `[B, width]`, in the order of a chain: noise is keyed by it."""
+        return self.next_positions[:, : self.width] + 1
 
     @property
     def positions_behind_block(self) -> Tensor:
-        """Positions that the noise for the token behind each verified one is keyed by `[B, width]`.
+        """Index in its row of the token behind each verified one `[B, width]`: noise is keyed by it.
 
         A chain's are [`decided_positions`]; nodes of a tree that stand equally deep share theirs.
         """
         tree = self.tree
         if tree is None:
             return self.decided_positions
-        return self.keyed(self.next_positions[:, :1] + tree.depths + 1)
-
-    def keyed(self, positions: Tensor) -> Tensor:
-        """Returns the positions that noise is keyed by, for tokens at these indices in their rows `[B, n]`, above 0.
-
-        They are the indices, until rows have moved. Noise is keyed by the number of the row too, which stands above
-        the position's bits: `(row << ROW_BITS) ^ position`. A row that has moved draws the noise of the row that it
-        was at first, because its positions carry the difference between the two numbers.
-        """
-        has_moved = self.row_change.numel() > 0
-        if not has_moved:
-            return positions
-        return positions ^ self.row_change[:, None]
+        return self.next_positions[:, :1] + tree.depths + 1
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone; see [`kept_rows`]."""
-        if self.is_sampled:
-            device = self.ids.device
-            before = torch.tensor(rows, device=device)
-            now = torch.arange(len(rows), device=device)
-            change = (before ^ now) << ops.ROW_BITS
-            has_moved = self.row_change.numel() > 0
-            if has_moved:
-                change ^= self.row_change[before]
-            self.row_change = change
+        """Keeps these rows alone; see [`kept_rows`]. Their `row_ids` move with them."""
         for name, tensor in self.tensors().items():
             if name not in OF_ALL_ROWS:
                 setattr(self, name, kept_rows(tensor, rows, ROW_DIMS.get(name, 0)))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.devices import Inventory, execution_devices, free_memory, is_compiled, is_offloaded
-from dflash_hf.generation.sampling import gumbel_noise, new_key
+from dflash_hf.generation.sampling import NoiseKey, gumbel_noise, new_seed
 
 logger: Any = logging.get_logger(__name__)
 
@@ -234,7 +234,7 @@ def _scores(
         if seed is None:
             return scores, size
         torch.manual_seed(seed)
-        key = new_key(ids.device)
+        key = NoiseKey.of(new_seed(ids.device), num_rows=1)
     position = row["attention_mask"].sum(dim=1, keepdim=True)
     noise = gumbel_noise(key, position, torch.arange(len(scores), device=ids.device))[0, 0]
     return scores + noise, size / (

@@ -22,7 +22,11 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def exponential_noise(
-    seed: Tensor, positions_BK: Tensor, tokens: Tensor, stream: int = 0
+    seed: Tensor,
+    positions_BK: Tensor,
+    tokens: Tensor,
+    stream: int = 0,
+    rows_B: Tensor | None = None,
 ) -> Tensor:
     """Returns independent Exp(1) variables, one for each row, position and token.
 
@@ -31,12 +35,17 @@ def exponential_noise(
         positions_BK (`torch.Tensor` of shape `[B, K]`, int64): Index of the token each draw is for.
         tokens (`torch.Tensor` of shape `[N]` or `[B, K, N]`, int64): Which of the vocabulary.
         stream (`int`): Separates independent uses at one position.
+        rows_B (`torch.Tensor`, int64, *optional*): The number of each row. By default it is the row's place; a row
+            that has moved keeps its number, and draws what it would have drawn in its old place.
 
     Returns:
         `torch.Tensor` of shape `[B, K, N]`, float32, positive.
     """
-    rows = torch.arange(positions_BK.shape[0], device=positions_BK.device)[:, None]
-    lane = _mix(_mix(seed + stream) ^ (rows << ROW_BITS) ^ positions_BK)
+    if rows_B is None:
+        rows_B = torch.arange(positions_BK.shape[0], device=positions_BK.device)
+    # The number of the row stands above the bits of the position.
+    of_row = rows_B[:, None] << ROW_BITS
+    lane = _mix(_mix(seed + stream) ^ of_row ^ positions_BK)
     bits = _mix(lane[..., None] + (tokens + 1) * GOLDEN)
     # 32 bits at the middle of their cell: never 0, and a resolution of 2^-32 where the winners of a Gumbel draw are.
     # Near 1 float32 would round up to 1, whose exponential is infinite: where one token is left, it would tie with
@@ -60,7 +69,7 @@ def _check(given: Given, size: Sizes) -> None:
         raise ValueError(
             f"expected a temperature above 0, got {given['temperature']}; 1 leaves logits as they are"
         )
-    check_dtype(given, (torch.int64,), "seed", "positions_BK")
+    check_dtype(given, (torch.int64,), "seed", "positions_BK", "rows_B")
     check_dtype(given, (torch.float32,), "least_BK")
 
 
@@ -76,6 +85,7 @@ def gumbel_argmax(
     least_BK: Tensor | None = None,
     temperature: float = 1.0,
     stream: int = 0,
+    rows_B: Tensor | None = None,
 ) -> Tensor:
     """`out[b, k] = argmax {logits / temperature - log(noise) : logits / temperature >= least / temperature}`.
 
@@ -84,7 +94,7 @@ def gumbel_argmax(
 
     Args:
         logits_BKV (`torch.Tensor`): Any strides; float32, float16 and bfloat16 have a kernel.
-        seed, positions_BK, stream: See [`exponential_noise`]; `seed` of one element.
+        seed, positions_BK, stream, rows_B: See [`exponential_noise`]; `seed` of one element.
         least_BK (`torch.Tensor`, float32, *optional*): The lowest logit that may be drawn, of top-k the k-th.
         temperature (`float`): Above 0.
 
@@ -98,9 +108,8 @@ def gumbel_argmax(
     if least_BK is not None:
         scores = scores.masked_fill(scores < (least_BK / temperature)[..., None], float("-inf"))
     tokens = torch.arange(scores.shape[-1], device=scores.device)
-    return (scores - torch.log(exponential_noise(seed, positions_BK, tokens, stream))).argmax(
-        dim=-1
-    )
+    noise = exponential_noise(seed, positions_BK, tokens, stream, rows_B)
+    return (scores - torch.log(noise)).argmax(dim=-1)
 
 
-__all__ = ["ROW_BITS", "exponential_noise", "gumbel_argmax"]
+__all__ = ["exponential_noise", "gumbel_argmax"]

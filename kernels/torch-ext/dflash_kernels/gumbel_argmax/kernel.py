@@ -36,6 +36,7 @@ def _gumbel_chunk_kernel(
     logits,
     seed,
     positions,
+    rows,
     least,
     partial,
     num_columns,
@@ -48,6 +49,7 @@ def _gumbel_chunk_kernel(
     stride_logits_v,
     stride_positions_b,
     stride_positions_k,
+    HAS_ROWS: tl.constexpr,
     HAS_LEAST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -67,7 +69,10 @@ def _gumbel_chunk_kernel(
         lowest = tl.div_rn(tl.load(least + line), temperature + tl.zeros((), tl.float32))
         score = tl.where(score < lowest, float("-inf"), score)
     position = tl.load(positions + row * stride_positions_b + column * stride_positions_k)
-    lane = _mix(_mix(tl.load(seed) + noise_stream) ^ (row << 40) ^ position)
+    number = row
+    if HAS_ROWS:
+        number = tl.load(rows + row)
+    lane = _mix(_mix(tl.load(seed) + noise_stream) ^ (number << 40) ^ position)
     bits = _mix(lane + (token.to(tl.int64) + 1) * _GOLDEN)
     uniform = (((bits >> 20) & 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
     uniform = tl.minimum(uniform, 0.99999994)  # 1 - 2^-24
@@ -86,6 +91,7 @@ def launch(given: Given) -> Tensor:
     """Launches both stages, over logits and positions of any strides."""
     logits: Tensor = given["logits_BKV"]
     least: Tensor | None = given["least_BK"]
+    rows: Tensor | None = given["rows_B"]
     batch, num_columns, vocab_size = logits.shape
     num_lines, num_chunks = batch * num_columns, cdiv(vocab_size, BLOCK_V)
     partial = torch.empty(num_lines, num_chunks, dtype=torch.int64, device=logits.device)
@@ -93,14 +99,16 @@ def launch(given: Given) -> Tensor:
     run_kernel(
         _gumbel_chunk_kernel,
         (num_lines, num_chunks),
-        {name: value for name, value in given.items() if name != "least_BK"},
+        {name: value for name, value in given.items() if name not in ("least_BK", "rows_B")},
         least=partial if least is None else least.contiguous(),
+        rows=partial if rows is None else rows.contiguous(),
         partial=partial,
         num_columns=num_columns,
         vocab_size=vocab_size,
         num_chunks=num_chunks,
         noise_stream=given["stream"],  # Triton keeps the name `stream` for itself
         HAS_LEAST=least is not None,
+        HAS_ROWS=rows is not None,
         BLOCK_V=BLOCK_V,
         num_warps=8,
     )
