@@ -126,7 +126,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.step": {
         "accept_and_report",
         "report",
-        "take_note",
+        "record_progress",
         "stream_tree",
         "count_nodes",
         "chains_of",

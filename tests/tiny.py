@@ -258,7 +258,7 @@ def _tell_which_rows_go_on() -> None:
     def told(run: Run) -> None:
         drop(run)
         if isinstance(run.generator.draft, OracleDraft):
-            run.generator.draft.rows = run.rows.copy()
+            run.generator.draft.rows = run.rows.numbers.copy()
 
     decode.drop_finished = told
 

@@ -344,7 +344,7 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
 
 
 @contextmanager
-def noting(layers: Sequence[object]) -> Generator[None]:
+def recording_blocks(layers: Sequence[object]) -> Generator[None]:
     """Records this thread's blocks in the recurrent layers among `layers`, the layers of one cache."""
     hooks: list[Hook] = []
     for layer in layers:

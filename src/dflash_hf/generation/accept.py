@@ -46,6 +46,8 @@ def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
     to the first that does not. `state.outcome` says what has happened.
     """
     accept_and_prepare = ops.implementation(ops.accept_and_prepare, state.block)
+    # The part of the report that every step writes; a tree's is written before.
+    record = state.outcome[: NUM_REPORTED + state.width]
     accept_and_prepare(
         state.block,
         state.tokens,
@@ -55,7 +57,7 @@ def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
         ids_BT=state.ids,
         draft_ids_BK=state.draft_ids,
         positions_BP=state.next_positions,
-        record_FB=state.outcome[: NUM_REPORTED + state.width],
+        record_FB=record,
         eos_ids_N=state.padded_eos_ids,
         accepted_B=num_accepted,
     )
@@ -103,10 +105,12 @@ class BlockRule:
             number accepted `[B]`, int64, where it is another one than the number that match.
         """
         num_accepted = self._choose_tokens(state, logits_BWV)
+        # Criteria see tokens that are chosen and not committed: what they stop is never taken back.
         if self.criteria:
             stop_by_criteria(state, self.criteria, num_accepted)
         scores = logits_BWV
         if self.has_scores:
+            # The tokens were chosen without scores of the whole vocabulary, where a kernel could.
             scores = self.processors.warp(state.along_path(logits_BWV))
         return scores, num_accepted
 
@@ -136,11 +140,13 @@ class CustomBlockRule(BlockRule):
 
     def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor:
         choose_block(state, logits_BWV, self.processors)
-        self.tokens = state.tokens.clone()
-        num_accepted = self.accept(state.proposals, state.tokens, logits_BWV)
+        tokens = state.tokens
+        self.tokens = tokens.clone()
+        num_accepted = self.accept(state.proposals, tokens, logits_BWV)
         # Accepted proposals are committed whether or not they equal the target's tokens.
-        is_kept = torch.arange(state.width - 1, device=state.tokens.device) < num_accepted[:, None]
-        state.tokens[:, :-1] = torch.where(is_kept, state.proposals, state.tokens[:, :-1])
+        place = torch.arange(state.width - 1, device=tokens.device)
+        is_kept = place < num_accepted[:, None]
+        tokens[:, :-1] = torch.where(is_kept, state.proposals, tokens[:, :-1])
         return num_accepted.to(torch.long)
 
 
@@ -173,24 +179,25 @@ class PositionRule:
 
     def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor:
         """Writes `state.tokens`; returns the scores."""
+        # Processors write into the scores that they get; the logits may be asked for.
         scores = logits_BWV.to(torch.float32, copy=True)
         columns = state.cursor.tolist()
+        # The rows whose proposals have all matched so far.
         active = ~state.done
         positions = state.decided_positions
         walk = walk_of(state, scores)
+        # Behind a row's first mismatch nothing is chosen, and nothing is left of the step before.
         state.tokens.zero_()
         for position in range(state.width):
             lengths = state.cursor + position
             # Rows of one length are processed together: a processor gets a prefix that is as long for all rows.
-            is_active = active.tolist()
-            found = {
-                column + position for column, is_on in zip(columns, is_active, strict=True) if is_on
-            }
+            rows = zip(columns, active.tolist(), strict=True)
+            found = {column + position for column, is_active in rows if is_active}
             for length in sorted(found):
                 self._process(state, scores[:, position], active, lengths, length)
-            chosen = choose(scores[:, position, None], state.key, positions[:, position, None])[
-                :, 0
-            ]
+            of_position = slice(position, position + 1)
+            chosen = choose(scores[:, of_position], state.key, positions[:, of_position])
+            chosen = chosen[:, 0]
             state.tokens[:, position] = chosen
             is_last = position == state.width - 1
             if is_last:
@@ -200,6 +207,7 @@ class PositionRule:
             active = active & self._goes_on(state, position, chosen)
             if not bool(active.any()):
                 break
+            # The processors of the next position read it as the last token of the prefix.
             _show_proposal(state, position, active, lengths)
         return scores
 
@@ -217,17 +225,21 @@ class PositionRule:
         elsewhere show their own committed tokens, then padding, and their scores are dropped.
         """
         rows = active_B & (lengths_B == length)
+        # A row that is not active has columns of rejected proposals behind its committed ones.
         num_seen = torch.where(active_B, lengths_B, state.cursor).clamp_max(length)
         prefix = state.ids[:, :length].clone()
-        is_padding = torch.arange(length, device=state.ids.device) >= num_seen[:, None]
+        column = torch.arange(length, device=state.ids.device)
+        is_padding = column >= num_seen[:, None]
         prefix[is_padding] = self.processors.pad_id
         processed = self.processors.at(prefix, scores_BV.clone(), rows)
         scores_BV.copy_(torch.where(rows[:, None], processed, scores_BV))
 
     def _goes_on(self, state: DecodeState, position: int, chosen_B: Tensor) -> Tensor:
         """Returns the rows whose token at a position equals the proposal and does not end them `[B]`."""
-        goes_on = (chosen_B == state.proposals[:, position]) & (state.remaining > position + 1)
-        if state.has_eos:
+        matches = chosen_B == state.proposals[:, position]
+        # The row's limit, which a criterion may have lowered.
+        goes_on = matches & (state.remaining > position + 1)
+        if state.host.has_eos:
             goes_on = goes_on & ~ends_row(chosen_B, state.padded_eos_ids)
         return goes_on
 
@@ -249,15 +261,20 @@ def stop_by_criteria(
     `remaining` of the rows that stop, and changes `ids` behind the committed columns; for `num_accepted` see
     [`commit`].
     """
+    # The tokens that the commit would take, row by row.
     num_accepted = accepted(state, num_accepted)
-    num_ahead = torch.minimum(num_accepted + 1, state.remaining).masked_fill(state.done, 0).tolist()
-    columns = torch.arange(state.width, device=state.ids.device) + state.cursor[:, None]
+    would_commit = torch.minimum(num_accepted + 1, state.remaining)
+    num_ahead = would_commit.masked_fill(state.done, 0).tolist()
+    # They are written behind the ids as scratch: a criterion is given the text with the token at its end.
+    place = torch.arange(state.width, device=state.ids.device)
+    columns = place + state.cursor[:, None]
     state.ids.scatter_(1, columns, state.tokens)
     is_end = ends_row(state.tokens, state.padded_eos_ids).tolist()
     for row, column in enumerate(state.cursor.tolist()):
         for num in range(1, num_ahead[row] + 1):
             ids = cast(torch.LongTensor, state.ids[row : row + 1, : column + num])
             if _stops(criteria, ids):
+                # The commit ends the row where nothing remains to be generated.
                 state.remaining[row] = num
                 break
             # The commit ends the row here, and plain `generate` asks no criterion about tokens behind the end.
@@ -297,7 +314,7 @@ def rule_for(
         is_synchronized = keeps_state or bool(criteria)
     else:
         # Without an end-of-sequence id plain `generate` lets stopped rows run on until all have stopped.
-        stops_late = bool(criteria) and not state.has_eos
+        stops_late = bool(criteria) and not state.host.has_eos
         is_synchronized = keeps_state or compares_rows or streamer is not None or stops_late
     if is_synchronized:
         return SynchronizedRows(processors, criteria, streamer, state, recorder.has_scores)
@@ -309,6 +326,7 @@ def rule_for(
 def _may_keep_state(processor: Any) -> bool:
     """Returns True unless a logits processor is known to look at a row's prefix and scores alone."""
     is_synth_id = isinstance(processor, SynthIDTextWatermarkLogitsProcessor)
+    # By the module, so that a subclass of the user's counts as unknown.
     return is_synth_id or type(processor).__module__ != TOKEN_LOCAL_PROCESSORS
 
 

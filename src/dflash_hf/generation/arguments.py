@@ -30,9 +30,12 @@ class Settings:
 
     def __getitem__(self, name: str) -> Any:
         """Returns the value of a setting."""
+        # An argument counts whatever it is, `None` included.
         if name in self.arguments:
             return self.arguments[name]
-        for config in (self.arguments.get("generation_config"), self.model.generation_config):
+        given = self.arguments.get("generation_config")
+        for config in (given, self.model.generation_config):
+            # In a config `None` stands for a setting that was not made.
             value = getattr(config, name, None)
             if value is not None:
                 return value
@@ -46,12 +49,17 @@ def is_given(arguments: Mapping[str, Any], name: str) -> bool:
 
 def given_ids(arguments: Mapping[str, Any]) -> Any:
     """Returns the ids among the arguments of `generate`, which takes them under two names, or `None`."""
-    return arguments["inputs"] if is_given(arguments, "inputs") else arguments.get("input_ids")
+    if is_given(arguments, "inputs"):
+        return arguments["inputs"]
+    return arguments.get("input_ids")
 
 
 def cached_columns(cache: object) -> int:
     """Returns how many columns a cache has, and 0 of what is none."""
-    return int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    # Anything else under that name is refused later, with its type in the message.
+    if not isinstance(cache, Cache):
+        return 0
+    return int(cache.get_seq_length())
 
 
 def are_new(types: Tensor, past: int) -> Tensor:
@@ -61,8 +69,11 @@ def are_new(types: Tensor, past: int) -> Tensor:
     """
     is_image = types == 1
     # An image begins where the token before is none of one.
-    starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
-    is_behind = torch.arange(types.shape[1], device=types.device) >= past
+    token_before = torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
+    starts = is_image & ~token_before
+    columns = torch.arange(types.shape[1], device=types.device)
+    is_behind = columns >= past
+    # Row by row, as a processor lists the images of a batch.
     return is_behind.expand_as(starts)[starts]
 
 
@@ -78,12 +89,10 @@ def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
     """
     ids = given_ids(arguments)
     past = cached_columns(given_cache(arguments))
-    is_seen = past and isinstance(ids, Tensor)
-    if (
-        not is_seen
-        or not is_given(arguments, "mm_token_type_ids")
-        or not is_given(arguments, "image_grid_thw")
-    ):
+    goes_on = past > 0 and isinstance(ids, Tensor)
+    # A first turn has all of its images in the prefill, and another family says nothing of token types.
+    has_images = is_given(arguments, "mm_token_type_ids") and is_given(arguments, "image_grid_thw")
+    if not goes_on or not has_images:
         return
     model: Any = target.model
     # Before anything is dropped: they follow from all images.
@@ -97,8 +106,10 @@ def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
     sizes = grids.prod(dim=-1)
     has_pixels = is_given(arguments, "pixel_values")
     if has_pixels and len(arguments["pixel_values"]) == int(sizes.sum()):
+        # Patches of all images stand one behind the other: an image's mark is repeated for each of its own.
         pixels: Tensor = arguments["pixel_values"]
-        arguments["pixel_values"] = pixels[is_new.repeat_interleave(sizes).to(pixels.device)]
+        is_of_new = is_new.repeat_interleave(sizes)
+        arguments["pixel_values"] = pixels[is_of_new.to(pixels.device)]
     arguments["image_grid_thw"] = grids[is_new]
     if not bool(is_new.any()):
         # A forward is not given empty tensors: it would run the vision tower over nothing.

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.block.tree import TreeBuilder
-from dflash_hf.cache.ragged import RaggedCache, kept_rows
+from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.float8 import free_float8
@@ -44,6 +44,13 @@ def num_choices(target: Target, draft: DFlashDraftModel) -> int:
     return draft.config.selector_top_k or draft.config.draft_vocab_size or target.vocab_size
 
 
+class LastUse(NamedTuple):
+    """The last call over some buffers on CUDA, as far as the next one has to know: it may be on another stream."""
+
+    idle: torch.cuda.Event  # when its work is done
+    stream: torch.cuda.Stream  # of the call that allocated the buffers
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class FixedBuffers:
     """Every tensor that the steps of a run read or write. `B` rows.
@@ -56,13 +63,10 @@ class FixedBuffers:
     state: DecodeState  # begun again by every run
     draft_cache: RaggedCache  # the draft's context
     context: NewestContext  # context that the draft's cache does not hold yet
-    offset: Tensor  # [B], int64: see `DFlashCandidateGenerator`
     trees: TreeBuilder | None  # builds the trees that are verified; none where chains are
     cache: RaggedCache | None = None  # the target's; known after the first prefill
     graphs: Any = None  # the graphs captured over these buffers, see `cuda_graph.Graphs`
-    # When the last call's work is done: the next may be on another stream
-    idle: torch.cuda.Event | None = None
-    stream: torch.cuda.Stream | None = None  # of the call that allocated them, once it has ended
+    last_use: LastUse | None = None  # on CUDA, of the last call that has ended
 
     @classmethod
     @torch.inference_mode(False)
@@ -94,14 +98,14 @@ class FixedBuffers:
                 layers, batch=shape.batch, max_length=capacity, block=shape.block
             ),
             context=NewestContext(shape, draft.fc.in_features, draft.dtype),
-            offset=torch.zeros(shape.batch, dtype=torch.long, device=shape.device),
             trees=trees,
         )
 
     def reopen(self) -> None:
         """Waits on the device, not on the host, for the call before, and empties the caches in place."""
-        if self.idle is not None:
-            torch.cuda.current_stream(self.shape.device).wait_event(self.idle)
+        if self.last_use is not None:
+            current = torch.cuda.current_stream(self.shape.device)
+            current.wait_event(self.last_use.idle)
         self.context.columns.zero_()
         reads_no_stale_slot = reads_lengths_on_device(*self.caches())
         for cache in self.caches():
@@ -118,7 +122,6 @@ class FixedBuffers:
         """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
         assert self.cache is not None
         self.shape = replace(self.shape, batch=len(rows))
-        self.offset = kept_rows(self.offset, rows)
         for part in (self.state, self.context, self.draft_cache, self.cache):
             part.keep_rows(rows)
 
@@ -128,7 +131,7 @@ class FixedBuffers:
 
     def owned(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""
-        found = [*self.state.tensors().values(), *self.context.tensors(), self.offset]
+        found = [*self.state.tensors().values(), *self.context.tensors()]
         for cache in self.caches():
             found.extend(cache.buffers())
         return found
@@ -289,11 +292,13 @@ def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers)
 def _mark_idle(buffers: FixedBuffers) -> None:
     """Marks on the current CUDA stream that the work of a call over these buffers ends here."""
     current = torch.cuda.current_stream(buffers.shape.device)
-    buffers.idle = torch.cuda.Event()
-    buffers.idle.record(current)
-    if buffers.stream is None:
-        buffers.stream = current
-    if current != buffers.stream:
+    idle = torch.cuda.Event()
+    idle.record(current)
+    allocated_on = current
+    if buffers.last_use is not None:
+        allocated_on = buffers.last_use.stream
+    buffers.last_use = LastUse(idle, allocated_on)
+    if current != allocated_on:
         # Once freed, their memory is for others on the stream they were made on, which knows nothing of this one.
         for tensor in buffers.owned():
             tensor.record_stream(current)

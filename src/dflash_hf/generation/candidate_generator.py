@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -29,6 +30,15 @@ from dflash_hf.target_model.parts import Target
 ProposalRule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
 Propose = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Iterated:
+    """What a run of `iterate` asks of its drafting side, and gets from it; other runs ask for nothing."""
+
+    propose: Propose | None = None  # the caller's own rule
+    keeps_logits: bool = False  # whether the last block's logits are kept
+    logits: Tensor | None = None  # [B, W - 1, V]; none of a block that was not drafted
 
 
 class DFlashCandidateGenerator:
@@ -63,10 +73,7 @@ class DFlashCandidateGenerator:
         self.buffers = buffers
         # Whether rows lack context for their first tokens; the draft then counts from `offset`.
         self.has_offset = False
-        # Only `iterate` sets these: the caller's own proposal rule, and whether the last block's logits are kept.
-        self.user_rule: Propose | None = None
-        self.keeps_logits = False
-        self.logits: Tensor | None = None
+        self.iterated = Iterated()
 
     @property
     def block_size(self) -> int:
@@ -116,7 +123,7 @@ class DFlashCandidateGenerator:
     @property
     def offset(self) -> Tensor:
         """First index of each row that there is context for `[B]`, int64, on the target's device."""
-        return self.buffers.offset
+        return self.newest.offset
 
     def set_offset(self, offset: Tensor) -> None:
         """Has the draft count from these indices `[B]`, of which one at least is above 0."""
@@ -138,6 +145,7 @@ class DFlashCandidateGenerator:
         if self.has_offset:
             lengths = lengths - self.offset
         else:
+            # Buffers of the pool may have that of another run.
             self.offset.zero_()
         newest = self.newest
         newest.begin(lengths)
@@ -152,6 +160,7 @@ class DFlashCandidateGenerator:
             block (`RaggedBlock`): The block that was verified.
         """
         is_first = self.newest.add(context_hidden_states, block.tree is not None)
+        # Tokens that gather behind others stand where the first of them does, and so many further on.
         if is_first:
             self.newest.begin_at(self._on_draft(block).lengths)
 
@@ -165,7 +174,7 @@ class DFlashCandidateGenerator:
         Args:
             is_static (`bool`): Write the context of every token, so that each such step is the same.
         """
-        self.logits = None
+        self.iterated.logits = None
         self.newest.gathers = not is_static
         # A run that never drafts has nobody who reads context.
         never_drafts = self.verify_width == 1
@@ -182,22 +191,24 @@ class DFlashCandidateGenerator:
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
         """
         is_tree = state.is_tree
+        # A chain needs a proposal for each token to be verified, a tree the distributions of all slots.
         num_slots = state.width - 1
         if is_tree:
             num_slots = self.num_proposals
         # The anchor's slot proposes too in some drafts; in others the first mask token's slot is the first to.
         first = 1 - self.ahead
         slots = slice(first, first + num_slots)
+        # 1. One forward over `[anchor, MASK, ...]`, which also writes the context of the last verified block.
         self.cache.begin(self._on_draft(block))
         embeds = self.draft.embed(state.draft_ids, self.target.embedding)
-        hidden = self.drafter.forward_block(
-            self._as_draft(embeds), self.cache, self.newest.to_write()
-        )
+        context = self.newest.to_write()
+        hidden = self.drafter.forward_block(self._as_draft(embeds), self.cache, context)
+        # 2. Logits of the slots that propose alone: the head is the largest product of a draft.
         hidden = hidden[:, slots]
         logits = self._logits(hidden, embeds.dtype, state.block.device)
-        if self.keeps_logits:
-            self.logits = logits
-        # Noise is keyed by the position of the proposed token.
+        if self.iterated.keeps_logits:
+            self.iterated.logits = logits
+        # 3. Tokens, or the nodes of a tree. Noise is keyed by the position of the proposed token.
         positions = block.positions[:, slots]
         if is_tree:
             self._propose_tree(state, hidden, logits, positions)
@@ -217,12 +228,13 @@ class DFlashCandidateGenerator:
 
     def _takes_likeliest(self, state: DecodeState) -> bool:
         """Returns True if the proposals are the draft's likeliest tokens, without noise or warpers."""
-        return not state.is_sampled or self.proposal == "argmax"
+        return not state.host.is_sampled or self.proposal == "argmax"
 
     def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
         """Returns proposals `[B, W - 1]` that follow each other, of the slots at these positions `[B, W - 1]`."""
-        if self.user_rule is not None:
-            return self.user_rule(logits, state.anchor)
+        propose = self.iterated.propose
+        if propose is not None:
+            return propose(logits, state.anchor)
         if self._takes_likeliest(state):
             return self.draft.best_path(hidden, logits, state.anchor)
         positions = slots + self.ahead
@@ -251,10 +263,13 @@ class DFlashCandidateGenerator:
         if is_drawn:
             stream = DRAFT_STREAM
         noisy = with_noise(scores, state.noise_key, positions, candidates, stream)
-        path, path_scores = follow_path(candidates, scores, noisy.argmax(dim=-1))
+        best = noisy.argmax(dim=-1)
+        path, path_scores = follow_path(candidates, scores, best)
         if is_drawn:
+            # Rejection looks at the whole vocabulary: tokens that are no candidates have a probability of 0.
             probs = torch.softmax(path_scores, dim=-1)
-            no_probs = probs.new_zeros(*path.shape, logits.shape[-1])
+            vocab_size = logits.shape[-1]
+            no_probs = probs.new_zeros(*path.shape, vocab_size)
             state.draft_probs = no_probs.scatter_(-1, candidates, probs)
         return path
 
@@ -269,7 +284,8 @@ class DFlashCandidateGenerator:
             candidates, scores = selector(hidden, logits, state.anchor)
         if not self._takes_likeliest(state):
             # Warpers work on rows of scores: a selector's row holds the tokens that may follow one predecessor.
-            scores = self.processors.warp(scores.flatten(1, -2)).view_as(scores)
+            rows = scores.flatten(1, -2)
+            scores = self.processors.warp(rows).view_as(scores)
         return candidates, scores
 
     def _propose_tree(
@@ -283,11 +299,13 @@ class DFlashCandidateGenerator:
             # Under `shared_noise` a tree is of the scores that the target's own noise makes likely.
             positions = slots + self.ahead
             scores = with_noise(scores, state.noise_key, positions, candidates)
+        # The probabilities that the text goes on as before, by the number of tokens that match.
         follows = trees.follows
         longest = self.draft.generation_config.max_matching_ngram_size
         if longest is not None:
             follows = follows[:, : longest + 1]
         text: tuple[Tensor, ...] = ()
+        # With a limit of 0 nothing is looked for in the text.
         is_searched = follows.shape[1] > 1
         if is_searched:
             text = (state.ids, state.cursor, follows)
@@ -300,5 +318,7 @@ class DFlashCandidateGenerator:
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
         """Returns the same block, counted on the draft's device and from where its context begins."""
         if self.has_offset:
-            block = RaggedBlock(block.positions - self.offset[:, None], block.bound)
+            # Rows are shorter here than the bound says, and it still holds; a tree's depths are not needed.
+            positions = block.positions - self.offset[:, None]
+            block = RaggedBlock(positions, block.bound)
         return block.on(self.device)

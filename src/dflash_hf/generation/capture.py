@@ -32,19 +32,19 @@ def capture(
     if the device has failed.
     """
     stream = _capture_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    current = torch.cuda.current_stream(device)
+    # The two streams wait for each other: the step reads what this thread has just written, and writes scratch.
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         warm_up()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     _clear_workspaces()
     try:
         # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(device)),
-            _capturing_on(graph, stream, pool),
-        ):
+        with torch.cuda.stream(current), _capturing_on(graph, stream, pool):
             return graph, body()
+    # No refusal of CUDA's: the caller gives the memory of all graphs back.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -95,6 +95,7 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
     )
     # Options are plain attributes: they may have been set since the config was made.
     options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+    # A state is taken on token by token, and a tree would need one per branch.
     follows_one_path = bool(target.recurrences)
     require(
         not (options.num_tree_nodes and follows_one_path),
@@ -111,6 +112,7 @@ def check_float8(draft: DFlashDraftModel) -> None:
     dtype = draft.generation_config.draft_dtype
     if not dtype:
         return
+    # Checked here and not when the copy is made: by then the prefill would have run.
     capability = ".".join(map(str, float8.MIN_CAPABILITY))
     what = f"a draft on CUDA of compute capability {capability} or more under draft_dtype={dtype!r}"
     lacking = float8.why_not(execution_device(draft))
@@ -154,6 +156,7 @@ def check_settings(settings: Settings) -> None:
     is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
     has_attentions = bool(settings["output_attentions"])
     is_synchronized = _is_synchronized(settings)
+    # Whether the call asks for it, what is expected instead, what was given, and why it cannot be.
     refused: list[tuple[bool, str, object, str]] = [
         (other is not None, "no custom_generate", other, "choose one way of decoding"),
         ((beams or 1) > 1, "num_beams=1", beams, "beam search has no single text to draft for"),
@@ -215,6 +218,7 @@ def check_inputs(target: Target, settings: Settings) -> None:
         _check_position_dtype(given["position_ids"])
     has_embeds = is_given(given, "inputs_embeds")
     prompt = given["inputs_embeds"] if has_embeds else given_ids(given)
+    # Without a prompt Transformers makes one of the token that begins texts.
     begins_with_bos = prompt is None and settings["bos_token_id"] is not None
     if begins_with_bos:
         return
@@ -230,6 +234,7 @@ def check_inputs(target: Target, settings: Settings) -> None:
         "give a prompt",
     )
     assert isinstance(prompt, Tensor)
+    # The prompt is repeated later; a cache has to have these rows already.
     rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
     columns = prompt.shape[1]
     cache = given_cache(given)
@@ -241,6 +246,7 @@ def check_inputs(target: Target, settings: Settings) -> None:
     has_mask = is_given(given, "attention_mask")
     # A call without a mask is one with a mask of ones.
     mask = given["attention_mask"] if has_mask else torch.ones(prompt.shape[:2], device="cpu")
+    # A mask of four dimensions says for each query what it sees; the target's own forward takes it or not.
     if mask.dim() == 2:
         _check_mask(mask, columns, past)
     if cache is not None:
@@ -363,6 +369,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
         states,
         interrupted,
     )
+    # A layer that was never used has no tensors and says nothing about rows.
     stored = [layer.keys for layer in attention]
     stored += [state for layer in recurrent for state in layer.conv_states.values()]
     own = {tensor.shape[0] for tensor in stored if isinstance(tensor, Tensor) and tensor.dim() > 1}
@@ -419,7 +426,9 @@ def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str,
     token = model.config.image_token_id
     num_patches = int(grids.prod(dim=-1).sum())
     num_tokens = int((ids == token).sum())
-    wanted = num_patches // model.config.vision_config.spatial_merge_size**2
+    # The vision tower merges squares of patches into one token.
+    patches_per_token = model.config.vision_config.spatial_merge_size**2
+    wanted = num_patches // patches_per_token
     what = f"{wanted} image tokens ({token}) for the {len(grids)} images of image_grid_thw"
     require(
         num_tokens == wanted,
@@ -498,6 +507,7 @@ def check_padding(target: Target, mask: Tensor) -> None:
     A mask that was given has been looked at; `generate` infers one from pad ids where none was. Gaps come from turns
     of a conversation in a cache.
     """
+    # Every row has to end in a token: the first new one follows from the last column's logits.
     is_left = bool(mask[:, -1].all())
     got = "padding after the last token (as which every pad token counts)"
     require(
@@ -516,13 +526,12 @@ def check_padding(target: Target, mask: Tensor) -> None:
 
 def check_room(target: Target, cache: Cache, num_columns: int) -> None:
     """Refuses a run that may need more columns than a static cache has; prompts and limit have to be known."""
-    for layer, reference in zip(
-        cache.layers, DynamicCache(config=target.config).layers, strict=False
-    ):
+    # The layers that Transformers would make know the target's windows.
+    references = DynamicCache(config=target.config).layers
+    for layer, reference in zip(cache.layers, references, strict=False):
         # A static sliding layer as long as the window forgets the rest as it should.
-        forgets = isinstance(
-            layer, StaticSlidingWindowLayer
-        ) and layer.max_cache_len == layer_window(reference)
+        is_sliding = isinstance(layer, StaticSlidingWindowLayer)
+        forgets = is_sliding and layer.max_cache_len == layer_window(reference)
         if isinstance(layer, StaticLayer) and not forgets:
             what = f"a static cache with room for the longest answer ({num_columns} columns)"
             do = "make it longer or lower max_new_tokens"

@@ -30,13 +30,14 @@ def choose_block(
     # A block of one token has no proposals; `draft_probs` are then those of an earlier block.
     if has_drawn_proposals and state.width > 1:
         return _choose_by_rejection(state, logits_BWV, processors)
-    if state.is_sampled:
+    if state.host.is_sampled:
         # Nodes of a tree that stand equally deep share their noise: the text is that of a chain.
         positions = state.positions_behind_block
         tokens = draw_from_logits(logits_BWV, processors, state.noise_key, positions)
     else:
         tokens = likeliest_from_logits(logits_BWV, processors)
     state.tokens.copy_(tokens)
+    # Every node has its token now; those on the path that the tokens take come first.
     state.follow_tree()
     return None
 
@@ -61,6 +62,7 @@ def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
     if num_accepted is not None:
         return num_accepted
     matches = state.proposals == state.tokens[:, :-1]
+    # A product that is 0 from the first mismatch on counts the prefix without a read on the host.
     return matches.cumprod(dim=1).sum(dim=1)
 
 
@@ -86,6 +88,7 @@ class TreeWalk:
     def __init__(self, state: DecodeState, tree: DraftTree, raw_BWV: Tensor) -> None:
         self.state = state
         self.tree = tree
+        # Copies, because scores, block and proposals are put in the order of the path meanwhile.
         self.raw = raw_BWV.clone()
         self.block = state.block.clone()
         self.node = torch.zeros_like(state.anchor)

@@ -115,13 +115,16 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
 def why_not(target: Target, draft: DFlashDraftModel) -> str:
     """Returns why steps of this pair cannot be captured, as far as it shows without running one, or an empty text."""
     model = target.model
+    # A graph holds addresses, and such weights have a new one in every forward.
     if is_offloaded(model) or is_offloaded(draft):
         return "weights that are offloaded"
+    # One graph is of one device.
     parts = [*target.layers, target.embedding, target.head, draft]
     devices = {device for part in parts for device in execution_devices(Inventory.of(part))}
     if len(devices) > 1:
         return "parts on several devices"
     is_asked_for = draft.generation_config.engine == "cuda_graph"
+    # Their kernels may read on the host, which shows only when a step is tried.
     if not target.takes_inference_mode and not is_asked_for:
         return (
             "weights that are no plain tensors (quantised or sharded); engine='cuda_graph' tries it"
@@ -129,6 +132,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
     rope = changing_ropes(target)
     if rope:
         return f"a RoPE of type {rope[0].kind}, which looks at positions on the host"
+    # The copies live as long as the context of autocast, and a graph longer.
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
     counted = counted_experts(target)
@@ -165,6 +169,7 @@ class GraphStep(StaticStep):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.settings = _settings(run, self.accepts)
+        # A copy of the draft in FP8 shares modules with it and has weights of its own.
         parts = [run.request.target.parts, run.request.draft_parts]
         if run.generator.drafter is not run.generator.draft:
             parts.append(Inventory.of(run.generator.drafter))
@@ -180,6 +185,7 @@ class GraphStep(StaticStep):
         Raises `NotCapturableError` if one cannot be, or there is no memory for it; nothing captured is kept then.
         """
         graphs = self.graphs
+        # What failed once over these buffers and models would fail again, after the same work.
         if graphs.reason:
             raise NotCapturableError(graphs.reason)
         unknown = [name for name, value in self.run.extra.items() if not _is_plain(value)]
@@ -201,6 +207,7 @@ class GraphStep(StaticStep):
             self.kept.costs.clear()
             graphs.captured.clear()
             if isinstance(error, torch.OutOfMemoryError):
+                # The pool's memory goes back to the driver, for the eager steps that follow.
                 torch.cuda.empty_cache()
                 graphs.reason = f"no memory left to capture it ({first_line(error)})"
                 raise NotCapturableError(graphs.reason) from error
@@ -213,6 +220,7 @@ class GraphStep(StaticStep):
         chooser = self.run.chooser
         bounds = self.bounds()
         widths = chooser.widths
+        # A fixed width has no costs to be measured.
         if not isinstance(chooser, WidthChooser):
             self._capture_missing(bounds, widths)
             return
@@ -224,6 +232,7 @@ class GraphStep(StaticStep):
         """Captures the steps of these sizes that are not kept, in this order."""
         for bound, width in itertools.product(bounds, widths):
             if (bound, width) not in self.kept:
+                # The views of block and tokens that are captured follow from it.
                 self.run.state.width = width
                 with _capturing:
                     self.kept[bound, width] = self.capture_one(bound)
@@ -232,6 +241,7 @@ class GraphStep(StaticStep):
         """Returns the seconds of a step of each width that is worth having, widest first; measured once."""
         kept = self.kept
         if not kept.costs:
+            # At the longest bound, where a verify costs the most.
             self._capture_missing([bound], widths)
             measured = {width: self.measure(kept[bound, width]) for width in widths}
             kept.costs = {width: measured[width] for width in useful_widths(measured)}
@@ -256,6 +266,7 @@ class GraphStep(StaticStep):
         """Replays the step over the first `bound` slots; waits for nothing."""
         captured = self.kept[bound, self.run.state.width]
         captured.graph.replay()
+        # The graph has written into its own tensor, which the state had when it was captured.
         self.run.state.draft_probs = captured.draft_probs
         return captured.outputs
 
@@ -275,6 +286,7 @@ class GraphStep(StaticStep):
 
         Raises NotCapturableError if it reads a tensor on the host.
         """
+        # Another length runs the same operations, in which the guard would find nothing new.
         is_known = any(width == self.run.state.width for _, width in self.kept)
         if is_known:
             self.body(bound)
@@ -306,8 +318,9 @@ def _settings(run: Run, accepts: bool) -> Settings:
     generator = run.generator
     options = generator.draft.generation_config
     proposal = "greedy"
-    if run.state.is_sampled:
+    if run.state.host.is_sampled:
         proposal = generator.proposal
+    # Inputs of the caller's own that are tensors were refused: their addresses would be captured.
     keywords = [(name, value) for name, value in run.extra.items() if _is_plain(value)]
     return (
         accepts,
@@ -326,6 +339,7 @@ def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
     `parts` are the inventories of the target, of the draft, and of a copy that drafts in its place.
     """
     found: list[object] = [getattr(target.config, "_experts_implementation", None)]
+    # Everything is looked at in every call: a list of plain values is hashed once, at the end.
     for inventory in parts:
         found.extend(_address(tensor) for tensor in (*inventory.weights, *inventory.buffers))
         kinds = list(map(type, inventory.modules))

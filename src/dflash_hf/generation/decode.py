@@ -43,27 +43,33 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
         Ids `[B, S + new]`, or with them what was asked for.
     """
     draft = request.draft
-    engine = choose_engine(request.target, draft)
+    target = request.target
+    engine = choose_engine(target, draft)
     user_cache = user_cache_of(request)
+    # Compiled parts run as they were before torch.compile: they call no hooks, and every width is another shape.
     with (
-        eagerly(request.target.parts, request.draft_parts),
+        eagerly(target.parts, request.draft_parts),
         user_cache.restored_on_error(),
         whole_run(request, engine),
     ):
-        with gradients_of_prefill(request.target, user_cache):
+        # 1. The prompts: both caches are filled, and the first token is committed.
+        with gradients_of_prefill(target, user_cache):
             run = prefill(request, inputs, user_cache, keeps_buffers=engine != "eager")
+        # 2. The steps, until every row has ended: draft, verify, accept, report.
         try:
-            with no_gradients(request.target):
+            with no_gradients(target):
                 advance(run, engine)
         finally:
             # Also of a run that was interrupted.
             draft.last_stats = run.stats
+        # 3. The texts, and the cache that the call leaves behind.
         sequences = sequences_of(run)
         advance_user_cache(run, sequences)
         # A rank that failed says so here, while the user's cache can still be put back.
         request.ranks.meet()
     # Buffers of a run that failed are not kept: a graph may have stopped in the middle.
     keep_for_next_call(run)
+    # The streamer ends behind everything that may fail, as plain `generate` ends it.
     if request.streamer is not None:
         request.streamer.end()
     sequences = cast(torch.LongTensor, sequences.to(request.given_on))
@@ -88,14 +94,17 @@ def advance(run: Run, engine: Engine = "eager") -> None:
             # Replays go to the stream of the device that ids are on.
             with torch.cuda.device_of(run.state.ids):
                 captured = start_engine(run)
+                # A step that cannot be captured has said so in the log, and runs eagerly below.
                 if captured is not None:
                     captured.advance()
         # Fixed buffers may be full before the answer has ended: the rest of it is eager.
         if run.finished:
             return
+        # Asked once, and before the taps are on the target: they look like a user's hooks.
         drops = drops_rows(run)
         with tapped_between_steps(run):
             while not run.finished:
+                # Between two steps nothing refers to a row by its place.
                 if drops:
                     drop_finished(run)
                 step(run)
@@ -112,6 +121,7 @@ def gradients_of_prefill(
     target: Target, user_cache: UserCache | NoUserCache
 ) -> AbstractContextManager[Any]:
     """Turns gradients off where what a prefill makes stays here, and nothing of the user's sees a part of it."""
+    # A RoPE that changes writes its frequencies into the model, which a user may train afterwards.
     stays_here = not user_cache.is_kept and in_whole_run(target) and not changing_ropes(target)
     if stays_here:
         return no_gradients(target)
@@ -152,12 +162,14 @@ def tapped_between_steps(run: Run) -> Generator[None]:
 def sequences_of(run: Run) -> Tensor:
     """Returns prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
     state = run.state
-    texts = dict(run.ended)
+    texts = dict(run.rows.ended)
     # The rows that are left need not stand where they stood in the request.
-    for index, end in enumerate(state.cursor.tolist()):
-        texts[run.rows[index]] = state.ids[index, :end]
+    ends = state.cursor.tolist()
+    for row, number in enumerate(run.rows.numbers):
+        texts[number] = state.ids[row, : ends[row]]
     longest = max(map(len, texts.values()))
-    ids = state.ids.new_full((len(texts), longest), run.request.processors.pad_id)
+    shape = (len(texts), longest)
+    ids = state.ids.new_full(shape, run.request.processors.pad_id)
     for row, text in texts.items():
         ids[row, : len(text)] = text
     return ids
@@ -179,7 +191,8 @@ def advance_user_cache(run: Run, sequences: Tensor) -> None:
                 verify(run, block)
 
     make_room(run)  # for padding behind rows that ended early
-    run.state.width = run.buffers.shape.path  # of a chain
+    # A chain as wide as a path: a width that the target has verified before, of one token after another.
+    run.state.width = run.buffers.shape.path
     run.stats.num_target_forwards += run.user_cache.finish(
         run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
     )
@@ -191,4 +204,5 @@ def keep_for_next_call(run: Run) -> None:
     if run.keeps_buffers:
         give_buffers(request.draft, request.target, run.buffers)
     elif isinstance(run.chooser, WidthChooser):
+        # Of captured steps the costs are measured with their graphs, and kept there.
         give_chooser(run.chooser, request.draft, request.target.model, len(request.input_ids))

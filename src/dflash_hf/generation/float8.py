@@ -51,10 +51,12 @@ def round_rows(states: Tensor) -> tuple[Tensor, Tensor]:
         `tuple[torch.Tensor, torch.Tensor]`: Numbers `[N, K]` in `torch.float8_e4m3fn` and scales `[N, 1]` in float32;
         `numbers * scales` are the states, to three bits behind the leading one.
     """
+    # In float32: a scale that was rounded itself would push the largest number out of range.
     states = states.float()
     largest = torch.linalg.vector_norm(states, torch.inf, dim=-1, keepdim=True)
     scales = largest.clamp_min(SMALLEST) / LARGEST
-    return (states / scales).to(FLOAT8), scales
+    numbers = (states / scales).to(FLOAT8)
+    return numbers, scales
 
 
 def scaled_linear(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -71,7 +73,9 @@ def scaled_linear(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
     Source: `torch._scaled_mm` with row scales; the definition is [`scaled_linear_in_float32`].
     """
-    numbers, own_scales = round_rows(states.reshape(-1, states.shape[-1]))
+    # The operation takes two dimensions: every token is a row.
+    tokens = states.reshape(-1, states.shape[-1])
+    numbers, own_scales = round_rows(tokens)
     multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     product = multiply(numbers, weight.T, own_scales, scales.T, out_dtype=torch.bfloat16)
     return product.to(states.dtype).view(*states.shape[:-1], -1)
@@ -82,9 +86,13 @@ def scaled_linear_in_float32(states: Tensor, weight: Tensor, scales: Tensor) -> 
 
     Arguments and result are the same; the products of rounded numbers are summed in float32.
     """
-    numbers, own_scales = round_rows(states.reshape(-1, states.shape[-1]))
-    product = (numbers.float() @ weight.float().T) * own_scales * scales.T
-    return product.to(torch.bfloat16).to(states.dtype).view(*states.shape[:-1], -1)
+    tokens = states.reshape(-1, states.shape[-1])
+    numbers, own_scales = round_rows(tokens)
+    product = numbers.float() @ weight.float().T
+    scaled = product * own_scales * scales.T
+    # Rounded as the operation rounds its result.
+    rounded = scaled.to(torch.bfloat16).to(states.dtype)
+    return rounded.view(*states.shape[:-1], -1)
 
 
 class Rounded(NamedTuple):
@@ -149,17 +157,19 @@ def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
     """
     if draft.generation_config.draft_dtype is None:
         return draft
+    # The head is the largest matrix that a step of the draft reads.
     head: nn.Module = target.head
     if draft.lm_head is not None:
         head = draft.lm_head
     device = draft.fc.weight.device
-    layers = [
-        layer for part in (draft.fc, draft.layers, head) for layer in _linear_layers(part, device)
-    ]
+    layers: list[nn.Linear] = []
+    for part in (draft.fc, draft.layers, head):
+        layers.extend(_linear_layers(part, device))
     rounded = _all_rounded(draft, layers)
     found: dict[nn.Module, Float8Linear] = {}
     for layer in layers:
         found[layer] = Float8Linear(rounded[layer], layer.bias)
+    # A shallow copy shares all modules with the draft, of which three are replaced in a dictionary of its own.
     twin: Any = copy.copy(draft)
     twin._modules = dict(draft._modules)
     twin._modules["fc"] = _copy_of(draft.fc, found)
@@ -174,6 +184,7 @@ def _all_rounded(draft: DFlashDraftModel, layers: Sequence[nn.Linear]) -> dict[n
 
     Raises `ValueError` if there is no memory for the others.
     """
+    # Under the lock, so that two calls with one draft do not round its weights twice at a time.
     with plain_tensors(), _rounding:
         kept = _kept.setdefault(draft, weakref.WeakKeyDictionary[nn.Module, Rounded]())
         stale = [
@@ -247,9 +258,12 @@ def _source_of(layer: nn.Linear) -> tuple[object, ...]:
 def _rounded(layer: nn.Linear) -> Rounded:
     """Returns the rounded weight of a layer; made a few rows at a time."""
     weight = layer.weight.detach()
-    numbers = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
-    scales = torch.empty(weight.shape[0], 1, device=weight.device, dtype=torch.float32)
-    for start in range(0, weight.shape[0], NUM_ROWS):
+    num_rows = weight.shape[0]
+    device = weight.device
+    numbers = torch.empty(weight.shape, dtype=FLOAT8, device=device)
+    scales = torch.empty(num_rows, 1, device=device, dtype=torch.float32)
+    # A head of 150,000 rows would take gigabytes in float32 at once.
+    for start in range(0, num_rows, NUM_ROWS):
         rows = slice(start, start + NUM_ROWS)
         some_numbers, some_scales = round_rows(weight[rows])
         numbers[rows].copy_(some_numbers)

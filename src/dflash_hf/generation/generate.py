@@ -48,12 +48,14 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     Raises `ValueError` if something in the call cannot be honoured.
     """
     arguments = kwargs
+    # By name, whatever was passed by position: names are what is checked and changed.
     if args:
         bound = _signature(original).bind(model, *args, **kwargs).arguments
         del bound["self"]
         arguments = {**bound.pop("kwargs", {}), **bound}
     draft = unwrapped(arguments.get("assistant_model"))
     if not isinstance(draft, DFlashDraftModel):
+        # A draft of this kind that was loaded by another class would fail within Transformers, far from its cause.
         is_stock = Settings(model, arguments)["speculation_type"] == "dflash"
         foreign = explain_foreign_draft(draft, is_stock)
         if foreign:
@@ -71,8 +73,13 @@ def unwrapped(draft: Any) -> Any:
     Blocks never go through the forward of a wrapper; adapters are within the draft's own layers.
     """
     bare: Any = getattr(draft, "_orig_mod", draft)
-    base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
-    return base if isinstance(base, DFlashDraftModel) else bare
+    if not hasattr(bare, "get_base_model"):
+        return bare
+    base: Any = bare.get_base_model()
+    # PEFT's wrapper around any other assistant is Transformers' to deal with.
+    if isinstance(base, DFlashDraftModel):
+        return base
+    return bare
 
 
 Answer = TypeVar("Answer")
@@ -103,6 +110,7 @@ def answer_with(
         arguments.pop("assistant_model", None)
         # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
         arguments.pop("assistant_tokenizer", None)
+        # The order of the checks: a target that cannot be driven says so before anything about the call does.
         target = find_target(model)
         draft_parts = Inventory.of(draft)
         check_target(target)
@@ -128,7 +136,9 @@ def answer_with(
             **model_kwargs: Any,
         ) -> Answer:
             """Stands in place of Transformers' own sampling loop."""
+            # Transformers' own field: the id after it has looked at all configs.
             pad: Any = generation_config._pad_token_tensor
+            pad_id = 0 if pad is None else int(pad)
             request = Request(
                 target=target,
                 draft=draft,
@@ -139,10 +149,11 @@ def answer_with(
                 started=started,
                 input_ids=cast(torch.LongTensor, input_ids.to(target.device)),
                 given_on=input_ids.device,
-                processors=BlockProcessors(logits_processor, 0 if pad is None else int(pad)),
+                processors=BlockProcessors(logits_processor, pad_id),
                 criteria=stopping_criteria,
                 config=generation_config,
             )
+            # What could not be known before: the processors are made by now.
             check_request(request)
             return answer(request, model_kwargs)
 

@@ -116,10 +116,12 @@ def iterate(
     """
     draft = unwrapped(draft)
     check_iterated(draft, kwargs)
+    # Checks and prefill run here and not in the generator: an error is raised at the call.
     start = functools.partial(_start, propose=propose, accept=accept)
     run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
+    # The object that the steps go on counting in.
     draft.last_stats = run.stats
-    run.generator.keeps_logits = output_logits
+    run.generator.iterated.keeps_logits = output_logits
     return _steps(run, output_logits, output_hidden_states)
 
 
@@ -128,14 +130,17 @@ def _start(
 ) -> Run:
     """Stands where `decode` stands, and returns after the prefill."""
     check_rules(request, has_propose=propose is not None, has_accept=accept is not None)
+    # A run may be left half-way, so that no cache is advanced and no buffers are taken from the pool.
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
     if request.draft.generation_config.verify_width is None:
         # To be looked at, a run drafts at every step.
         run.chooser = FixedWidth(run.generator.verify_width)
     if propose is not None:
-        run.generator.user_rule = _checked_propose(propose, request.target.vocab_size)
+        vocab_size = request.target.vocab_size
+        run.generator.iterated.propose = _checked_propose(propose, vocab_size)
     if accept is not None:
+        # Processors and criteria that want another rule were refused beside a rule of the caller's.
         assert isinstance(run.rule, BlockRule)
         run.rule = CustomBlockRule(run.rule, _checked_accept(accept))
     return run
@@ -149,7 +154,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     compiled = [parts for parts in models if is_compiled(parts)]
     # The prefill counts as a step that has verified the prompts' last tokens.
     state.width = 1
-    last_of_prompt = state.ids[:, state.columns - 1]
+    # The cursor stands behind the first token by now.
+    last_of_prompt = state.ids[:, state.host.columns - 1]
     yield _look(run, 0, last_of_prompt, state.lengths - 1, state.tokens, run.reported.committed, {})
     for index in itertools.count(1):
         if run.finished:
@@ -162,6 +168,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
         ):
             # The pause is the user's time, and counts for no part of the run.
             run.watch.last = time.perf_counter()
+            # Copies of what the commit moves on: a step is shown as it was verified.
             anchor = state.anchor.clone()
             lengths = state.lengths.clone()
             logits, committed = step(run)
@@ -169,13 +176,16 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
         if output_logits:
             optional["logits"] = logits.clone()
             # A block of one token is not drafted.
-            if run.generator.logits is not None:
-                optional["draft_logits"] = run.generator.logits.clone()
+            draft_logits = run.generator.iterated.logits
+            if draft_logits is not None:
+                optional["draft_logits"] = draft_logits.clone()
         if output_hidden_states:
             optional["hidden_states"] = run.generator.newest.states.clone()
         if state.is_tree:
-            optional["node_ids"] = state.report.node_ids.clone()
-            optional["parents"] = state.report.parents.clone()
+            # The block is in the order of the path by now; the report has the tree as it was drafted.
+            report = state.report
+            optional["node_ids"] = report.node_ids.clone()
+            optional["parents"] = report.parents.clone()
         tokens = state.tokens
         if isinstance(run.rule, CustomBlockRule):
             # By now the accepted proposals stand in `state.tokens`.
@@ -209,6 +219,7 @@ def _look(
     committed: list[Tensor] = []
     for row, (end, num) in enumerate(zip(state.cursor.tolist(), num_committed, strict=True)):
         committed.append(state.ids[row, end - num : end].clone())
+    # A row that had ended before has matching proposals by chance.
     is_idle = torch.tensor(num_committed, device=device) == 0
     # Copied outside inference mode, so that autograd takes the copies.
     lengths = lengths.clone()
@@ -258,6 +269,7 @@ def _check_integers(found: Any, shape: torch.Size, highest: int, rule: Any) -> N
         raise ValueError(
             f"expected integers of shape {tuple(shape)} from {name}, got {got}; correct it"
         )
+    # A verify of one token has no proposals.
     if not found.numel():
         return
     low, high = map(int, found.aminmax())

@@ -42,6 +42,9 @@ class NewestContext:
         self.nodes = torch.zeros(shape.batch, num_nodes, width, dtype=dtype, device=device)
         # [B], int64: index in its row of the token of the first column, as the draft counts.
         self.starts = torch.zeros(shape.batch, dtype=torch.long, device=device)
+        # [B], int64, on the target's device: first index in its row that there is context for; the draft counts from
+        # it.
+        self.offset = torch.zeros(shape.batch, dtype=torch.long, device=shape.device)
         # Copies for the kernel that writes context of all layers at once; none where no kernel is to write it.
         self.weights: ContextWeights | None = None
         # Whether single tokens gather. Not in captured steps, each of which writes its own.
@@ -86,9 +89,12 @@ class NewestContext:
         is_single = width == 1
         start = 0
         if is_single:
+            # Behind a block of several tokens all columns are taken: the draft has written them, and these begin anew.
             start = self._num_taken % self.num_columns
-        self._newest = slice(start, start + min(width, self.num_columns))
+        end = start + min(width, self.num_columns)
+        self._newest = slice(start, end)
         if is_tree:
+            # Which nodes stand is known after the target's tokens are: `add_path` takes them from here.
             self.nodes[:, :width].copy_(states)
         else:
             self.states.copy_(states)
@@ -111,7 +117,8 @@ class NewestContext:
         if is_in_place:
             taken.copy_(self.nodes[:, :num])
         else:
-            along(path_BN.to(self.nodes.device), self.nodes, out=taken)
+            path = path_BN.to(self.nodes.device)
+            along(path, self.nodes, out=taken)
 
     def to_write(self) -> NewContext:
         """Returns what the draft's next forward writes: the states of all columns, and where they stand."""
@@ -123,9 +130,11 @@ class NewestContext:
         self.columns = kept_rows(self.columns, rows)
         self.nodes = kept_rows(self.nodes, rows)
         self.starts = kept_rows(self.starts, rows)
+        self.offset = kept_rows(self.offset, rows)
 
     def tensors(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""
-        found = [self.columns, self.nodes, self.starts]
+        found = [self.columns, self.nodes, self.starts, self.offset]
+        # Weights are baked into a captured step by their addresses.
         found.extend(self.weights or ())
         return found

@@ -48,10 +48,11 @@ def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Option
     block_size = given.block_size or draft.config.block_size
     longest = draft.config.num_proposals(block_size) + 1
     num_rows = len(request.input_ids)
-    width = _widest_verify(
-        given.verify_width, longest, num_rows, keeps_buffers and not is_looked_at
-    )
+    # To be looked at, a step verifies its whole block.
+    is_captured = keeps_buffers and not is_looked_at
+    width = _widest_verify(given.verify_width, longest, num_rows, is_captured)
     proposal: ProposalRule = "argmax" if given.proposal == "auto" else given.proposal
+    # Rejection goes along one chain: its redraw needs the distribution at the first refusal.
     is_drawn = request.config.do_sample and proposal == "sample"
     may_be_tree = not is_drawn and not is_looked_at
     num_nodes = _num_nodes(request, width, keeps_buffers, may_be_tree)
@@ -70,9 +71,13 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
     # Without kernels the host of a GPU builds trees, which a captured step cannot wait for.
     input_ids = request.input_ids
     is_on_host = keeps_buffers and input_ids.is_cuda and not ops.use_tree_kernels(input_ids)
+    # A number of tokens asks for the block's first ones, one behind the other.
     has_number = isinstance(given.verify_width, int)
-    if not may_be_tree or is_on_host or has_number or request.target.recurrences or width == 1:
+    # Recurrent states follow one path.
+    needs_chain = is_on_host or has_number or bool(request.target.recurrences)
+    if not may_be_tree or needs_chain or width == 1:
         return 0
+    # As many nodes as a chain has tokens: the verify costs the same.
     return min(width, ops.MAX_NODES)
 
 
@@ -110,12 +115,8 @@ def choose_widths(
     is_tree = generator.trees is not None
     longest = generator.num_proposals + 1
     # A number asks for trees; captured, each choice would be a graph more.
-    may_be_chain = (
-        is_tree
-        and options.num_tree_nodes in (None, "auto")
-        and longest <= width
-        and not keeps_buffers
-    )
+    is_asked_for = options.num_tree_nodes not in (None, "auto")
+    may_be_chain = is_tree and longest <= width and not is_asked_for and not keeps_buffers
     chain = longest if may_be_chain else 0
     chooser: WidthChooser | None = None
     if not keeps_buffers:
@@ -131,5 +132,5 @@ def _text_follows_width(generator: DFlashCandidateGenerator, state: DecodeState)
     target = generator.target
     weight: Any = target.embedding.weight
     is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
-    is_by_rejection = state.is_sampled and generator.proposal == "sample"
+    is_by_rejection = state.host.is_sampled and generator.proposal == "sample"
     return is_half or is_by_rejection

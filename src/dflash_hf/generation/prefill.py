@@ -22,17 +22,17 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.checks import check_padding, check_room
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.options import Options, choose_widths, resolve
-from dflash_hf.generation.run import Reported, Request, Run, first_room
+from dflash_hf.generation.run import Reported, Request, Rows, Run, first_room
 from dflash_hf.generation.sampling import new_seed
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
-from dflash_hf.generation.step import accept, take_note
+from dflash_hf.generation.step import accept, record_progress
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.reentry import outermost
+from dflash_hf.target_model.reentry import KEYWORD, outermost
 from dflash_hf.target_model.support import check_length, check_takes_positions
 
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
@@ -81,27 +81,34 @@ def prefill(
     """
     target = request.target
     ranks = request.ranks
+    num_rows = len(request.input_ids)
     inputs = dict(inputs)  # the cache to be filled is put into it
-    stats = SpeculativeStats()
-    watch = Stopwatch(stats, request.started, _devices_to_wait_for(request))
+    watch = Stopwatch(SpeculativeStats(), request.started, _devices_to_wait_for(request))
+    # What Transformers has done since the user's call.
     watch.lap("prepare")
+    # 1. How much is drafted and verified, and where every token of the prompts stands.
     options = resolve(request, keeps_buffers, is_looked_at)
     prompts = prompts_of(request, inputs, user_cache.past)
     # The FP8 copy is made before anybody asks how much memory is free.
     drafter = drafting_copy(request.draft, target)
+    # 2. The buffers, and the drafting side over them, with the context of a cache that was passed in.
     room = _room_for(request, prompts, keeps_buffers)
     generator = _start_draft(request, drafter, options, prompts, room, keeps_buffers, user_cache)
+    # All that can be refused is refused by now: the ranks compare the call and begin their forwards together.
     _compare_ranks(request, inputs, options, user_cache)
     seed = None
     if request.config.do_sample:
         seed = new_seed(request.input_ids.device)
     ranks.share(seed)
+    # 3. Transformers' own prefill, whose tapped states become the draft's context chunk by chunk.
     with ranks.forward():
         outputs, filled = _fill(request, inputs, generator, prompts.positions, user_cache)
+    # 4. Its cache, row by row without padding, into the ragged one.
     length = max(prompts.row_lengths) + room
     cache = _into_ragged(
         generator, filled, prompts.positions, length, user_cache.is_given, keeps_buffers
     )
+    # 5. The state, as if the prompts' last tokens were to be verified now.
     state = generator.buffers.state
     state.begin(
         request.input_ids,
@@ -111,33 +118,42 @@ def prefill(
         eos_ids=prompts.eos_ids,
         seed=seed,
     )
-    _start_stats(stats, request, generator, cache)
-    recorder = Recorder(request.config, len(request.input_ids))
+    _start_stats(watch.stats, request, generator, cache)
+    recorder = Recorder(request.config, num_rows)
+    rule = rule_for(request.processors, request.own_criteria, request.streamer, state, recorder)
     run = Run(
         request=request,
         generator=generator,
-        buffers=generator.buffers,
-        cache=cache,
-        rule=rule_for(request.processors, request.own_criteria, request.streamer, state, recorder),
+        rule=rule,
         recorder=recorder,
-        stats=stats,
         watch=watch,
         chooser=choose_widths(generator, state, keeps_buffers),
         user_cache=user_cache,
+        taps=_taps_of_verifies(request, cache),
         extra={
             name: value
             for name, value in inputs.items()
             if name not in OF_PREFILL and value is not None
         },
         reach=_reach_of(target, prompts),
-        prompt=max(prompts.row_lengths),
         room=room,
         keeps_buffers=keeps_buffers,
-        rows=list(range(len(request.input_ids))),
-        reported=Reported.before(prompts.row_lengths, state.columns),
+        rows=Rows(list(range(num_rows))),
+        reported=Reported.before(prompts.row_lengths, state.host.columns),
     )
+    # 6. The first token, by the commit of every step: the prefill's logits are those of a verify of one token.
     _commit_first(run, outputs)
     return run
+
+
+def _taps_of_verifies(request: Request, cache: RaggedCache) -> Taps:
+    """Returns the taps that record the target's states in verifies over a cache, and in no other forward."""
+
+    def counts(kwargs: dict[str, Any]) -> bool:
+        # Code of the user's may run the same layers between two verifies, or inside one.
+        return kwargs.get(KEYWORD) is cache
+
+    return Taps(request.target.layers, request.draft.config.target_layer_ids, counts=counts)
 
 
 def _compare_ranks(
@@ -147,6 +163,7 @@ def _compare_ranks(
     past = None
     if user_cache.is_kept:
         past = user_cache.past
+    # Options are part of it: another block size on one rank would be another shape in a collective operation.
     request.ranks.begin(
         {
             **inputs,
@@ -181,6 +198,7 @@ def _reach_of(target: Target, prompts: Prompts) -> list[int]:
     num_positions = target.facts.num_positions
     if num_positions is None:
         return []
+    # Such targets have one position per token: `position_delta` is [B].
     return (num_positions - prompts.position_delta).tolist()
 
 
@@ -222,6 +240,7 @@ def _start_draft(
         prompts.position_delta,
         prompts.eos_ids,
     )
+    # A verify also looks at proposals, up to a path behind the last token of the answer.
     next_positions = prompts.lengths + prompts.position_delta
     furthest = prompts.limit + shape.path - 1
     check_length(target, next_positions, furthest, prompts.num_columns, user_cache.past)
@@ -234,6 +253,7 @@ def _start_draft(
     generator = DFlashCandidateGenerator(
         draft, target, request.processors, buffers, options.proposal, drafter
     )
+    # The cache first: its context says from which token on the draft counts.
     user_cache.begin(generator, prompts.positions.to(request.input_ids.device), prompts.limit)
     generator.begin(prompts.lengths)
     return generator
@@ -262,8 +282,10 @@ def _fill(
 
     def sink(states: Tensor) -> None:
         nonlocal seen
-        generator.observe_prompt(states, positions[:, seen : seen + states.shape[1]])
-        seen += states.shape[1]
+        # A chunk's columns follow those of the chunk before: no chunk says which ones it has.
+        end = seen + states.shape[1]
+        generator.observe_prompt(states, positions[:, seen:end])
+        seen = end
 
     config = request.draft.config
     # Nobody else calls the target where nothing of the user's runs in it.
@@ -310,6 +332,7 @@ def _run_prefill(request: Request, inputs: dict[str, Any], past: int, num_column
         return model._prefill(request.input_ids, request.config, inputs)
     config = copy.copy(request.config)
     config.prefill_chunk_size = None
+    # The ids may be those of the whole conversation, or of its new columns alone: they are counted from the end.
     new = request.input_ids[:, past - num_columns :]
     chunk_size = request.config.prefill_chunk_size or new.shape[1]
     per_token = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
@@ -346,6 +369,7 @@ def _into_ragged(
         length = buffers.capacity
 
     def take(length: int) -> RaggedCache:
+        # What does not fit the target's cache is of no use in the draft's.
         buffers.capacity = min(buffers.capacity, length)
         recurrences = generator.target.recurrences
         return RaggedCache.take_prefill(
@@ -369,7 +393,7 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     scores = accept(run, logits)
     reported = Reported(*state.outcome[:NUM_REPORTED].tolist())
     run.watch.lap("prefill")
-    take_note(run, reported, state.tokens)
+    record_progress(run, reported, state.tokens)
     run.recorder.add(scores, logits, None, reported.committed)
     state.width = run.generator.verify_width
     run.watch.lap("rest")
@@ -409,12 +433,10 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     positions = prompt_positions(request, inputs, past)
     lengths = (positions[:, -1] + 1).to(device)
     criteria = request.criteria
+    # Transformers has made criteria of both, and a caller may have passed more of them: all count.
     ends = [torch.empty(0, dtype=torch.long, device=device)]
-    ends += [
-        one.eos_token_id.reshape(-1).to(device)
-        for one in criteria
-        if isinstance(one, EosTokenCriteria)
-    ]
+    end_criteria = [one for one in criteria if isinstance(one, EosTokenCriteria)]
+    ends.extend(one.eos_token_id.reshape(-1).to(device) for one in end_criteria)
     limits = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
     longest_text = min(limits, default=int(request.config.max_length))
     return Prompts(
@@ -441,12 +463,15 @@ def prompt_positions(request: Request, inputs: dict[str, Any], past: int) -> Ten
         # Not the rows of the mask: one row of ones may stand for all.
         return torch.arange(mask.shape[1], device="cpu").expand(len(request.input_ids), -1)
     check_padding(request.target, mask)
-    return (mask.long().cumsum(dim=1) - 1).masked_fill(~mask, -1)
+    # The index of a token is the number of tokens before it.
+    index = mask.long().cumsum(dim=1) - 1
+    return index.masked_fill(~mask, -1)
 
 
 def _host_mask(request: Request, inputs: dict[str, Any], past: int) -> Tensor:
     """Returns which columns of the conversation hold tokens, bool `[B, T]` on the host."""
     embeds = inputs.get("inputs_embeds")
+    # Embeddings stand for the prompt: the ids beside them are the answer so far, mostly none.
     new = request.input_ids
     if embeds is not None:
         new = embeds[..., 0]
@@ -487,6 +512,7 @@ def position_delta(request: Request, inputs: dict[str, Any], lengths: Tensor) ->
     # Transformers' own takes the last position as it is.
     is_usual = getattr(model.prepare_inputs_for_generation, "__func__", None) is _PREPARE
     if not is_usual:
+        # An empty cache, so that what is prepared is a step behind the prompt and not the prompt itself.
         kwargs = {**inputs, CACHE_NAME: empty_cache(request, inputs), "use_cache": True}
         last = torch.zeros_like(lengths[:, None])
         step = model.prepare_inputs_for_generation(
@@ -503,10 +529,7 @@ def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
     A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
     """
     prepared: Any = inputs.get(CACHE_NAME)
-    if (
-        type(prepared) is DynamicCache
-        and not prepared.offloading
-        and not int(prepared.get_seq_length())
-    ):
+    is_usual = type(prepared) is DynamicCache and not prepared.offloading
+    if is_usual and not int(prepared.get_seq_length()):
         return prepared
     return DynamicCache(config=request.target.config)

@@ -70,6 +70,7 @@ class Ranks:
         """
         if self.is_alone:
             return numbers
+        # An interrupt that came within a forward is told now, where the others listen.
         report = WELL
         if self._interrupted:
             report = INTERRUPTED
@@ -91,6 +92,7 @@ class Ranks:
         """
         if self.is_alone:
             return
+        # Hashes and short texts: whole prompts would travel to every process.
         mine = _digests(call)
         given = [dict[str, str]()] * self.size
         self.meet()
@@ -131,6 +133,7 @@ class Ranks:
         """
         if self.is_alone:
             return num_accepted
+        # User code has run: where it has failed on one rank, all end here.
         self.meet()
         num_accepted = accepted(state, num_accepted)
         decided = [state.tokens, num_accepted, state.remaining, rule.unfinished(state)]
@@ -144,6 +147,7 @@ class Ranks:
         """Marks a forward of the target, where no failure can be reported: others wait for this rank's part of it."""
         self._meets_next = False
         yield
+        # Not in a `finally`: behind an error the others wait in the middle of the forward for good.
         self._meets_next = True
 
     @contextmanager

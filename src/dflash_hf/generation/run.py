@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache.recurrent import noting
+from dflash_hf.cache.recurrent import recording_blocks
 from dflash_hf.devices import Inventory, plain_tensors
 from dflash_hf.generation.accept import AcceptanceRule
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
@@ -39,7 +39,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_layers import fast_layers, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
+from dflash_hf.target_model.reentry import ragged_attention
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import is_unmodified
 
@@ -93,31 +93,51 @@ class Reported(NamedTuple):
         return cls(nothing, nothing, lengths, nothing, [num_columns] * len(lengths))
 
 
+@dataclass(slots=True)
+class Rows:
+    """Which of the request's rows are still in the state, and the texts of those that are not."""
+
+    numbers: list[int]  # the number in the request of each row of the state
+    # Prompt and answer of each row that has ended and was dropped, by its number.
+    ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """The parts of one run, after its prefill."""
 
     request: Request
     generator: DFlashCandidateGenerator
-    buffers: FixedBuffers
-    cache: RaggedCache  # the target's
     rule: AcceptanceRule
     recorder: Recorder
-    stats: SpeculativeStats
     watch: Stopwatch
     chooser: WidthChooser | FixedWidth
     user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
+    taps: Taps  # of the verifies: they record what the target runs over the run's cache
     extra: dict[str, Any]  # keywords of the caller's own for the target's forward
     # Per row the length at which a target with a table of positions has used all; else empty
     reach: list[int]
-    prompt: int  # tokens in the caches of the longest row, at first
     room: int  # new tokens that the buffers are made for
     keeps_buffers: bool  # whether they go back for the next call when the run has ended well
-    rows: list[int]  # which of the request's rows each row of the state is
+    rows: Rows
     reported: Reported  # of the last step
-    # Prompt and answer of each of the request's rows that was dropped.
-    ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    taps: Taps | None = None  # those that are open, see `tapped`
+
+    @property
+    def buffers(self) -> FixedBuffers:
+        """The tensors that steps read and write."""
+        return self.generator.buffers
+
+    @property
+    def cache(self) -> RaggedCache:
+        """The target's cache."""
+        cache = self.buffers.cache
+        assert cache is not None, "the prefill has filled it"
+        return cache
+
+    @property
+    def stats(self) -> SpeculativeStats:
+        """The run's statistics, whose seconds the watch books."""
+        return self.watch.stats
 
     @property
     def finished(self) -> bool:
@@ -135,14 +155,23 @@ class Run:
         return max(self.reported.lengths)
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, padding not counted."""
+        # Caches and ids grow by the same tokens, but for the anchor, which is in no cache yet.
+        pairs = zip(self.reported.lengths, self.reported.filled, strict=True)
+        num_padding = min(filled - length for length, filled in pairs) - 1
+        return self.state.host.columns - num_padding
+
+    @property
     def num_new(self) -> int:
         """Tokens that the longest answer has."""
-        return max(self.reported.filled) - self.state.columns
+        return max(self.reported.filled) - self.state.host.columns
 
     @property
     def ends_at_next(self) -> bool:
         """Whether every row ends with the step behind the last one that was read: each commits a token at least."""
-        last = self.state.columns + self.state.limit - 1
+        host = self.state.host
+        last = host.columns + host.limit - 1
         rows = zip(self.reported.done, self.reported.filled, strict=True)
         return all(has_ended or filled >= last for has_ended, filled in rows)
 
@@ -152,6 +181,7 @@ class Run:
         At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
         """
         for row, reach in enumerate(self.reach):
+            # A row that goes on feeds its anchor to the next forward.
             num_needed = 0 if reported.done[row] else 1
             if reported.lengths[row] + num_needed > reach:
                 num = self.request.target.facts.num_positions
@@ -163,28 +193,21 @@ class Run:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """Has the target run by fast layers, with its attention switched, its layers tapped and its recurrences noted.
+    """Has the target run by fast layers, with its attention switched, its layers tapped and its blocks recorded.
 
     Where it is so already, for several verifies, nothing is done.
     """
-    if run.taps is not None:
+    if run.taps.is_open:
         yield run.taps
         return
-    ids = run.generator.draft.config.target_layer_ids
-    taps = Taps(
-        run.request.target.layers, ids, counts=lambda kwargs: kwargs.get(KEYWORD) is run.cache
-    )
+    target = run.request.target
     with (
-        fast_layers(run.request.target),  # first: hooks on the model would keep them away
-        ragged_attention(run.request.target),
-        noting(run.cache.layers),
-        taps.open(),
+        fast_layers(target),  # first: hooks on the model would keep them away
+        ragged_attention(target),
+        recording_blocks(run.cache.layers),
+        run.taps.open(),
     ):
-        run.taps = taps
-        try:
-            yield taps
-        finally:
-            run.taps = None
+        yield run.taps
 
 
 # New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `make_room`.
@@ -201,15 +224,18 @@ def first_room(limit: int, affordable: int | None) -> int:
     if affordable is None:
         return min(limit, FIRST_ROOM)
     room = min(limit, FIXED_ROOM)
-    return room if room <= affordable else min(limit, FIXED_ROOM // 4)
+    if room > affordable:
+        return min(limit, FIXED_ROOM // 4)
+    return room
 
 
 def has_room(run: Run, num_unread: int = 0) -> bool:
     """Returns True if another step surely fits in, with `num_unread` steps begun that the host has not read."""
-    return (
-        run.room >= run.state.limit
-        or run.num_new + num_unread * run.generator.verify_width <= run.room
-    )
+    # The ids of a whole answer fit in, and a step commits nothing beyond the limit.
+    is_for_all = run.room >= run.state.host.limit
+    # A step that was not read may have committed all that it verified.
+    most_unread = num_unread * run.generator.verify_width
+    return is_for_all or run.num_new + most_unread <= run.room
 
 
 def drops_rows(run: Run) -> bool:
@@ -218,13 +244,17 @@ def drops_rows(run: Run) -> bool:
     To be asked before the run's own taps are on the target: they look like a user's hooks.
     """
     target = run.request.target
+    # Criteria and processors are called with all rows, and a cache that is left behind has all of them.
     is_seen_whole = not run.rule.runs_on_device or run.user_cache.is_kept or bool(run.extra)
-    has_states = run.keeps_buffers or bool(run.cache.groups)
+    # Graphs have their rows baked in, and recurrent states are not moved.
+    is_bound = run.keeps_buffers or bool(run.cache.groups)
     # Such a RoPE goes by the longest row of the batch, also where that has ended.
     follows_longest = bool(changing_ropes(target))
-    is_one = len(run.rows) == 1
-    if is_one or is_seen_whole or has_states or follows_longest or run.request.ranks.size > 1:
+    is_one = len(run.rows.numbers) == 1
+    is_alone = run.request.ranks.is_alone
+    if is_one or is_seen_whole or is_bound or follows_longest or not is_alone:
         return False
+    # Code of the user's in the model may count rows.
     return in_whole_run(target) or is_unmodified(target.parts)
 
 
@@ -237,16 +267,22 @@ def drop_finished(run: Run) -> None:
     if not any(done):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
+    # 1. Which row goes where: the last ones fill the places of those that have ended, and no other row is copied.
     moved = [row for row in running if row >= len(running)]
-    kept = [moved.pop() if done[row] else row for row in range(len(running))]
-    for row in set(range(len(done))).difference(kept):
-        run.ended[run.rows[row]] = run.state.ids[row, : run.reported.filled[row]].clone()
-    run.rows = [run.rows[row] for row in kept]
-    run.reported = Reported(*([notes[row] for row in kept] for notes in run.reported))
+    left = [moved.pop() if done[row] else row for row in range(len(running))]
+    # 2. The texts of the others. Copies, because another row's go to their place.
+    rows = run.rows
+    for row, has_ended in enumerate(done):
+        if has_ended:
+            text = run.state.ids[row, : run.reported.filled[row]]
+            rows.ended[rows.numbers[row]] = text.clone()
+    # 3. Everything that the host knows by row, then the tensors, then the times of steps of so many rows.
+    rows.numbers = [rows.numbers[row] for row in left]
+    run.reported = Reported(*([numbers[row] for row in left] for numbers in run.reported))
     if run.reach:
-        run.reach = [run.reach[row] for row in kept]
-    run.buffers.keep_rows(kept)
-    run.chooser.use_rows(len(kept))
+        run.reach = [run.reach[row] for row in left]
+    run.buffers.keep_rows(left)
+    run.chooser.use_rows(len(left))
 
 
 def make_room(run: Run) -> None:
@@ -257,28 +293,31 @@ def make_room(run: Run) -> None:
     """
     if has_room(run):
         return
-    least = min(run.state.limit, run.num_new + run.generator.verify_width)
-    else_freed(
-        run.generator.draft,
-        partial(_grow, run),
-        min(run.state.limit, max(2 * run.room, least)),
-        least,
-    )
+    limit = run.state.host.limit
+    # The next step alone may commit as many as it verifies.
+    least = min(limit, run.num_new + run.generator.verify_width)
+    # Twice the room, so that a long answer is copied a few times and not at every step.
+    wanted = min(limit, max(2 * run.room, least))
+    else_freed(run.generator.draft, partial(_grow, run), wanted, least)
 
 
 def _grow(run: Run, room: int) -> None:
+    """Makes room for so many new tokens of every row."""
     generator = run.generator
     state = run.state
-    length = run.prompt + room + max(generator.block_size, generator.verify_width)
+    longest_block = max(generator.block_size, generator.verify_width)
+    length = run.longest_prompt + room + longest_block
     for cache in (generator.cache, run.cache):
         cache.grow(length)
+    batch, num_before = state.ids.shape
+    # A block of scratch behind the last token, where rules show processors what may follow.
+    num_columns = state.host.columns + room + state.whole_block.shape[1]
     with plain_tensors():
-        ids = state.ids.new_zeros(
-            state.ids.shape[0], state.columns + room + state.whole_block.shape[1]
-        )
-        num = min(ids.shape[1], state.ids.shape[1])
+        ids = state.ids.new_zeros(batch, num_columns)
+        num = min(num_columns, num_before)
         ids[:, :num] = state.ids[:, :num]
     state.ids = ids
     run.room = room
+    # Graphs that were captured over the old tensors would write into freed memory.
     run.keeps_buffers = False
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()

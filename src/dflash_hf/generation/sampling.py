@@ -90,19 +90,21 @@ class Draw(NamedTuple):
                 least = self._least_of_top_p(values_BKC, least)
         if self.min_p > 0.0:
             # A share of the greatest probability is a distance to the greatest logit.
-            least = torch.maximum(
-                least, values_BKC[..., 0] + self.temperature * math.log(self.min_p)
-            )
+            distance = self.temperature * math.log(self.min_p)
+            least = torch.maximum(least, values_BKC[..., 0] + distance)
         return least
 
     def _least_of_top_p(self, values_BKC: Tensor, least_BK: Tensor) -> Tensor:
         """Returns the lowest logit that top-p leaves of those that are not below `least_BK`."""
         among = values_BKC.masked_fill(values_BKC < least_BK[..., None], -math.inf)
+        # A top-p is a share of what temperature and top-k have left.
         probs = torch.softmax(among / self.temperature, dim=-1)
         likelier = probs.cumsum(dim=-1) - probs
         # Falling values are kept from the first one on, and the very first always.
-        num_kept = (likelier < self.top_p).sum(dim=-1, keepdim=True).clamp_min(1)
-        return torch.maximum(least_BK, values_BKC.gather(-1, num_kept - 1)[..., 0])
+        is_kept = likelier < self.top_p
+        num_kept = is_kept.sum(dim=-1, keepdim=True).clamp_min(1)
+        last_kept = values_BKC.gather(-1, num_kept - 1)
+        return torch.maximum(least_BK, last_kept[..., 0])
 
 
 def _draw_of(warpers: Sequence[Any]) -> Draw | None:
@@ -281,6 +283,7 @@ def draw_from_logits(
     if draw is None:
         return choose(processors.warp(logits_BKV), key, positions_BK)
     num_values = draw.num_values(logits_BKV.shape[-1])
+    # The kernel reads every logit once; what may not be drawn is told by one bound per position.
     if ops.use_kernel(ops.gumbel_argmax, logits_BKV):
         least: Tensor | None = None
         if draw.leaves_out:
@@ -300,8 +303,10 @@ def draw_from_logits(
     if draw.top_k == 0 or not has_few_ties:
         return choose(processors.warp(logits_BKV), key, positions_BK)
     values, tokens = _greatest(logits_BKV, num_values)
-    is_left_out = values < draw.least(values)[..., None]
+    least_of_all = draw.least(values)
+    is_left_out = values < least_of_all[..., None]
     scores = (values / draw.temperature).masked_fill(is_left_out, -math.inf)
+    # By the tokens' own noise, so that the draw is that from the whole vocabulary.
     noisy = scores + gumbel_noise(key, positions_BK, tokens)
     best = noisy.argmax(dim=-1, keepdim=True)
     return tokens.gather(-1, best)[..., 0]

@@ -87,12 +87,22 @@ class TreeReport(NamedTuple):
     sources: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNumbers:
+    """The numbers of a run that the host decides by; they are the same at every step."""
+
+    columns: int  # of the prompts in `ids`
+    limit: int  # tokens a row may generate
+    has_eos: bool  # whether there are end-of-sequence ids
+    is_sampled: bool  # whether tokens are sampled, with noise of `seed`
+
+
 @dataclass(slots=True, kw_only=True)
 class DecodeState:
     """Everything a step reads and writes. `B` rows, at most `W` verified tokens per step, all on the target's device.
 
     All tensors are int64 but `done`, bool, and `draft_probs`, float32. A step reads a run's numbers from these tensors
-    and never from `columns` and `limit`, so that a captured step serves any run of its width.
+    and never columns and limit of `host`, so that a captured step serves any run of its width.
     """
 
     # [B, at least columns + room + W]: the prompts, left-padded, then committed tokens, then scratch.
@@ -125,12 +135,9 @@ class DecodeState:
     row_ids: Tensor
     # [B, width - 1, V]: distribution that the proposals were drawn from; empty where they were not drawn.
     draft_probs: Tensor
-    columns: int = 0  # of the prompts in `ids`
-    limit: int = 0  # tokens a row may generate
+    host: HostNumbers  # the run's numbers that never change
     width: int = 1  # tokens that the step verifies, at most W; each step may have its own
     is_chain: bool = False  # whether the step verifies a chain although the run has trees
-    has_eos: bool = False  # whether there are end-of-sequence ids
-    is_sampled: bool = False  # whether tokens are sampled, with noise of `seed`
 
     @classmethod
     @torch.inference_mode(False)
@@ -167,6 +174,7 @@ class DecodeState:
             nodes=zeros(4, batch, num_nodes),
             row_ids=torch.arange(batch, device=device),
             draft_probs=torch.empty(0, device=device),
+            host=HostNumbers(columns=0, limit=0, has_eos=False, is_sampled=False),
         )
 
     def begin(
@@ -184,29 +192,31 @@ class DecodeState:
         The first commit, of the token that follows from the prefill, makes that token the anchor. `seed` is the
         sampling noise's; greedy runs have none.
         """
-        device = self.ids.device
-        self.columns = input_ids.shape[1]
-        self.limit = limit
+        columns = input_ids.shape[1]
+        num_eos = eos_ids.shape[0]
+        self.host = HostNumbers(
+            columns=columns, limit=limit, has_eos=num_eos > 0, is_sampled=seed is not None
+        )
+        # As if one token had been verified: the prompts' last ones, whose logits the prefill gives.
         self.width = 1
         self.is_chain = False
-        self.draft_probs = torch.empty(0, device=device)
-        self.ids.zero_()[:, : self.columns] = input_ids
-        self.cursor.fill_(self.columns)
+        self.draft_probs = torch.empty(0, device=self.ids.device)
+        self.ids.zero_()[:, :columns] = input_ids
+        self.cursor.fill_(columns)
         self.remaining.fill_(limit)
         for scratch in (self.done, self.whole_tokens, self.outcome):
             scratch.zero_()
         self.whole_block.zero_()
         # Prompts that were given as embeddings have no columns.
-        if self.columns:
+        if columns:
             self.whole_block[:, 0] = input_ids[:, -1]
         # The last token of the prompt is the anchor, so the caches lack it.
         ahead = torch.arange(-1, self.next_positions.shape[1] - 1, device=lengths.device)
         torch.add(lengths[:, None], ahead, out=self.next_positions)
         self.position_delta.copy_(position_delta)
+        # Padded by ids that no token has, so that a captured step serves runs with other ids.
         self.padded_eos_ids.fill_(-1)
-        self.padded_eos_ids[: eos_ids.shape[0]] = eos_ids
-        self.has_eos = eos_ids.shape[0] > 0
-        self.is_sampled = seed is not None
+        self.padded_eos_ids[:num_eos] = eos_ids
         if seed is not None:
             self.seed.copy_(seed)
 
@@ -238,7 +248,7 @@ class DecodeState:
     @property
     def num_new(self) -> Tensor:
         """Tokens that each row has generated so far `[B]`."""
-        return self.cursor - self.columns
+        return self.cursor - self.host.columns
 
     # ---- noise
 
@@ -250,7 +260,7 @@ class DecodeState:
     @property
     def key(self) -> NoiseKey | None:
         """[`noise_key`], or `None` where tokens are chosen greedily."""
-        if not self.is_sampled:
+        if not self.host.is_sampled:
             return None
         return self.noise_key
 

@@ -52,6 +52,7 @@ class StaticStep:
             self._run_ahead()
             return
         run = self.run
+        # Fixed buffers do not grow: where they are full, the eager steps go on with longer ones.
         while not run.finished and has_room(run):
             begin(run)
             outputs = self.launch(self.bound(0))
@@ -67,6 +68,7 @@ class StaticStep:
             if has_room(run, 1) and not run.ends_at_next:
                 begun.append(self._begin(1))
             step = begun.popleft()
+            # The only wait: for the copy of a report, with a whole step queued behind it.
             if step.arrived is not None:
                 step.arrived.synchronize()
             run.watch.lap("verify")
@@ -77,7 +79,8 @@ class StaticStep:
         begin(self.run)
         self.launch(self.bound(num_unread))
         outcome = self.run.state.outcome
-        # Pinned memory: a copy into any other would wait for the device.
+        # Pinned memory: a copy into any other would wait for the device. A tensor of its own, because the next step
+        # overwrites the state's before this one is read.
         host = torch.empty(
             outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=outcome.is_cuda
         )
@@ -99,12 +102,15 @@ class StaticStep:
         if not self.accepts:
             return outputs
         assert outputs.logits is not None
-        accept(self.run, outputs.logits.to(self.run.state.ids.device))
+        logits = outputs.logits.to(self.run.state.ids.device)
+        # Nobody asks for scores of a step that accepts by itself.
+        accept(self.run, logits)
         return None
 
     def bound(self, num_unread: int) -> int:
         """Returns the slots that a step may need, `num_unread` steps after the one that the host has read last."""
         run = self.run
+        # The kernel finds the end of each row on the device: one graph serves all lengths.
         if self.reads_lengths:
             return run.buffers.capacity
         # An unread step has committed as many tokens as it verified, at most.
@@ -117,5 +123,5 @@ class StaticStep:
         if self.reads_lengths:
             return [run.buffers.capacity]
         shortest = run.longest + self.widest
-        longest = shortest + run.state.limit + run.generator.verify_width
+        longest = shortest + run.state.host.limit + run.generator.verify_width
         return buckets_between(shortest, longest, run.buffers.capacity)

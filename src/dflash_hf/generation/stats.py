@@ -97,8 +97,9 @@ class SpeculativeStats:
     ) -> None:
         """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
         self.num_tried_from_text += sum(map(sum, sources))
-        # Node 0 is the anchor, and stands in no count.
-        missing = [0] * (width - 1 - len(self.num_tried_by_node))
+        # Node 0 is the anchor, and stands in no count. Lists grow with the widest verify so far.
+        num_missing = width - 1 - len(self.num_tried_by_node)
+        missing = [0] * num_missing
         self.num_tried_by_node.extend(missing)
         self.num_accepted_by_node.extend(missing)
         for node in range(1, width):
@@ -119,12 +120,15 @@ class SpeculativeStats:
     @property
     def num_verifies(self) -> int:
         """Number of verifies, summed over rows."""
+        # A row is in the counts as long as it runs: one step over three running rows is three verifies.
         return sum(len(row) for row in self.num_committed)
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens generated, summed over rows, the prefill's first token of each row included."""
-        return len(self.num_committed) + sum(sum(row) for row in self.num_committed)
+        num_rows = len(self.num_committed)
+        num_verified = sum(sum(row) for row in self.num_committed)
+        return num_rows + num_verified
 
     @property
     def acceptance_length(self) -> float:
@@ -167,6 +171,7 @@ class SpeculativeStats:
         # Source: vllm/v1/spec_decode/metrics.py. A verify of one token has no proposals and is no draft there.
         if definition == "vllm":
             return 1.0 + _mean([count for count, tried in self._checked() if tried])
+        # SGLang's: the prefill's token is one of the answer's, and its forward is no verify.
         return self.num_new_tokens / self.num_verifies
 
     def acceptance_per_position(
@@ -192,6 +197,7 @@ class SpeculativeStats:
         is_complete = True
         reached = len(counts)
         for position in range(self.num_proposed):
+            # Verifies that came to this position: all before it was accepted, and the block was wide enough.
             tried = sum(count >= position and checked > position for count, checked in counts)
             # Once a verify was too narrow for a position, shares of all verifies say less than there is to know.
             is_complete = is_complete and tried == reached
@@ -212,6 +218,7 @@ class SpeculativeStats:
         found: list[tuple[int, int]] = []
         for counts in _rows_of(self.num_accepted, row):
             tried = [width - 1 for width in self.verify_widths]
+            # Statistics that were put together by hand may leave the widths out.
             if not tried:
                 tried = [self.num_proposed] * len(counts)
             # A row that has ended is in fewer verifies than there were steps.
@@ -221,9 +228,9 @@ class SpeculativeStats:
     def acceptance_histogram(self, row: int | None = None) -> list[int]:
         """Counts verifies, of one row or of all, by the tokens that they committed: 0 to `num_proposed + 1`."""
         rows = _rows_of(self.num_committed, row)
-        return [
-            sum(counts.count(length) for counts in rows) for length in range(self.num_proposed + 2)
-        ]
+        # All proposals and a bonus token are the most that a verify commits.
+        num_lengths = self.num_proposed + 2
+        return [sum(counts.count(length) for counts in rows) for length in range(num_lengths)]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers, for JSON: counts per row and verify, and the means that follow."""
@@ -308,11 +315,13 @@ class Stopwatch:
 
     def lap(self, part: Part) -> None:
         """Books everything since the last lap on one part."""
+        # Without it the time of queued work would be booked on whatever waits for it later.
         for device in self.devices:
             torch.accelerator.synchronize(device)
         now = time.perf_counter()
         name = f"{part}_seconds"
-        setattr(self.stats, name, getattr(self.stats, name) + now - self.last)
+        seconds = getattr(self.stats, name) + now - self.last
+        setattr(self.stats, name, seconds)
         self.last = now
 
 
@@ -363,7 +372,9 @@ class Recorder:
         for name, values in given.items():
             for row, num in enumerate(num_committed):
                 if num:
-                    self._pieces[name][row].append(values[row, :num].clone())
+                    # A copy of the committed columns alone, so that the step's whole tensor can be freed.
+                    piece = values[row, :num].clone()
+                    self._pieces[name][row].append(piece)
 
     def collected(self) -> dict[str, Any]:
         """Returns the keyword arguments of the output: tuples with one entry per new token."""
@@ -375,6 +386,7 @@ class Recorder:
             else:
                 layers.append(_joined(rows))
         if self.has_hidden_states:
+            # Plain `generate` has one tuple of layers per token, `[B, 1, D]` each.
             later = [
                 tuple(states[:, None] for states in token) for token in zip(*layers, strict=True)
             ]
@@ -385,7 +397,7 @@ class Recorder:
 def _joined(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
     """Returns one tensor `[B, ...]` per new token, of each row's pieces `[n, ...]`; ended rows have zeros."""
     some = next(pieces[0] for pieces in rows if pieces)
-    # A row that has committed nothing has no pieces.
+    # A row that has committed nothing has no pieces, and `cat` needs one of the right shape.
     nothing = some[:0]
     joined = [torch.cat([nothing, *pieces]) for pieces in rows]
     return pad_sequence(joined, batch_first=True).unbind(1)

@@ -28,12 +28,16 @@ logger: Any = logging.get_logger(__name__)
 
 def step(run: Run) -> tuple[Tensor, list[int]]:
     """Runs one step eagerly; returns the target's logits `[B, W, V]`, and how many tokens each row has committed."""
+    # 1. Begin: room in the buffers, and how many tokens are verified.
     make_room(run)
     begin(run)
     with run.request.ranks.forward():
+        # 2. Draft: `[anchor, MASK, ...]` becomes proposals behind the anchor.
         block = draft(run)
         run.watch.lap("draft")
+        # 3. Verify: the only forward of the target.
         outputs = verify(run, block)
+    # 4. Accept and commit; 5. the host reads what has happened.
     return accept_and_report(run, outputs)
 
 
@@ -42,12 +46,13 @@ def begin(run: Run) -> None:
     state = run.state
     width = run.chooser.next_width()
     is_chain = run.chooser.is_chain
-    # All ranks verify what the first one has chosen.
+    # All ranks verify what the first one has chosen: the choice follows its clock.
     width, is_chain = run.request.ranks.meet((width, int(is_chain)))
     state.width = width
     state.is_chain = bool(is_chain)
-    run.stats.num_target_forwards += 1
-    run.stats.num_draft_forwards += state.width > 1
+    stats = run.stats
+    stats.num_target_forwards += 1
+    stats.num_draft_forwards += width > 1
 
 
 def draft(run: Run, bound: int | None = None) -> RaggedBlock:
@@ -65,15 +70,20 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
     positions = state.next_positions
     # With one row the longest row is the row.
     is_exact = bound is None and state.ids.shape[0] == 1
-    verified = RaggedBlock(positions[:, :width], bound or run.longest + width, is_exact, state.tree)
+    longest = run.longest
+    tree = state.tree
+    generator = run.generator
+    verified = RaggedBlock(positions[:, :width], bound or longest + width, is_exact, tree)
     if width == 1:
-        run.generator.pass_over(is_static=bound is not None)
+        generator.pass_over(is_static=bound is not None)
         return verified
-    size = run.generator.block_size
+    # The draft's block is as long as in its training, however many of its proposals are verified.
+    size = generator.block_size
     drafted = verified
-    if width != size or state.tree is not None:
-        drafted = RaggedBlock(positions[:, :size], bound or run.longest + size, is_exact)
-    run.generator.propose(state, drafted)
+    if width != size or tree is not None:
+        drafted = RaggedBlock(positions[:, :size], bound or longest + size, is_exact)
+    generator.propose(state, drafted)
+    # Ranks may round differently: all of them verify the first one's proposals.
     run.request.ranks.share(state.proposals, state.nodes)
     return verified
 
@@ -87,17 +97,22 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
     """
     state = run.state
     target = run.request.target
+    cache = run.cache
     with tapped(run) as taps:
-        run.cache.begin(block)
+        # The cache is told where the block stands: its layers and masks follow from it.
+        cache.begin(block)
+        # The positions count on from the prompt's, which for images are no plain indices.
+        position_ids = target.position_ids(block.indices, state.position_delta)
         outputs = target.model(
             input_ids=state.block,
-            position_ids=target.position_ids(block.indices, state.position_delta),
+            position_ids=position_ids,
             use_cache=True,
             return_dict=True,
-            **{CACHE_NAME: run.cache, KEYWORD: run.cache},
+            **{CACHE_NAME: cache, KEYWORD: cache},
             **run.extra,
         )
-        run.cache.check_passed()
+        # A target that attends elsewhere would give another text without any error.
+        cache.check_passed()
         run.generator.observe_block(taps.take(), block)
     return outputs
 
@@ -105,10 +120,14 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
 def accept(run: Run, logits_BWV: Tensor) -> Tensor:
     """Chooses the target's tokens and commits what stands; returns scores `[B, W, V]` for the recorder."""
     state = run.state
+    # 1. The target's own token behind each verified one, in the order of the path that they take.
     scores, num_accepted = run.rule.choose(state, logits_BWV)
     num_accepted = run.request.ranks.decided(state, num_accepted, run.rule)
+    # 2. What the path's nodes left behind moves where a chain's would stand, before `lengths` moves on.
     if state.is_tree:
-        keep_path(run, state.path[:, : run.buffers.shape.path])
+        longest_path = run.buffers.shape.path
+        keep_path(run, state.path[:, :longest_path])
+    # 3. The matching proposals and one token more are the row's, and that one is the next anchor.
     commit(state, num_accepted)
     return scores
 
@@ -120,6 +139,7 @@ def keep_path(run: Run, path_BN: Tensor) -> None:
     # To look costs nothing where nothing has to be waited for.
     may_look = path_BN.device.type == "cpu" and not run.keeps_buffers
     stays = may_look and is_in_place(path_BN)
+    # Nodes stand in the caches in their own order; the path's are copied to the slots behind the anchor.
     if not stays:
         run.cache.keep_path(path_BN, state.lengths)
     run.generator.newest.add_path(path_BN, stays)
@@ -132,12 +152,14 @@ def accept_and_report(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor
     assert outputs.logits is not None
     logits = outputs.logits.to(state.ids.device)  # where the head is need not be where ids go in
     scores = accept(run, logits)
+    # The one read of an eager step: all that the host has to know is in one tensor.
     outcome = state.outcome.to("cpu")
     run.watch.lap("accept")
     committed = report(run, outcome, state.width)
     states: Any = outputs.get("hidden_states")
-    is_looked_at = run.recorder.is_on or run.generator.keeps_logits
+    is_looked_at = run.recorder.is_on or run.generator.iterated.keeps_logits
     if state.is_tree and is_looked_at:
+        # Whoever looks at a step sees the path as if it had been a chain.
         logits = state.along_path(logits)
         if states is not None:
             states = [state.along_path(layer.to(logits.device)) for layer in states]
@@ -160,17 +182,23 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     Raises:
         ValueError: If a row needs more positions than the target has.
     """
+    # 1. The numbers per row, and the tree, before a streamer gets the tokens that were taken of it.
     reported = Reported(*outcome[:NUM_REPORTED].tolist())
     tree = run.state.report_in(outcome, width)
     if tree is not None:
         stream_tree(run, tree, reported)
-    take_note(run, reported, outcome[NUM_REPORTED : NUM_REPORTED + width].T)
+    # 2. Where the rows stand now, and the new tokens for the streamer.
+    tokens = outcome[NUM_REPORTED : NUM_REPORTED + width].T
+    record_progress(run, reported, tokens)
+    # 3. The statistics, by the request's rows. A row that had ended before has committed nothing.
     running = [row for row, num in enumerate(reported.committed) if num]
     stats = run.stats
     for row in running:
-        stats.num_committed[run.rows[row]].append(reported.committed[row])
-        stats.num_accepted[run.rows[row]].append(reported.accepted[row])
+        number = run.rows.numbers[row]
+        stats.num_committed[number].append(reported.committed[row])
+        stats.num_accepted[number].append(reported.accepted[row])
     stats.verify_widths.append(width)
+    # 4. What chooses the width of the next step.
     accepted = [reported.accepted[row] for row in running]
     # Without the rest: how long a streamer takes does not depend on the width.
     seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
@@ -187,8 +215,8 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     return reported.committed
 
 
-def take_note(run: Run, reported: Reported, tokens: Tensor) -> None:
-    """Notes where the rows stand, and hands the step's new tokens to the streamer; errors as [`report`].
+def record_progress(run: Run, reported: Reported, tokens: Tensor) -> None:
+    """Records where the rows stand, and hands the step's new tokens to the streamer; errors as [`report`].
 
     Args:
         run (`Run`): Changed in place.
@@ -198,17 +226,22 @@ def take_note(run: Run, reported: Reported, tokens: Tensor) -> None:
     run.check_reach(reported)
     streamer = run.request.streamer
     num_new = reported.committed[0]
+    # Several rows go to a streamer column by column, by the rule that keeps them together.
     if streamer is not None and num_new and not run.rule.feeds_streamer:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
-        streamer.put(tokens[0, :num_new].to("cpu", copy=True))
+        new_tokens = tokens[0, :num_new].to("cpu", copy=True)
+        streamer.put(new_tokens)
     run.reported = reported
 
 
 def stream_tree(run: Run, tree: TreeReport, reported: Reported) -> None:
     """Hands the tree of the first row to a streamer that takes trees."""
     put_tree = getattr(run.request.streamer, "put_tree", None)
-    if put_tree is not None and reported.committed[0] and not run.rule.feeds_streamer:
-        put_tree(**{name: part[0].tolist() for name, part in tree._asdict().items()})
+    is_fed = reported.committed[0] > 0 and not run.rule.feeds_streamer
+    if put_tree is not None and is_fed:
+        parts = tree._asdict()
+        of_first_row = {name: part[0].tolist() for name, part in parts.items()}
+        put_tree(**of_first_row)
 
 
 def count_nodes(
@@ -217,8 +250,13 @@ def count_nodes(
     """Counts the nodes that were accepted in the statistics; returns them, for each row that was running."""
     path = tree.path.tolist()
     sources = tree.sources.tolist()
-    nodes = [path[row][1 : reported.accepted[row] + 1] for row in running]
-    run.stats.count_nodes(tree.path.shape[1], nodes, [sources[row] for row in running])
+    nodes: list[list[int]] = []
+    for row in running:
+        # Node 0 is the anchor, which was no proposal.
+        end = reported.accepted[row] + 1
+        nodes.append(path[row][1:end])
+    sources_of_running = [sources[row] for row in running]
+    run.stats.count_nodes(tree.path.shape[1], nodes, sources_of_running)
     return nodes
 
 

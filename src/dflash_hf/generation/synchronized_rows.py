@@ -46,7 +46,7 @@ class SynchronizedRows:
         self.processors = processors
         self.criteria = criteria
         self.streamer = streamer
-        self.pads = state.has_eos
+        self.pads = state.host.has_eos
         self.is_running = ~state.done  # [B], bool: rows that nothing has stopped yet
         self.has_scores = has_scores
         self.scores: list[Tensor] = []  # processed scores of every column
@@ -73,18 +73,26 @@ class SynchronizedRows:
         committed = torch.zeros_like(state.remaining)
         was_counted = self._counted()
         for column in range(state.width):
+            # Processors, then criteria, then the streamer: the order in which plain `generate` calls them.
             tokens = columns.choose(column, self.num_columns)
             committed += self._take_column(state, tokens, columns.scores[:, column])
             is_last = column == state.width - 1
             if is_last or not bool(self.is_running.any()):
                 break
             goes_on = columns.go_on(column, tokens)
-            if not bool((goes_on | ~self._counted()).all()):
+            # One row that leaves its proposals ends the block for all: the next column of the others is not verified
+            # behind the token that it has got.
+            all_go_on = (goes_on | ~self._counted()).all()
+            if not bool(all_go_on):
                 break
         # Rows that have stopped end with the tokens of this step; once none is running, all of them do.
         is_open = self._counted() & self.is_running.any()
-        state.remaining.copy_(torch.where(was_counted & ~is_open, committed, state.remaining))
-        return columns.scores, (committed - 1).clamp_min(0)
+        has_stopped = was_counted & ~is_open
+        remaining = torch.where(has_stopped, committed, state.remaining)
+        state.remaining.copy_(remaining)
+        # The last column of a row is its bonus token, which is no proposal.
+        num_accepted = (committed - 1).clamp_min(0)
+        return columns.scores, num_accepted
 
     def _counted(self) -> Tensor:
         """Returns the rows whose tokens count `[B]`."""
@@ -97,7 +105,7 @@ class SynchronizedRows:
         counted = self._counted()
         if self.pads:
             tokens = torch.where(counted, tokens, self.processors.pad_id)
-        state.ids[:, state.columns + self.num_columns] = tokens
+        state.ids[:, state.host.columns + self.num_columns] = tokens
         self.num_columns += 1
         # Plain `generate` hands criteria the scores so far, or `None` where it keeps none.
         given: tuple[Tensor, ...] | None = None
@@ -105,9 +113,9 @@ class SynchronizedRows:
             self.scores.append(scores.clone())
             given = tuple(self.scores)
         stopped = ends_row(tokens, state.padded_eos_ids)
-        if self.num_columns >= state.limit:
+        if self.num_columns >= state.host.limit:
             stopped.fill_(True)
-        ids = state.ids[:, : state.columns + self.num_columns]
+        ids = state.ids[:, : state.host.columns + self.num_columns]
         for criterion in self.criteria:
             verdict = criterion(ids, given)  # pyright: ignore[reportArgumentType]
             stopped |= torch.as_tensor(verdict, device=stopped.device)
@@ -123,6 +131,7 @@ class _ChosenColumns:
 
     def __init__(self, state: DecodeState, logits_BCV: Tensor, processors: BlockProcessors) -> None:
         self.state = state
+        # Nothing that was asked for reads a prefix: criteria and streamers alone keep the rows in step.
         num_accepted = choose_block(state, logits_BCV, processors)
         self.num_accepted = accepted(state, num_accepted)
         self.scores = processors.warp(state.along_path(logits_BCV))
@@ -149,14 +158,15 @@ class _ProcessedColumns:
     def choose(self, column: int, num_new: int) -> Tensor:
         """Chooses the tokens of a column `[B]` behind so many new ones, and writes them into `state.tokens`."""
         state = self.state
-        prefix = state.ids[:, : state.columns + num_new]
+        prefix = state.ids[:, : state.host.columns + num_new]
         # A copy, because processors may write into the scores that they get while the raw ones may be asked for.
         raw = self.scores[:, column].to(torch.float32, copy=True)
         processed = self.processors.processors(prefix, raw)
         # A user processor may make float64 scores of float32 ones.
         self.scores = self.scores.to(torch.promote_types(self.scores.dtype, processed.dtype))
         self.scores[:, column] = processed
-        chosen = choose(self.scores[:, column, None], state.key, self.positions[:, column, None])
+        of_column = slice(column, column + 1)
+        chosen = choose(self.scores[:, of_column], state.key, self.positions[:, of_column])
         state.tokens[:, column] = chosen[:, 0]
         return state.tokens[:, column]
 

@@ -188,21 +188,24 @@ class UserCache:
         is overwritten, wherever an iterator of blocks says. The ragged cache is emptied layer by layer unless the
         buffers of both caches are kept for the next call. Returns how many forwards of the target it took.
         """
+        # 1. The draft's context of the last verify, for which no draft forward will come.
         num_columns = int(state.num_new.max()) - 1
         answer = torch.arange(num_columns, device=self.positions.device)
         first = self.positions[:, -1] + 1
         generator.flush()
+        # 2. The columns of rows that have ended early, by forwards over their padding.
         most_behind = int((state.num_new.max() - state.num_new).max())
         num_forwards = math.ceil(most_behind / state.block.shape[1])
         if num_forwards:
             verify(self._padding(state, generator, sequences, num_forwards))
+        # 3. The decoded columns, layer by layer out of the ragged cache.
         positions = first[:, None] + answer
         all_positions = torch.cat([self.positions, positions], dim=1)
         # The prefill has filled a cache that was passed in up to the prompt's end; others are empty.
         new = all_positions[:, int(self.cache.get_seq_length()) :]
         ragged.advance(RaggedBlock.at(first + num_columns, 1))
         self._take_columns(ragged, new, keeps_buffers)
-        # The draft has context for the token that ended a row, and for no padding after it.
+        # 4. The draft's context. It has some for the token that ended a row, and none for padding after it.
         positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
         self._attach_context(
             generator, torch.cat([self.positions, positions], dim=1), keeps_buffers
@@ -240,8 +243,9 @@ class UserCache:
         behind = state.num_new.max() - state.num_new
         offsets = torch.arange(width, device=sequences.device)
         for index in range(num_forwards):
+            # How many of its new tokens each row has fed: first the last token, then the padding behind it.
             fed = behind.clamp_max(index * width) + state.num_new - 1
-            columns = (state.columns + fed)[:, None] + offsets
+            columns = (state.host.columns + fed)[:, None] + offsets
             state.block.copy_(sequences.gather(1, columns.clamp_max(sequences.shape[1] - 1)))
             yield RaggedBlock.at(self.positions[:, -1] + 1 + fed, width)
             if index == 0:
@@ -354,8 +358,9 @@ def _write_context(
     newest = context.newest.to(device)[:, None]
     for index, (keys, values) in enumerate(context.buffers):
         ring = keys.shape[1]
-        positions = slot_positions(newest, torch.arange(ring, device=device), ring)
+        # Each slot is a column here, of which those beyond the length are padding: the rings may differ in size.
+        slots = torch.arange(ring, device=device)
+        positions = slot_positions(newest, slots, ring)
         positions = positions.masked_fill(positions >= length, -1)
-        generator.cache.attention[index].write_rows(
-            keys.to(device), values.to(device), PromptSlots(positions)
-        )
+        layer = generator.cache.attention[index]
+        layer.write_rows(keys.to(device), values.to(device), PromptSlots(positions))

@@ -81,8 +81,10 @@ def expected_tokens(conditional_acceptance: Sequence[float]) -> dict[int, float]
     """Returns the mean number of tokens that a verify of each width commits per row, its bonus token included, by the
     probability that each proposal is accepted if all before it are.
     """
+    # The probabilities that each token is committed, the bonus token of a verify of width 1 for certain.
     reached = itertools.accumulate((1.0, *conditional_acceptance), operator.mul)
-    return dict(enumerate(itertools.accumulate(reached), 1))
+    totals = itertools.accumulate(reached)
+    return dict(enumerate(totals, 1))
 
 
 def choose_width(tokens: Mapping[int, float], costs: Mapping[int, float]) -> int:
@@ -111,12 +113,14 @@ def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int,
     drafted = {width: cost for width, cost in known.items() if width > 1}
     if not drafted:
         drafted = {widest: 4.0 * known.get(1, 1.0)}
+    # Least squares over the known widths.
     middle = sum(drafted) / len(drafted)
     mean = sum(drafted.values()) / len(drafted)
     slope = mean / (middle + widest)
     spread = sum((width - middle) ** 2 for width in drafted)
     if spread:
         slope = sum((width - middle) * cost for width, cost in drafted.items()) / spread
+        # A wider step that was quicker is a hiccup of the clock.
         slope = max(slope, 0.0)
     costs: dict[int, float] = {}
     for width in widths:
@@ -243,6 +247,7 @@ class WidthChooser:
             scaled[width] = deque((share * time for time in times), NUM_TIMES)
         self._rows = rows
         self._times = self._times_of.setdefault(rows, scaled)
+        # Other costs may make another width the best: it is looked at from the next step on.
         self._steps = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
@@ -346,12 +351,14 @@ class WidthChooser:
         times = self._times.setdefault(self.current, deque(maxlen=NUM_TIMES))
         times.append(max(clock - self._clock, 1e-9))
         self._clock = clock
+        # A step without proposals shows what it costs and nothing about the draft.
         if width == 1 or not accepted:
             return
         has_verified_tree = len(nodes) > 0
         if has_verified_tree:
             self._count_nodes(width, nodes)
         else:
+            # The proposal behind the accepted ones was tried as well, where the block had one.
             chains = [(count, min(count + 1, width - 1)) for count in accepted]
         self._chains.add_chains(chains)
         num_tokens = len(accepted) + sum(accepted)
@@ -449,6 +456,7 @@ class WidthChooser:
         if self._num_drafted < ENOUGH_DRAFTED or len(costs) < 2 or 1 not in costs:
             return ""
         mean = self._num_tokens / self._num_verifies
+        # The time of its tokens one by one is more than that of the cheapest verify: the draft pays.
         if mean * costs[1] > min(cost for width, cost in costs.items() if width != 1):
             return ""
         return (

@@ -49,6 +49,7 @@ class Taps:
         self.after_deepstack = after_deepstack
         self._counts = counts
         self._states: dict[int, Tensor] = {}
+        self.is_open = False
 
     @contextmanager
     def open(self) -> Generator[Taps]:
@@ -57,7 +58,11 @@ class Taps:
         tapped = sorted(set(self.layer_ids))
         hooks = [self._hook(layer_id) for layer_id in tapped]
         with hooked(*hooks):
-            yield self
+            self.is_open = True
+            try:
+                yield self
+            finally:
+                self.is_open = False
         # States of a forward that nobody took would hold its memory.
         self._states = {}
 
