@@ -271,6 +271,7 @@ class DFlashConfig(PreTrainedConfig):
 
     def _check_rope(self) -> None:
         """Raises `ValueError` unless the RoPE is of a known kind and has the numbers that this kind needs."""
+        # As given: Transformers fills in the rest afterwards.
         rope: dict[str, Any] = vars(self)["rope_parameters"] or {}
         kind = rope.get("rope_type", "default")
         known = isinstance(kind, str) and kind in ROPE_TYPES
@@ -342,6 +343,7 @@ class DFlashConfig(PreTrainedConfig):
         size = self.vocab_size
         reduced = self.draft_vocab_size
         mask = self.mask_token_id
+        # The mask token is looked up like any other: an id beyond the embedding would fail in a kernel.
         in_range = mask >= 0 and _is_below(mask, size)
         require(in_range, f"mask_token_id in [0, {size})", mask, "it must index the embedding")
         is_stated = size is not None or not (self.own_embed_tokens or self.own_lm_head)
@@ -392,6 +394,7 @@ class DFlashConfig(PreTrainedConfig):
             ValueError: If the dictionary belongs to another model type: its keys would be taken for ours.
         """
         model_type = config_dict.get("model_type", cls.model_type)
+        # `PreTrainedConfig.from_dict` takes the keys of any model and leaves our defaults for the rest.
         elsewhere = "read the config of a draft in another format as DFlashDraftModel.from_pretrained(path).config"
         require(
             model_type == cls.model_type, f"model_type {cls.model_type!r}", model_type, elsewhere
@@ -409,6 +412,7 @@ class DFlashConfig(PreTrainedConfig):
 
     def num_proposals(self, block_size: int) -> int:
         """Returns how many tokens a block of `block_size` slots proposes; a verify takes one more, the anchor."""
+        # The anchor's slot proposes the token behind it.
         if self.sample_from_anchor:
             return block_size
         return block_size - 1

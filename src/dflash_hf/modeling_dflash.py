@@ -136,8 +136,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
         They are written over earlier copies `into` where these fit; see `cache.context`.
         """
+        # Asked first, so that no list of modules is made in runs on a CPU.
         if not ops.use_kernel(ops.context_kv, self.fc.weight):
             return None
+        # Keys before values, layer after layer: the kernel knows the order.
         projections: list[nn.Module] = []
         norms: list[Tensor] = []
         for attention in self._attentions():
@@ -208,7 +210,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         block = cache.block
         projector: Projector
         if context is None:
-            # `write_context` has written it.
+            # `write_context` has written it, in a call of its own.
             cos_sin = self.rotary_emb(block.positions, noise_embeds.dtype)
             projector = BlockProjector(cache, cos_sin)
         else:
@@ -220,6 +222,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     ) -> Projector:
         """Writes the newest context by one kernel, or leaves that to the layers; returns their projector."""
         features = self.project_context(context.states)
+        # Of the last verify's block, rejected tokens included: shapes are the same at every step.
         num_context = features.shape[1]
         # The angles of both are computed at once: positions may overlap, where the block replaces rejected tokens.
         both = [context.block.positions, cache.block.positions]
@@ -278,11 +281,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             if cache is not None:
                 position_ids = position_ids + cache.get_seq_length()
         context = self.project_context(context_hidden_states)
+        # One table of angles for context and blocks, of which the queries take the last.
         cos_sin = self.rotary_emb(position_ids, noise_embeds.dtype)
         masks = CombinedMasks(attention_mask, num_queries, noise_embeds.dtype, noise_embeds.device)
         projector = CombinedProjector(context, cos_sin, masks, cache)
         # Convolutions must not cross from one block of a training batch into the next.
         hidden = self._run_layers(noise_embeds, projector, block_size or num_queries)
+        # Inside the forward, where wrappers of the weights still hold them together.
         if then is not None:
             return then(hidden)
         # The field's name differs between releases of Transformers.
@@ -303,8 +308,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if self.lm_head is not None:
             head = self.lm_head
         logits = head(hidden_states)
+        # A product by 1 would copy the largest tensor of a step.
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
+        # A cap keeps the order of logits and changes their distances: it matters to sampling and to trees.
         cap = self.config.final_logit_softcapping
         if cap:
             logits = torch.tanh(logits / cap) * cap
@@ -344,6 +351,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             device = execution_device(self.embed_tokens)
             states = self.embed_tokens(token_ids.to(device))
         elif self.config.raw_input_embeddings:
+            # Rows of the weight itself: the target's module may scale or normalise them.
             states = raw_embeddings(embedding, token_ids)
         else:
             # As a module, so that the target's own scaling and the user's hooks apply.
@@ -370,5 +378,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, projector, block_size)
+        # The last sum is taken by the final norm; nobody needs it beside the norm's result.
         normed, _ = self.norm(hidden_states, residual)
         return normed

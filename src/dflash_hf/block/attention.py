@@ -82,12 +82,15 @@ class RaggedBlock:
 
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
+        # Without a bound everything is read, and the mask hides what is not written.
         if self.bound is None:
             return ring
+        # A ring may have wrapped where the bound is longer.
         return min(ring, self.bound)
 
     def slots(self, ring: int) -> Tensor:
         """Returns the slots of the new tokens in a buffer `[B * ring, ...]`: int64 of shape `[B * width]`."""
+        # Layers with rings of one size share their slots.
         if ring not in self._slots:
             batch = self.positions.shape[0]
             rows = torch.arange(batch, device=self.positions.device)
@@ -142,6 +145,7 @@ class RaggedBlock:
         """Returns which slots each new token sees, `[B, width, num_slots]`."""
         window, causal, from_anchor = kind
         slots = torch.arange(num_slots, device=self.positions.device)
+        # What stands in each slot, once the block itself is written.
         newest = self.positions[:, -1:, None]
         held = slot_positions(newest, slots, num_slots)
         anchor = None
@@ -254,6 +258,7 @@ class CombinedMasks:
         mask = block.dense_mask(num_keys, kind, repeats, self._dtype)
         if padding is None:
             return mask
+        # The newest columns: a mask may be longer than what a sliding cache hands out.
         is_padding = ~padding[:, None, None, -num_keys:].bool()
         return mask.masked_fill(is_padding, -math.inf)
 
@@ -347,6 +352,7 @@ def _attend_by_kernel(
 ) -> Tensor:
     """Returns `attend` by the kernel, which finds from the rows' lengths what each token sees."""
     block, (window, causal, from_anchor) = mask
+    # A chain's depths count up, which the kernel knows by itself.
     depths = None
     ancestors = None
     if block.tree is not None:
@@ -373,6 +379,7 @@ def _attend_by_flex(
 ) -> Tensor:
     """Returns `attend` by FlexAttention."""
     flex = flex_attention
+    # Training asks for it on CUDA. Uncompiled, as elsewhere, it computes the whole score matrix.
     if query_BHKE.is_cuda:
         flex = _compiled_flex_attention()
     is_grouped = query_BHKE.shape[1] > key_BGRE.shape[1]
@@ -409,6 +416,7 @@ def _attend_by_sdpa(
         dropout_p=dropout,
         enable_gqa=repeats > 1 and not is_packed,
     )
+    # Token-major, as output projections take it.
     if not is_packed:
         return out.transpose(1, 2)
     by_head = out.view(batch, groups, repeats, width, -1)
@@ -434,6 +442,7 @@ def _attend_explicitly(
     grouped = query_BHKE.reshape(batch, groups, repeats, width, -1)
     keys = key_BGRE[:, :, None].transpose(3, 4)
     scores = (grouped @ keys) * scaling
+    # The cap comes before the mask: -inf would become the cap's lowest score.
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:

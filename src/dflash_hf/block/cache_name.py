@@ -38,6 +38,7 @@ def one_cache(**caches: Any) -> Any:
     Raises:
         ValueError: If there are several.
     """
+    # Two caches would be two conversations, and one of them would silently not count.
     names = [name for name, cache in caches.items() if cache is not None]
     got = " and ".join(names)
     require(len(names) < 2, "one cache", got, f"pass it as {CACHE_NAME} alone")

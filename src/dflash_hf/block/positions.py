@@ -43,6 +43,7 @@ def visible(
         seen = is_filled & (query_position >= 0)
     if window is None:
         return seen
+    # The anchor stands in for every query of its block, which the window then does not cut.
     if anchor is not None:
         return seen & (anchor - key_position <= window)
     seen = seen & (query_position - key_position < window)
@@ -84,6 +85,7 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
         )
     if num_draft_layers == 1:
         return [num_target_layers // 2]
+    # From layer 1 to the third from the end there are so many steps.
     span = num_target_layers - 4
     # The product comes before the division, as in z-lab's code: the other order rounds some layers differently.
     num_steps = num_draft_layers - 1

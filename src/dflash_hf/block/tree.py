@@ -150,6 +150,7 @@ class TreeBuilder:
             # Without candidates a position has one state, whatever token stands before it.
             scores = scores[:, :, None]
         likeliest = ops.implementation(ops.top_tokens, scores)
+        # Of each position the likeliest tokens and their log-probabilities, whatever the vocabulary: [B, D, C, ranks].
         best, order = likeliest(scores, self.num_ranks)
         build = ops.implementation(ops.build_tree, order)
         build(best, order, nodes, block_BN, candidates_BDC, *text)

@@ -49,7 +49,8 @@ class SomeColumns:
     def write(self, buffer_BRGE: Tensor, states_BSGE: Tensor) -> None:
         """Writes the states of these columns in place."""
         # The columns first, so that padding is not converted.
-        states = states_BSGE.flatten(0, 1).index_select(0, self.columns)
+        all_states = states_BSGE.flatten(0, 1)
+        states = all_states.index_select(0, self.columns)
         states = states.to(buffer_BRGE.dtype)
         places = buffer_BRGE.flatten(0, 1)
         places.index_copy_(0, self.slots, states)

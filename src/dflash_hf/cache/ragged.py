@@ -144,8 +144,10 @@ class RaggedLayer(CacheLayerMixin):
         slots = positions.clamp_min(0) % self.ring
         hidden = is_missing[:, :, None, None]
         # Zeros, as a cache of Transformers has them where nothing was written: finite, and masked by whoever reads.
-        keys = self.key_buffer[rows, slots].masked_fill_(hidden, 0)
-        values = self.value_buffer[rows, slots].masked_fill_(hidden, 0)
+        keys = self.key_buffer[rows, slots]
+        values = self.value_buffer[rows, slots]
+        keys.masked_fill_(hidden, 0)
+        values.masked_fill_(hidden, 0)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def take(self, source: Any, prompts: PromptSlots, keep: bool) -> None:
@@ -276,7 +278,8 @@ class RaggedCache(Cache):
             for plan, members in plans:
                 num_bytes = plan.num_bytes() * len(members)
                 freed[plan.device] -= num_bytes
-            check_memory([*shapes.values()], batch, max_length, block, freed)
+            new_layers = list(shapes.values())
+            check_memory(new_layers, batch, max_length, block, freed)
             # No layer yet: each is allocated below, when its source is copied.
             cache = cls([], batch=batch, max_length=0, block=block)
             cache.groups = [RecurrentGroup(*members) for members in plans]
@@ -526,9 +529,8 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
     reason = "does not keep the whole prompt in it"
     if num_filled > num_columns:
         reason = "adds tokens to the prompt"
-    require(
-        num_filled == num_columns, what, num_filled, f"the target {reason}, drop assistant_model"
-    )
+    action = f"the target {reason}, drop assistant_model"
+    require(num_filled == num_columns, what, num_filled, action)
     keys, values = stored_columns(source)
     window = layer_window(source)
     if getattr(source, "record_past", False):

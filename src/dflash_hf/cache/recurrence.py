@@ -225,7 +225,8 @@ class Mamba2(Rule):
         values, into, _ = mixed.split(sizes, dim=-1)
         # 2. The time steps. The scan takes their softplus, which is exactly 0 for -inf.
         is_rejected = ~block.is_kept[..., None]
-        steps = block.projections.masked_fill(is_rejected, float("-inf"))
+        no_step = float("-inf")
+        steps = block.projections.masked_fill(is_rejected, no_step)
 
         # 3. The scan. It has a rate per head, and layers differ in their rates: it runs once, over the heads of all
         # layers, [B, W, L * H, E].
@@ -237,11 +238,13 @@ class Mamba2(Rule):
         log_rates = _stacked(block.modules, "A_log").flatten()
         # In float32, as the modules have them.
         rates = -torch.exp(log_rates.float())
-        states = block.states.transpose(0, 1).flatten(1, 2)
+        steps_by_row = steps.permute(1, 2, 0, 3)
+        states_by_row = block.states.transpose(0, 1)
+        states = states_by_row.flatten(1, 2)
         scan = _function(first, "mamba2_chunk_scan")
         _, after = scan(
             side_by_side(values, first.head_dim),
-            steps.permute(1, 2, 0, 3).flatten(2),
+            steps_by_row.flatten(2),
             rates,
             into,
             into,  # in place of the projections that read the state: the output is dropped

@@ -185,7 +185,7 @@ class RecurrentGroup:
         window, dtype = plan.window
         channels, kernel = window
         # The first two dimensions of every buffer: [L, B, ...].
-        num_layers = len(members)
+        layers_and_rows = (len(members), plan.batch)
         device = plan.device
         self.plan = plan
         self.indices = list(members)
@@ -201,7 +201,8 @@ class RecurrentGroup:
             start = end
 
         def zeros(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(num_layers, plan.batch, *size, dtype=dtype, device=device)
+            shape = (*layers_and_rows, *size)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         # A tensor that is made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
@@ -220,7 +221,10 @@ class RecurrentGroup:
 
     def layers(self) -> dict[int, RecurrentLayer]:
         """Returns the cache layers that are views of the buffers, by index."""
-        return {index: RecurrentLayer(self, slot) for slot, index in enumerate(self.indices)}
+        found: dict[int, RecurrentLayer] = {}
+        for slot, index in enumerate(self.indices):
+            found[index] = RecurrentLayer(self, slot)
+        return found
 
     def is_for(self, plan: GroupPlan, members: Mapping[int, Recurrence]) -> bool:
         """Returns True if a new group for these layers would have the same buffers."""
@@ -258,7 +262,13 @@ class RecurrentGroup:
         if self.states is not None:
             modules = [module() for module in self.modules]
             is_kept = self._steps < num_kept[:, None]
-            block = RecordedBlock(modules, inputs, self.projections, self.states, is_kept)
+            block = RecordedBlock(
+                modules=modules,
+                inputs=inputs,
+                projections=self.projections,
+                states=self.states,
+                is_kept=is_kept,
+            )
             after = self.plan.rule.replay(block)
             # In place: the layers hold views of it, and a graph its address.
             self.states.copy_(after)

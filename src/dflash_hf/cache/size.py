@@ -88,8 +88,10 @@ def _longest_fit(
     shapes: Sequence[LayerShape], batch: int, max_length: int, block: int, free: int
 ) -> int:
     """Returns the greatest length of rows, below `max_length`, whose buffers fit into `free` bytes."""
+
+    def needed(length: int) -> int:
+        return _needed(shapes, batch, length, block)
+
     # The size grows with the length, so a binary search finds the greatest one.
-    num_fitting = bisect.bisect_right(
-        range(max_length), free, key=lambda length: _needed(shapes, batch, length, block)
-    )
+    num_fitting = bisect.bisect_right(range(max_length), free, key=needed)
     return max(num_fitting - 1, 0)

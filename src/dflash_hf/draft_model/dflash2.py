@@ -139,6 +139,7 @@ class CandidateSelector(nn.Module):
 
     def reset_parameters(self) -> None:
         """Sets weights with which every score is the logit, and the successors' codebook has a gradient."""
+        # One codebook at 0 makes all pairs 0; with both at 0 neither would have a gradient.
         nn.init.normal_(self.predecessor_codebook, std=self.initializer_range)
         nn.init.zeros_(self.successor_codebook)
 
@@ -156,6 +157,7 @@ class CandidateSelector(nn.Module):
             `tuple[torch.Tensor, torch.Tensor]`: Candidates `[..., C]`, int64, best logit first, and scores
             `[..., P, C]` in float32 or wider, on the device of the logits.
         """
+        # The candidates are the head's own best: a token that it does not like is not made likely by its neighbour.
         unary, candidates = logits.topk(self.top_k, dim=-1)
         return candidates, self._with_pairs(hidden_states, predecessors, unary, candidates)
 
@@ -196,6 +198,7 @@ class CandidateSelector(nn.Module):
         projected = self.hidden_projection(hidden_states)
         weighted = before * projected[..., None, :]
         pairs = weighted @ after.transpose(-1, -2)
+        # The product may be in half precision, as its weights are; the sum is not.
         # Small differences of logits decide here; bfloat16 has steps of 1/16 at 16.
         dtype = torch.promote_types(unary.dtype, torch.float32)
         unary = unary.to(dtype)
@@ -215,6 +218,7 @@ def follow_path(candidates: Tensor, scores: Tensor, best: Tensor) -> tuple[Tenso
         candidates had at each of its slots, behind the path so far.
     """
     num_candidates = best.shape[-1]
+    # The transitions were decided for all predecessors at once, so that the walk has no arithmetic.
     # At the first slot every row of scores is the anchor's; the walk begins with row 0.
     candidate = torch.zeros_like(best[:, 0, :1])
     before = []

@@ -57,6 +57,7 @@ class DFlashAttention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
+        # Configs may have an integer here.
         self.dropout = float(config.attention_dropout)
         self.scaling = config.head_dim**-0.5
         self.kind: AttentionKind = config.attention_kind(layer_idx)
@@ -64,6 +65,7 @@ class DFlashAttention(nn.Module):
         bias = config.attention_bias
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
+        # Query heads that share a key head.
         self.repeats = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(size, query_size, bias=bias)
         self.k_proj = nn.Linear(size, key_size, bias=bias)
@@ -95,6 +97,7 @@ class DFlashAttention(nn.Module):
         query = self._by_head(self.q_proj(hidden_states))
         key = self._by_head(self.k_proj(hidden_states))
         value = self._by_head(self.v_proj(hidden_states))
+        # The kernel norms, rotates and writes in one launch.
         norms = (self.q_norm.weight, self.k_norm.weight)
         buffers = cache.attention[self.layer_idx].buffers()
         floats = (query, key, value, *norms, *cos_sin)
@@ -190,6 +193,7 @@ class ContextProjector(Projector):
         layer = self.cache.attention[index]
         layer.write(key[:, :num], value[:, :num], self.context)
         keys, values = self.cache.extend(index, key[:, num:], value[:, num:])
+        # Context has no queries: nobody asks what it would say.
         query = attention.project_q(normed, self.block_cos_sin)
         mask = RaggedMask(self.cache.block, attention.kind)
         return query, keys, values, mask
@@ -210,12 +214,14 @@ class CombinedProjector(Projector):
     ) -> None:
         self.context = context
         self.cos_sin = cos_sin
+        # Masks are made once per kind of layer, by the first one that asks.
         self.masks = masks
         self.cache = cache
         self.block_cos_sin = angles_behind(cos_sin, context.shape[1])
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after advancing the cache where there is one."""
+        # The same product as in decoding, over as many blocks as there are.
         # Context and blocks are one sequence, as an ordinary cache takes them: head-major.
         joined = torch.cat([self.context, normed], dim=1)
         key, value = attention.project_kv(joined, self.cos_sin)
@@ -281,4 +287,5 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         hidden_states = self.attention_conv(normed, attention, block_size)
         normed, stream = self.post_attention_layernorm(hidden_states, stream)
         hidden_states = self.mlp_conv(normed, self.mlp, block_size)
+        # Not added up here: the next norm takes both and gives sum and norm at once.
         return hidden_states, stream

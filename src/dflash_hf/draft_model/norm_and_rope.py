@@ -48,6 +48,7 @@ class DFlashRMSNorm(nn.Module):
             both = ops.add_norm(residual, hidden_states, self.weight, self.eps)
             total, normed = both.unbind()
             return normed, total
+        # The stream stays unnormed: later layers add to it.
         total = residual + hidden_states
         return self._normed(total), total
 
@@ -55,6 +56,7 @@ class DFlashRMSNorm(nn.Module):
         if ops.use_kernel(ops.rms_norm, hidden_states, self.weight):
             return ops.rms_norm(hidden_states, self.weight, self.eps)
         size = self.weight.shape
+        # In float32 there is nothing to round between norm and weight, and one operation does both.
         if hidden_states.dtype == self.weight.dtype == torch.float32:
             return nn.functional.rms_norm(hidden_states, size, self.weight, self.eps)
         # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
@@ -78,6 +80,7 @@ class DFlashRotaryEmbedding(nn.Module):
     def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
         """Returns the inverse frequencies `[E/2]` and the factor on cosines and sines (Transformers' rope utils)."""
         rope = config.rope_parameters
+        # Transformers' table has all types but the default one.
         if rope["rope_type"] != "default":
             initialize = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
             inv_freq, scaling = initialize(config)
@@ -105,5 +108,6 @@ def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
     """Returns states `[B, K, H, E]` with RoPE applied, in its half-split form."""
     cos, sin = cos_sin
     first, second = states_BKHE.chunk(2, dim=-1)
+    # A channel turns with the one half a head further on, as in Llama, and not with its neighbour.
     turned = torch.cat((-second, first), dim=-1)
     return states_BKHE * cos + turned * sin

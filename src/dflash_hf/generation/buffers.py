@@ -161,6 +161,7 @@ def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> in
     total = total_memory(target.device)
     free = free_memory(target.device)
     layers = attention_sizes(target.config)
+    # Without these numbers nothing can be promised, and the run begins with the smaller room.
     if total is None or free is None or not layers:
         return 0
     of_draft = sum(shape.num_bytes(batch, 1, 0) for shape in draft.cache_shapes())
@@ -174,6 +175,7 @@ def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> in
 def round_up(length: int) -> int:
     """Returns the smallest length that steps are captured for and that is at least `length`."""
     grain = SMALLEST_BUCKET
+    # Four to an octave: of a long row at most a quarter more is read than it has.
     while 8 * grain < length:
         grain *= 2
     return math.ceil(length / grain) * grain

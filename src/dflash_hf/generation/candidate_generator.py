@@ -136,6 +136,7 @@ class DFlashCandidateGenerator:
         `positions` `[B, S]`, on the host, are each token's index in its row, negative for padding.
         """
         states = self._as_draft(context_hidden_states)
+        # Tokens before the offset get negative positions and go nowhere.
         if self.has_offset:
             positions = positions - self.offset.to(positions.device)[:, None]
         self.draft.write_prompt(states, positions, self.cache)
@@ -218,6 +219,7 @@ class DFlashCandidateGenerator:
     def _logits(self, hidden: Tensor, embeds_dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns logits `[B, n, V]`, on the target's device, for states `[B, n, D]` of the draft."""
         states = hidden
+        # A head of the draft's own is where the draft is, and in its dtype.
         if self.draft.lm_head is None:
             # The target's head takes states as its own layers give them.
             dtype = embeds_dtype

@@ -142,6 +142,7 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
 
     Code of the user's between two forwards may call the target itself: it finds it as it left it.
     """
+    # A cache of another kind may run code of its own in the prefill.
     is_usual_cache = request.cache is None or type(request.cache) is DynamicCache
     is_ours = engine == "eager" and not request.calls_out and is_usual_cache
     if is_ours:
@@ -152,6 +153,7 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
 @contextmanager
 def tapped_between_steps(run: Run) -> Generator[None]:
     """Leaves the target tapped from step to step, unless code of the user's runs between them."""
+    # What user code finds between two steps is the target as the user left it.
     if run.request.calls_out:
         yield
         return

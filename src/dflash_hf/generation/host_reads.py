@@ -150,6 +150,7 @@ def _body(func: Any, args: Sequence[Any]) -> Any:
     definition: Any = OPDEFS.get(func._schema.name)
     if definition is None:
         return None
+    # Arguments may be lists of tensors, as buffers are.
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     # For tensors without values it runs another function, which only makes a result.
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):

@@ -101,11 +101,10 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
     with tapped(run) as taps:
         # The cache is told where the block stands: its layers and masks follow from it.
         cache.begin(block)
-        # The positions count on from the prompt's, which for images are no plain indices.
-        position_ids = target.position_ids(block.indices, state.position_delta)
         outputs = target.model(
             input_ids=state.block,
-            position_ids=position_ids,
+            # Positions count on from the prompt's, which for images are no plain indices.
+            position_ids=target.position_ids(block.indices, state.position_delta),
             use_cache=True,
             return_dict=True,
             **{CACHE_NAME: cache, KEYWORD: cache},

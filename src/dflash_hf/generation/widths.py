@@ -215,6 +215,7 @@ class WidthChooser:
         self._pays = False
         # Counts of the nodes of trees, and of chains: beside trees those of the chain's length, else of the widest.
         self._nodes = AcceptanceCounts(widest - 1)
+        # Where trees are verified and no chain may be, there is none to count.
         longest_chain = chain
         if not chain and not is_tree:
             longest_chain = widest
@@ -284,6 +285,7 @@ class WidthChooser:
             return
         costs = self.costs()
         best = self._best(costs)
+        # A try, below, takes another one for this step alone.
         self.current = best
         if best != self._held:
             self._hold_on_to(best)
@@ -384,6 +386,7 @@ class WidthChooser:
         costs = self.costs()
         if 1 not in costs:
             return
+        # In the time of the verify, steps without a draft commit so many tokens.
         self._pays = num_tokens > costs[tried] / costs[1]
         tokens = self._tokens(OPTIMISM)
         best = choose_width(tokens, {other: cost for other, cost in costs.items() if other != 1})

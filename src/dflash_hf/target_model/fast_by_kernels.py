@@ -193,6 +193,7 @@ def _layer_forward(
     if not is_same or not ops.use_kernel(ops.add_norm, states, norm.weight):
         return plain(module, states, **kwargs)
     hidden, update = _residuals(ops.add_norm, module, states, kwargs)
+    # The sum as the class has it: the norm behind it is called by whoever comes next.
     if following is None or not _is_handed_on(module, following):
         return hidden + update
     # The layer's last sum and the next layer's first norm are one launch, with both in one tensor `[2, B, W, D]`.
@@ -207,6 +208,7 @@ def _layer_forward(
 
 def _is_handed_on(module: nn.Module, following: FollowingNorm) -> bool:
     """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
+    # Asked in every call: hooks may have come since the plan was made.
     norm = following.norm()
     part_of = following.part_of()
     # A layer that was replaced may be gone.

@@ -232,6 +232,7 @@ class FastLayer(NamedTuple):
             up = _projection(mlp._modules["up_proj"], is_unmodified)
             down = _projection(mlp._modules["down_proj"], is_unmodified)
             mlp = functools.partial(_run_gated_mlp, gate, up, down)
+        # Parameters and no tensors: a weight that is replaced within a run is found at its next use.
         first, second = layer_norms(layer)
         # The last one is of the attention's norms or, without any, not used.
         first_eps, second_eps, *_ = form.epsilons
@@ -276,6 +277,7 @@ class FastLayer(NamedTuple):
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns what `ops.rms_norm.reference` computes; in float32 torch's own operation rounds as it does."""
+    # In half precision torch rounds at another place than the modules do.
     if states.dtype == torch.float32:
         return torch.rms_norm(states, weight.shape, weight, eps)
     return ops.rms_norm.reference(states, weight, eps)

@@ -72,6 +72,7 @@ class Taps:
         Raises `RuntimeError` if a tapped layer did not run since the last call; a compiled module runs no hooks.
         """
         missing = sorted(set(self.layer_ids) - set(self._states))
+        # States of an earlier forward would be as many and of the same shape: they are forgotten once taken.
         if missing:
             raise RuntimeError(
                 f"expected outputs of target layers {self.layer_ids}, got none from {missing}; a compiled target runs "

@@ -98,6 +98,7 @@ def find_target(model: PreTrainedModel) -> Target:
     embedding, head = vocabulary_of(model)
     config = model.config.get_text_config(decoder=True)
     parts = Inventory.of(model)
+    # Modules are compared one by one in every call, which takes less than to look into them.
     facts = _known.get(model)
     modules = parts.modules
     kinds = list(map(type, parts.modules))

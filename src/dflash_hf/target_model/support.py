@@ -137,6 +137,7 @@ _found: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Facts, str | None]] = (
 
 def _reason_in_code(target: Target) -> str | None:
     """Returns what [`unsupported_code`] names, found once as long as the modules are the same."""
+    # Source code is read for it, which takes longer than a short answer.
     known = _found.get(target.model, ())
     if known and known[0] is target.facts:
         return known[1]
