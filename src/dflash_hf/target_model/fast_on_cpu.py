@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf import ops
-from dflash_hf.block.attention import attend
+from dflash_hf.block.attention import attend, mask_repeats
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.layer_configs import layer_config
@@ -183,9 +183,11 @@ class FastAttention(NamedTuple):
         """Attention over the ragged cache, with the mask that follows from it."""
         keys, values = cache.extend(module.layer_idx, key, value)
         block, kind = mask_of_layer(cache, keys, self.window)
-        # A tensor, because no kernel is asked for on a CPU; its rows are not repeated there.
-        num_keys = keys.shape[2]
-        mask = block.mask(num_keys, kind, 1, query.dtype)
+        # A tensor, because no kernel is asked for on a CPU; in half precision its rows are repeated.
+        _, num_groups, num_keys, _ = keys.shape
+        heads_per_key = query.shape[1] // num_groups
+        repeats = mask_repeats(heads_per_key, query.device, query.dtype)
+        mask = block.mask(num_keys, kind, repeats, query.dtype)
         return attend(query, keys, values, mask, self.scaling)
 
     def _over_prompt(
