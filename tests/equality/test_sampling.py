@@ -14,6 +14,7 @@ from dflash_hf.generation import candidate_generator
 from dflash_hf.generation.sampling import NoiseKey, gumbel_noise
 from dflash_hf.ops import exponential_noise
 from helpers.half import half
+from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -158,7 +159,8 @@ def chi_square(rule: str, block_size: int, kind: str, top_k: int = 6) -> tuple[f
     target = smallest_target()
     draft = smallest_draft(target, block_size, **KINDS[kind])
     draft.generation_config.proposal = rule  # type: ignore[assignment]
-    draft.generation_config.num_tree_nodes = 0
+    # For so many rows no draft pays.
+    use_whole_blocks(draft)
     rows, temperature = 20_000, 1.5
     settings = {"max_new_tokens": 4, "do_sample": True, "temperature": temperature, "top_k": top_k}
     distribution = joint_distribution(target, [3, 5, 4], temperature, top_k)

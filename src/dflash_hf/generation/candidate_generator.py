@@ -192,10 +192,8 @@ class DFlashCandidateGenerator:
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
         """
         is_tree = state.is_tree
-        # A chain needs a proposal for each token to be verified, a tree the distributions of all slots.
-        num_slots = state.width - 1
-        if is_tree:
-            num_slots = self.num_proposals
+        # No node of a tree stands deeper than a chain of as many tokens.
+        num_slots = min(state.width - 1, self.num_proposals)
         # The anchor's slot proposes too in some drafts; in others the first mask token's slot is the first to.
         first = 1 - self.ahead
         slots = slice(first, first + num_slots)
@@ -311,7 +309,8 @@ class DFlashCandidateGenerator:
         is_searched = follows.shape[1] > 1
         if is_searched:
             text = (state.ids, state.cursor, follows)
-        trees.build(scores, state.nodes, state.whole_block, candidates, text)
+        nodes = state.nodes[:, :, : state.width]
+        trees.build(scores, nodes, state.block, candidates, text)
 
     def _as_draft(self, states: Tensor) -> Tensor:
         """Returns states on the draft's device, in its dtype."""

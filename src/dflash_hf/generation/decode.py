@@ -205,6 +205,6 @@ def keep_for_next_call(run: Run) -> None:
     request = run.request
     if run.keeps_buffers:
         give_buffers(request.draft, request.target, run.buffers)
-    elif isinstance(run.chooser, WidthChooser):
+    elif isinstance(run.chooser, WidthChooser) and run.chooser.is_kept:
         # Of captured steps the costs are measured with their graphs, and kept there.
         give_chooser(run.chooser, request.draft, request.target.model, len(request.input_ids))

@@ -12,14 +12,17 @@ from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
 from dflash_hf.generation.run import Request
 from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.generation.widths import (
     CAPTURED_WIDTHS,
     WHOLE_BLOCK_ROWS,
     FixedWidth,
+    ModelledWidths,
     WidthChooser,
     take_chooser,
     width_of_rows,
 )
+from dflash_hf.target_model.parts import Target
 
 # Times as many nodes as a chain has tokens, at most, where the run chooses how many.
 MOST_NODES = 4
@@ -99,17 +102,21 @@ def choose_widths(
 ) -> WidthChooser | FixedWidth:
     """Returns what chooses the width of each verify; costs of captured steps are measured anew.
 
-    Where nothing is said about it, the width follows the run only where steps are not to be captured, a graph per
-    width, and where the text does not follow the width too: rejection draws another one, and in half precision near
-    ties turn.
+    Where nothing is said about it, the width follows the run, unless steps are to be captured, a graph per width.
+    In half precision near ties turn with the width, so the clock may not decide: on a CPU modelled costs do
+    ([`StepCosts`]), and on a GPU, where nothing has been measured, every verify is as wide as may be. So it is by
+    rejection, which draws another text at another width: a row's text does not depend on the rows beside it.
     """
     draft = generator.draft
     width = generator.verify_width
     options = draft.generation_config
     asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
-    if asked is None and not keeps_buffers and not _text_follows_width(generator, state):
-        asked = "auto"
-    if asked != "auto" or width < 2:
+    is_by_rejection = state.host.is_sampled and generator.proposal == "sample"
+    is_left_open = asked is None and not keeps_buffers and not is_by_rejection
+    is_half = _computes_in_half(generator.target)
+    by_model = is_left_open and is_half and state.ids.device.type == "cpu"
+    by_clock = asked == "auto" or (is_left_open and not is_half)
+    if width < 2 or not (by_model or by_clock):
         return FixedWidth(width)
     rows = state.ids.shape[0]
     is_tree = generator.trees is not None
@@ -119,7 +126,10 @@ def choose_widths(
     may_be_chain = is_tree and longest <= width and not is_asked_for and not keeps_buffers
     chain = longest if may_be_chain else 0
     chooser: WidthChooser | None = None
-    if not keeps_buffers:
+    if by_model:
+        costs = StepCosts.of(generator.target, draft, generator.block_size)
+        chooser = ModelledWidths(costs, width, is_tree, chain)
+    elif not keeps_buffers:
         chooser = take_chooser(draft, generator.target.model, rows, width, is_tree, chain)
     if chooser is None:
         chooser = WidthChooser(width, is_tree, longest, chain)
@@ -127,10 +137,7 @@ def choose_widths(
     return chooser
 
 
-def _text_follows_width(generator: DFlashCandidateGenerator, state: DecodeState) -> bool:
-    """Returns True if another width may give another text."""
-    target = generator.target
+def _computes_in_half(target: Target) -> bool:
+    """Returns True if a target computes in half precision, where another width may give another text."""
     weight: Any = target.embedding.weight
-    is_half = weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
-    is_by_rejection = state.host.is_sampled and generator.proposal == "sample"
-    return is_half or is_by_rejection
+    return weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)

@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from dflash_hf.generation.acceptance_counts import PRIOR_SHARE, PRIOR_WEIGHT, AcceptanceCounts
+from dflash_hf.generation.step_costs import StepCosts
 
 # Rows, tokens verified at most, whether trees, and tokens of the chain beside them (0 for none).
 _Kind = tuple[int, int, bool, int]
@@ -161,6 +162,7 @@ class FixedWidth:
 
     is_chain = False
     may_choose_chain = False
+    is_kept = False
 
     def __init__(self, width: int) -> None:
         self.widths = [width]
@@ -192,6 +194,9 @@ class WidthChooser:
         first (`int`): Tokens of the first verify, before anything is known; 0 for `widest`.
         chain (`int`): Tokens of the chain that may be verified instead of a tree; 0 where none may be.
     """
+
+    # Whether the next run of the pair begins with what this one has seen.
+    is_kept = True
 
     def __init__(self, widest: int, is_tree: bool = False, first: int = 0, chain: int = 0) -> None:
         self.is_tree = is_tree
@@ -307,7 +312,8 @@ class WidthChooser:
         self._steps = 1
         self._hold = FIRST_HOLD
         if best == 1:
-            self._hold = FIRST_PAUSE
+            # Many rows show in one verify as much as one row in many, and trying them costs as much more.
+            self._hold = min(FIRST_PAUSE * max(self._rows, 1), FIRST_HOLD)
 
     def _try_another(self, best: int, costs: Mapping[int, float]) -> None:
         """Sets `current` to the best of the other choices, for one step."""
@@ -466,6 +472,38 @@ class WidthChooser:
             f"{mean:.1f} tokens per verify: this draft slows you down, so most tokens were decoded without it; see "
             "dflash-hf doctor"
         )
+
+
+class ModelledWidths(WidthChooser):
+    """Chooses by the costs that a model gives for steps, and not by the clock.
+
+    Each choice is a function of what the run has accepted: two runs of a call choose alike, whatever else the machine
+    does, and neither begins with what another one has seen.
+
+    Args:
+        costs (`StepCosts`): The model.
+        widest, is_tree, chain: As for [`WidthChooser`].
+    """
+
+    is_kept = False
+
+    def __init__(
+        self, costs: StepCosts, widest: int, is_tree: bool = False, chain: int = 0
+    ) -> None:
+        super().__init__(widest, is_tree, chain=chain)
+        self._model = costs
+
+    def use_rows(self, rows: int) -> None:
+        """Goes on with so many rows, and with the costs of steps of as many."""
+        super().use_rows(rows)
+        costs = {width: self._model.of_step(width, rows) for width in self.widths}
+        if self.may_choose_chain:
+            costs[CHAIN] = self._model.of_step(self.chain, rows)
+        self.set_costs(costs)
+
+    def _best(self, costs: Mapping[int, float]) -> int:
+        """Returns the choice with the most expected tokens for its cost, by guesses before anything was seen."""
+        return choose_width(self._tokens(), costs)
 
 
 # Per draft and target, the choosers that no run has at the moment.

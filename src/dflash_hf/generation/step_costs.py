@@ -1,0 +1,79 @@
+"""Costs of steps by what they read and multiply, where the clock may not decide how much is verified.
+
+In half precision two widths may give two texts: a near tie turns. A width that followed the clock would make a text
+follow the machine's load. So there the width follows from these costs and from the tokens that the text has accepted,
+and two runs of one call give the same text.
+
+A linear layer reads its weights once for all tokens of a step, and multiplies them with each. A step of few tokens
+takes the time of the reading; from some number of tokens on it takes twice that. Attention and the host's own work are
+left out: they are much the same for a step of one token and of several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.parts import Target
+
+# Tokens of all rows whose products take as long as one reading of the weights, in half precision. Measured on an
+# AMD EPYC with avx512_bf16, one thread, SmolLM2's layers (docs/log.md). CPUs differ; threads change little, since they
+# read and multiply faster alike.
+TOKENS_PER_READING = 28.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What a step costs, in weights read; products count as the weights that could have been read meanwhile.
+
+    Args:
+        target (`int`): Weights of the target's forward, its head included.
+        draft (`int`): Weights of the draft's forward, without a head.
+        head (`int`): Weights of the head that the draft's states go through.
+        block_size (`int`): Tokens of the draft's block.
+        num_proposals (`int`): Slots of the block that propose.
+    """
+
+    target: int
+    draft: int
+    head: int
+    block_size: int
+    num_proposals: int
+
+    @classmethod
+    def of(cls, target: Target, draft: DFlashDraftModel, block_size: int) -> StepCosts:
+        """Returns the costs of a pair's steps with blocks of `block_size` tokens."""
+        head = target.head
+        if draft.lm_head is not None:
+            head = draft.lm_head
+        # Embeddings are looked up, not read, and a vision tower runs in the prefill alone.
+        layers = sum(_num_weights(layer) for layer in target.layers)
+        return cls(
+            target=layers + _num_weights(target.head),
+            draft=_num_weights(draft.layers),
+            head=_num_weights(head),
+            block_size=block_size,
+            num_proposals=draft.config.num_proposals(block_size),
+        )
+
+    def of_step(self, width: int, rows: int) -> float:
+        """Returns the cost of a step that verifies `width` tokens in each of `rows` rows; of one it is not drafted."""
+        cost = _of_products(self.target, rows * width)
+        if width == 1:
+            return cost
+        num_heads = min(width - 1, self.num_proposals)
+        cost += _of_products(self.draft, rows * self.block_size)
+        cost += _of_products(self.head, rows * num_heads)
+        return cost
+
+
+def _of_products(num_weights: int, num_tokens: int) -> float:
+    """Returns the cost of multiplying `num_weights` weights with each of `num_tokens` tokens."""
+    return num_weights * (1.0 + num_tokens / TOKENS_PER_READING)
+
+
+def _num_weights(module: nn.Module) -> int:
+    """Returns how many weights a module has; shared ones count once."""
+    return sum(weight.numel() for weight in module.parameters())

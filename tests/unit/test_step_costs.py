@@ -1,0 +1,81 @@
+"""Modelled costs of steps: the same choices whatever the clock says, and none that costs more than it brings."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dflash_hf.generation.step_costs import StepCosts
+from dflash_hf.generation.widths import CHAIN, ModelledWidths
+from dflash_hf.target_model.parts import find_target
+from tiny import tiny_draft, tiny_target
+
+# SmolLM2-135M-Instruct with its draft of three layers, in bfloat16.
+SMOLLM2 = StepCosts(
+    target=134_514_432,
+    draft=10_620_672,
+    head=28_311_552,
+    block_size=8,
+    num_proposals=7,
+)
+
+
+def play(rows: int, share: float, seed: int, steps: int = 60) -> tuple[list[int], float, float]:
+    """Returns the choices of a run on a clock that lies, its tokens per row, and its cost in plain steps."""
+    chooser = ModelledWidths(SMOLLM2, 8)
+    chooser.use_rows(rows)
+    texts = random.Random(1)
+    clock = random.Random(seed)
+    choices: list[int] = []
+    seconds = 0.0
+    cost = 0.0
+    tokens = 0.0
+    for _ in range(steps):
+        width = chooser.next_width()
+        choices.append(width)
+        accepted = []
+        for _ in range(rows):
+            num = 0
+            while num < width - 1 and texts.random() < share:
+                num += 1
+            accepted.append(num)
+        seconds += clock.random()
+        chooser.observe(width, accepted, seconds)
+        cost += SMOLLM2.of_step(width, rows) / SMOLLM2.of_step(1, rows)
+        tokens += 1 + sum(accepted) / rows
+    return choices, tokens, cost
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_the_clock_chooses_nothing(rows: int, share: float) -> None:
+    assert play(rows, share, seed=0) == play(rows, share, seed=1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.7, 0.9])
+def test_a_run_costs_hardly_more_than_plain_decoding(rows: int, share: float) -> None:
+    _, tokens, cost = play(rows, share, seed=0, steps=150)
+    assert tokens > 0.96 * cost
+
+
+def test_no_run_begins_with_what_another_has_seen() -> None:
+    assert not ModelledWidths(SMOLLM2, 8).is_kept
+
+
+def test_a_chain_costs_what_a_tree_of_as_many_tokens_does() -> None:
+    chooser = ModelledWidths(SMOLLM2, 16, is_tree=True, chain=8)
+    chooser.use_rows(3)
+    assert chooser.costs()[CHAIN] == chooser.costs()[8]
+
+
+def test_weights_are_those_of_layers_and_heads() -> None:
+    model = tiny_target("qwen3")
+    draft = tiny_draft(model, 6)
+    target = find_target(model)
+    costs = StepCosts.of(target, draft, 6)
+    head = sum(weight.numel() for weight in target.head.parameters())
+    layers = sum(weight.numel() for layer in target.layers for weight in layer.parameters())
+    assert costs.target == layers + head
+    assert costs.head == head
