@@ -22,6 +22,7 @@ from dflash_hf.checkpoints.formats import detect_format, make_config
 from dflash_hf.checkpoints.fresh import fresh_config
 from dflash_hf.cli.train_settings import Stage, TrainSettings
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.errors import one_line, require, shown
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
@@ -29,7 +30,7 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.forward import check_packing
-from dflash_hf.training.server import AnswerServer
+from dflash_hf.training.server import served_model
 from dflash_hf.training.trainer import DFlashTrainer
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def check_before_loading(
         _check_reporters(arguments)
         _check_optimizer(arguments)
     if "regenerate" in pending and settings.server is not None:
-        model = AnswerServer(settings.server).model
+        model = served_model(OpenAIClient(settings.server))
         logger.info("%s is there, and serves %s", settings.server, model)
     if "bench" in pending:
         folder = None if settings.bench_data_dir is None else Path(settings.bench_data_dir)
