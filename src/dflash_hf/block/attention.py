@@ -49,6 +49,7 @@ class RaggedBlock:
     ) -> RaggedBlock:
         """Returns a block of `width` tokens behind rows of these `lengths` `[B]` int64, which are copied."""
         steps = torch.arange(width, device=lengths.device)
+        # The first new token stands at the row's length, because indices begin at 0.
         return cls(lengths[:, None] + steps, bound, is_exact)
 
     @property
@@ -66,6 +67,7 @@ class RaggedBlock:
         """Index that each token has in its row if it is accepted, `[B, width]`: its position is derived from it."""
         if self.tree is None:
             return self.positions
+        # Siblings share an index, because only one of them can follow their parent.
         return self.positions[:, :1] + self.tree.depths
 
     def on(self, device: torch.device) -> RaggedBlock:

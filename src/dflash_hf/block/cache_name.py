@@ -28,6 +28,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: If caches are passed under several names.
     """
+    # A name with `None` counts as not passed: wrappers hand their own default on.
     given = {name: arguments.get(name) for name in ACCEPTED_NAMES}
     return one_cache(**given)
 

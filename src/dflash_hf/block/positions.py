@@ -35,6 +35,7 @@ def visible(
     Source: z-lab `dflash/model.py::_attention_mask`; with an anchor, speculators
     `models/dflash/attention.py::create_anchor_block_mask_mod`.
     """
+    # A slot that nothing was written to has a negative index, and so has padding.
     is_filled = key_position >= 0
     if causal:
         seen = is_filled & (key_position <= query_position)
@@ -83,6 +84,7 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
             f"expected num_target_layers >= 4 and at least one tap, got {num_target_layers} and {num_draft_layers}; "
             "pass target_layer_ids explicitly"
         )
+    # A single tap lies in the middle, where a formula of even steps has nothing to divide by.
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     # From layer 1 to the third from the end there are so many steps.

@@ -35,6 +35,7 @@ class GroupedDynamicConvolution(nn.Module):
         super().__init__()
         self.kernel_size = kernel_size
         self.group_size = group_size
+        # A dynamic kernel of every channel would be as large as another MLP.
         num_groups = hidden_size // group_size
         # Two kernels each, of the input and of the output.
         base_kernel = torch.empty(2, kernel_size, hidden_size)
@@ -193,6 +194,7 @@ class CandidateSelector(nn.Module):
         device = hidden_states.device
         predecessors = predecessors.to(device)
         successors = candidates.to(device)
+        # A bilinear form of low rank: a table of all pairs of tokens would not fit into memory.
         before = nn.functional.embedding(predecessors, self.predecessor_codebook)
         after = nn.functional.embedding(successors, self.successor_codebook)
         projected = self.hidden_projection(hidden_states)

@@ -32,6 +32,7 @@ class DFlashMLP(nn.Module):
         super().__init__()
         size = config.hidden_size
         inner = config.intermediate_size
+        # Linear layers without biases, as in published drafts; only attention's may have one.
         self.gate_proj = nn.Linear(size, inner, bias=False)
         self.up_proj = nn.Linear(size, inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)
@@ -59,6 +60,7 @@ class DFlashAttention(nn.Module):
         self.head_dim = config.head_dim
         # Configs may have an integer here.
         self.dropout = float(config.attention_dropout)
+        # Scores of normed queries and keys keep a variance that does not grow with the head's size.
         self.scaling = config.head_dim**-0.5
         self.kind: AttentionKind = config.attention_kind(layer_idx)
         size = config.hidden_size
@@ -71,6 +73,7 @@ class DFlashAttention(nn.Module):
         self.k_proj = nn.Linear(size, key_size, bias=bias)
         self.v_proj = nn.Linear(size, key_size, bias=bias)
         self.o_proj = nn.Linear(query_size, size, bias=bias)
+        # Each head is normed by itself, with one weight for all of them, as in Qwen3.
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -94,6 +97,7 @@ class DFlashAttention(nn.Module):
         The queries are `[B, K, H, E]`, keys and values `[B, G, R, E]`. This is `project_q`, `project_kv` and
         `RaggedCache.extend`. Where `ops.use_kernel` decides so, one kernel does all that comes after the projections.
         """
+        # Products first: they are the only part that is the same with and without the kernel.
         query = self._by_head(self.q_proj(hidden_states))
         key = self._by_head(self.k_proj(hidden_states))
         value = self._by_head(self.v_proj(hidden_states))
@@ -136,6 +140,7 @@ class DFlashAttention(nn.Module):
 
     def _by_head(self, states: Tensor) -> Tensor:
         """Returns projected states `[B, K, heads * E]` as `[B, K, heads, E]`."""
+        # The number of heads is left open: queries have more of them than keys.
         by_head = (*states.shape[:-1], -1, self.head_dim)
         return states.view(by_head)
 
@@ -252,6 +257,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = DFlashMLP(config)
         self.input_layernorm = DFlashRMSNorm(size, config.rms_norm_eps)
         self.post_attention_layernorm = DFlashRMSNorm(size, config.rms_norm_eps)
+        # Convolutions are a part of DFlash 2; in other drafts a sublayer sees its states as they are.
         self.attention_conv = convolution_of(config)
         self.mlp_conv = convolution_of(config)
 
@@ -284,6 +290,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             normed = self.input_layernorm(hidden_states)
         else:
             normed, stream = self.input_layernorm(hidden_states, residual)
+        # The convolution takes the sublayer, because it works on both its input and its output.
         hidden_states = self.attention_conv(normed, attention, block_size)
         normed, stream = self.post_attention_layernorm(hidden_states, stream)
         hidden_states = self.mlp_conv(normed, self.mlp, block_size)

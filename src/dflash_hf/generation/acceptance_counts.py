@@ -20,6 +20,7 @@ class AcceptanceCounts:
 
     def add(self, tried: Sequence[int], accepted: Sequence[int]) -> None:
         """Counts a step: of each proposal, in how many rows it was tried and accepted."""
+        # Forgotten by steps and not by rows, so that rows that run together count as one text's many steps.
         self.tried = [
             FORGETTING * before + num for before, num in zip(self.tried, tried, strict=True)
         ]
@@ -33,6 +34,7 @@ class AcceptanceCounts:
         accepted = [0] * len(self.tried)
         for num_accepted, num_tried in chains:
             for index in range(num_tried):
+                # The last one tried is the one that was refused, unless all were accepted.
                 tried[index] += 1
                 accepted[index] += index < num_accepted
         self.add(tried, accepted)
@@ -43,6 +45,7 @@ class AcceptanceCounts:
         The less a position was tried lately, the nearer to the share of all positions together, so that a wider
         verify is tried again in time.
         """
+        # The prior alone decides before a first step; each count behind it moves the share towards what was seen.
         pooled = (sum(self.accepted) + PRIOR_WEIGHT * PRIOR_SHARE) / (
             sum(self.tried) + PRIOR_WEIGHT
         )

@@ -100,6 +100,8 @@ class TreeWalk:
 
     def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
         """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches."""
+        # A row whose path has ended goes on from the anchor: a child found there stands behind a mismatch, and is not
+        # accepted.
         self.node, is_found = self.tree.child(self.block, self.node, tokens_B)
         self.path[:, position + 1] = self.node
         self.state.proposals[:, position] = torch.where(is_found, tokens_B, -1)

@@ -61,6 +61,7 @@ def runs_its_class(module: Any) -> bool:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Returns True if a module has a forward of its own, as accelerate puts it there, and not one of this package."""
+    # Looked up in the instance alone: every class has a forward.
     own = module.__dict__
     return "forward" in own and not hasattr(own["forward"], MARK)
 
@@ -80,6 +81,7 @@ def is_library(name: str) -> bool:
 
 def is_harmless(hook: Any) -> bool:
     """Returns True for hooks that change nothing: Transformers' recorders, and this package's, which listen."""
+    # A hook of any other module may change what a layer returns.
     return getattr(hook, "__module__", None) in (
         "transformers.utils.output_capturing",
         "dflash_hf.undo",
