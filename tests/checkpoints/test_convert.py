@@ -202,6 +202,6 @@ def test_two_dtypes_contradict_each_other(pair: tuple[Path, Path]) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"one value, got {'dtype': 'float16', 'torch_dtype': 'bfloat16'}; .*config.json",
+        match=r"one value, got dtype = 'float16' beside torch_dtype = 'bfloat16'; .*config.json",
     ):
         load_draft(pair[1])

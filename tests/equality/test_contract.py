@@ -456,7 +456,7 @@ def test_a_zlab_checkpoint_loaded_by_auto_model_is_explained(tmp_path: Path) -> 
     save_draft(tiny_draft(target, layer_types=["full_attention"] * 2).float(), tmp_path, "zlab")
     stranger = AutoModel.from_pretrained(tmp_path)
     assert type(stranger).__name__ == "Qwen3Model"
-    with pytest.raises(ValueError, match=r"DFlashDraftModel\.from_pretrained"):
+    with pytest.raises(ValueError, match=r"dflash_hf\.load_draft"):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=stranger)
 
 

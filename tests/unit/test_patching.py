@@ -16,16 +16,17 @@ SEEING = str(ROOT / "demos/toy/vision/target")
 SOURCES = [str(ROOT / folder) for folder in ("src", "kernels/torch-ext")]
 
 USE = f"""
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, Qwen3Config
 from transformers.utils.import_utils import is_torchvision_available
 assert not any(name.startswith("dflash_hf.modeling") for name in sys.modules), "nothing of ours is loaded yet"
 target = AutoModelForCausalLM.from_pretrained({TARGET!r})
 inputs = AutoTokenizer.from_pretrained({TARGET!r})("What is 3 + 4?", return_tensors="pt")
-stranger = types.SimpleNamespace(config=types.SimpleNamespace(dflash_config={{}}))
+config = Qwen3Config(dflash_config={{"mask_token_id": 1, "target_layer_ids": [1]}})
+stranger = types.SimpleNamespace(config=config)
 try:
     target.generate(**inputs, max_new_tokens=4, assistant_model=stranger)
 except ValueError as error:
-    assert "load it with DFlashDraftModel.from_pretrained" in str(error), error
+    assert "load it with dflash_hf.load_draft" in str(error), error
 else:
     raise AssertionError("a draft of another class has to be explained")
 config = AutoConfig.from_pretrained({DRAFT!r})

@@ -54,6 +54,9 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
         del bound["self"]
         arguments = {**bound.pop("kwargs", {}), **bound}
     draft = unwrapped(arguments.get("assistant_model"))
+    # Calls that have nothing to do with a draft go on at once.
+    if draft is None:
+        return original(model, *args, **kwargs)
     if not isinstance(draft, DFlashDraftModel):
         # A draft of this kind that was loaded by another class would fail within Transformers, far from its cause.
         is_stock = Settings(model, arguments)["speculation_type"] == "dflash"
