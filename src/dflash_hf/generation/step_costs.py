@@ -5,8 +5,7 @@ follow the machine's load. So there the width follows from these costs and from 
 and two runs of one call give the same text.
 
 A linear layer reads its weights once for all tokens of a step, and multiplies them with each. A step of few tokens
-takes the time of the reading; from some number of tokens on it takes twice that. Attention and the host's own work are
-left out: they are much the same for a step of one token and of several.
+takes the time of the reading; from some number of tokens on it takes twice that.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from torch import nn
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
-# Tokens of all rows whose products take as long as one reading of the weights, in half precision. Measured on an
-# AMD EPYC with avx512_bf16, one thread, SmolLM2's layers (docs/log.md). CPUs differ; threads change little, since they
-# read and multiply faster alike.
-TOKENS_PER_READING = 28.0
+# Tokens of all rows for which a step takes twice the time, in half precision. Fitted to whole steps of SmolLM2 in
+# bfloat16 with its draft, 8 rows of 2 to 8 tokens, on an AMD EPYC with avx512_bf16 and one thread (docs/log.md). Its
+# linear layers alone say 28; attention and the host's own work are much the same for one token and for several. CPUs
+# differ; threads change little, since they read and multiply faster alike.
+TOKENS_PER_READING = 38.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
