@@ -283,7 +283,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         context = self.project_context(context_hidden_states)
         # One table of angles for context and blocks, of which the queries take the last.
         cos_sin = self.rotary_emb(position_ids, noise_embeds.dtype)
-        masks = CombinedMasks(attention_mask, num_queries, noise_embeds.dtype, noise_embeds.device)
+        masks = CombinedMasks(attention_mask, num_queries, noise_embeds.device)
         projector = CombinedProjector(context, cos_sin, masks, cache)
         # Convolutions must not cross from one block of a training batch into the next.
         hidden = self._run_layers(noise_embeds, projector, block_size or num_queries)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.block.attention import RaggedBlock, RaggedMask, attend, mask_repeats
 from dflash_hf.block.tree import DraftTree, TreeBuilder
 
@@ -58,3 +59,23 @@ def test_half_precision_attends_as_float32_does(width: int, is_exact: bool) -> N
     packed = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), mask, 0.25)
     assert mask_repeats(3, query.device, torch.bfloat16) == 3
     torch.testing.assert_close(packed.float(), expected, atol=0.05, rtol=0.05)
+
+
+def test_a_block_of_another_dtype_than_its_queries_runs() -> None:
+    # Under autocast a norm with float32 weights makes the queries float32 again.
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32}
+    config = DFlashConfig(
+        vocab_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        block_size=4,
+        mask_token_id=3,
+        num_target_layers=4,
+        target_layer_ids=[0, 2],
+        **sizes,
+    )
+    draft = DFlashDraftModel(config)
+    embeds = torch.randn(2, 4, 32).bfloat16()
+    context = torch.randn(2, 6, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert draft(embeds, context).last_hidden_state.shape == (2, 4, 32)

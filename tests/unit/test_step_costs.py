@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from torch import nn
 
 from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.generation.widths import CHAIN, ModelledWidths
@@ -79,3 +81,29 @@ def test_weights_are_those_of_layers_and_heads() -> None:
     layers = sum(weight.numel() for layer in target.layers for weight in layer.parameters())
     assert costs.target == layers + head
     assert costs.head == head
+
+
+def test_weights_in_buffers_count_as_linear_layers_do() -> None:
+    class Packed(nn.Module):
+        """A linear layer whose weights are packed into a buffer, as quantised ones are."""
+
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.in_features = layer.in_features
+            self.out_features = layer.out_features
+            self.register_buffer("qweight", layer.weight.detach().to(torch.int8))
+
+    model = tiny_target("qwen3")
+    draft = tiny_draft(model, 6)
+    target = find_target(model)
+    whole = StepCosts.of(target, draft, 6)
+    for layer in target.layers:
+        for name, part in list(layer.named_modules()):
+            if isinstance(part, nn.Linear):
+                layer.set_submodule(name, Packed(part))
+    assert StepCosts.of(target, draft, 6) == whole
+
+
+def test_a_model_without_weights_costs_something() -> None:
+    costs = StepCosts(target=1, draft=1, head=1, block_size=4, num_proposals=3)
+    assert costs.of_step(1, 1) > 0

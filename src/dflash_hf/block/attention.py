@@ -213,7 +213,6 @@ class CombinedMasks:
         given (`torch.Tensor`, `dict` or `None`): The padding mask `[B, total]`, 1 where a token is real; or a ready
             mask per kind of layer, boolean `[B, 1, Q, R]` or a `BlockMask`.
         num_queries (`int`): Tokens of the block, the newest of all keys.
-        dtype (`torch.dtype`): Dtype of the scores.
         device (`torch.device`): Device of the states.
     """
 
@@ -221,43 +220,51 @@ class CombinedMasks:
         self,
         given: Tensor | Mapping[AttentionKind, Mask] | None,
         num_queries: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._given = given
         self._num_queries = num_queries
-        self._dtype = dtype
         self._device = device
-        self._masks: dict[tuple[AttentionKind, int, int], Mask] = {}
+        self._masks: dict[tuple[object, ...], Mask] = {}
 
-    def of(self, kind: AttentionKind, num_keys: int, heads_per_key: int) -> Mask:
-        """Returns the mask of a layer of this kind over `num_keys` keys, additive unless it is a `BlockMask`."""
-        key = (kind, num_keys, heads_per_key)
+    def of(
+        self, kind: AttentionKind, num_keys: int, heads_per_key: int, dtype: torch.dtype
+    ) -> Mask:
+        """Returns the mask of a layer of this kind over `num_keys` keys, additive unless it is a `BlockMask`.
+
+        `dtype` is the queries', which under autocast need not be the embeddings'.
+        """
+        key = (kind, num_keys, heads_per_key, dtype)
         if key not in self._masks:
             if isinstance(self._given, Mapping):
-                mask = self._ready(self._given[kind], heads_per_key)
+                mask = self._ready(self._given[kind], heads_per_key, dtype)
             else:
-                mask = self._built(self._given, kind, num_keys, heads_per_key)
+                mask = self._built(self._given, kind, num_keys, heads_per_key, dtype)
             self._masks[key] = mask
         return self._masks[key]
 
-    def _ready(self, mask: Mask, heads_per_key: int) -> Mask:
+    def _ready(self, mask: Mask, heads_per_key: int, dtype: torch.dtype) -> Mask:
         """Returns the additive form of a boolean mask, and a `BlockMask` as it is."""
         if not isinstance(mask, Tensor):
             return mask
-        repeats = mask_repeats(heads_per_key, mask.device, self._dtype)
-        additive = additive_mask(~mask, self._dtype)
+        repeats = mask_repeats(heads_per_key, mask.device, dtype)
+        additive = additive_mask(~mask, dtype)
         return _repeated(additive, repeats)
 
     def _built(
-        self, padding: Tensor | None, kind: AttentionKind, num_keys: int, heads_per_key: int
+        self,
+        padding: Tensor | None,
+        kind: AttentionKind,
+        num_keys: int,
+        heads_per_key: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Returns the mask of one block behind its context, without what is padding."""
         # Padding counts as a token here, so that all rows are alike and the last key is the block's last.
         keys = torch.arange(num_keys, device=self._device)
         block = RaggedBlock(keys[None, -self._num_queries :])
-        repeats = mask_repeats(heads_per_key, self._device, self._dtype)
-        mask = block.dense_mask(num_keys, kind, repeats, self._dtype)
+        repeats = mask_repeats(heads_per_key, self._device, dtype)
+        mask = block.dense_mask(num_keys, kind, repeats, dtype)
         if padding is None:
             return mask
         # The newest columns: a mask may be longer than what a sliding cache hands out.

@@ -114,7 +114,7 @@ def _take_causality(reader: ConfigReader) -> bool | None:
             "what the draft was trained with: in NeMo's JetSpec recipe that is dflash_config.causal = True, and "
             "is_causal = False is left over from its base recipe"
         )
-    return reader.take(*CAUSALITY, "causal_head", default=None)
+    return reader.take(*CAUSALITY, "causal_head", default=None, kind=bool)
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class CombinedProjector(Projector):
         # The context proposes nothing, so that there are queries of the blocks alone.
         query = attention.project_q(normed, self.block_cos_sin)
         num_keys = key.shape[2]
-        mask = self.masks.of(attention.kind, num_keys, attention.repeats)
+        mask = self.masks.of(attention.kind, num_keys, attention.repeats, query.dtype)
         return query, key, value, mask
 
 

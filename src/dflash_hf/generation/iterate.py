@@ -53,7 +53,8 @@ class DFlashStep:
         done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished, this step included.
         logits (`torch.Tensor` of shape `[B, W, V]`, *optional*): The target's, unprocessed; with `output_logits`, not
             of the prefill.
-        draft_logits (`torch.Tensor` of shape `[B, W - 1, V]`, *optional*): The draft's; with `output_logits`.
+        draft_logits (`torch.Tensor` of shape `[B, n, V]`, *optional*): The draft's, with `output_logits`; `n` is
+            `W - 1`, or all proposals of the block where a tree has more nodes.
         node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Under `num_tree_nodes`, the tokens of the tree
             that was verified, the anchor first. `proposals`, `tokens` and `logits` are those of the path that was
             accepted, and `proposals` are -1 behind its end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -139,5 +139,6 @@ def choose_widths(
 
 def _computes_in_half(target: Target) -> bool:
     """Returns True if a target computes in half precision, where another width may give another text."""
-    weight: Any = target.embedding.weight
-    return weight.dtype.itemsize < 4 or torch.is_autocast_enabled(target.device.type)
+    weights = [*target.embedding.parameters(), *target.layers[0].parameters()]
+    has_half = any(each.is_floating_point() and each.dtype.itemsize < 4 for each in weights)
+    return has_half or torch.is_autocast_enabled(target.device.type)

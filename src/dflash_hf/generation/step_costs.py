@@ -30,7 +30,7 @@ class StepCosts:
 
     Args:
         target (`int`): Weights of the target's forward, its head included.
-        draft (`int`): Weights of the draft's forward, without a head.
+        draft (`int`): Weights of the draft's layers.
         head (`int`): Weights of the head that the draft's states go through.
         block_size (`int`): Tokens of the draft's block.
         num_proposals (`int`): Slots of the block that propose.
@@ -59,7 +59,7 @@ class StepCosts:
         )
 
     def of_step(self, width: int, rows: int) -> float:
-        """Returns the cost of a step that verifies `width` tokens in each of `rows` rows; of one it is not drafted."""
+        """Returns the cost of a step that verifies `width` tokens in each of `rows` rows; one token is not drafted."""
         cost = _of_products(self.target, rows * width)
         if width == 1:
             return cost
@@ -75,5 +75,18 @@ def _of_products(num_weights: int, num_tokens: int) -> float:
 
 
 def _num_weights(module: nn.Module) -> int:
-    """Returns how many weights a module has; shared ones count once."""
-    return sum(weight.numel() for weight in module.parameters())
+    """Returns how many weights a module computes with, at least 1.
+
+    A linear layer counts by its sizes: quantised weights are packed, and may be buffers.
+    """
+    num = 0
+    for part in module.modules():
+        # An adapter's layer has the sizes of the layer in it, which is counted itself.
+        is_around_another = isinstance(getattr(part, "base_layer", None), nn.Module)
+        rows: object = getattr(part, "out_features", None)
+        columns: object = getattr(part, "in_features", None)
+        if isinstance(rows, int) and isinstance(columns, int) and not is_around_another:
+            num += rows * columns
+        else:
+            num += sum(weight.numel() for weight in part.parameters(recurse=False))
+    return max(num, 1)

@@ -1,13 +1,13 @@
-"""How many tokens the target verifies, and whether as a tree, where that follows the run (`verify_width="auto"`).
+"""How many tokens the target verifies, and whether as a tree, where that follows the run.
 
 Before each step the width is chosen whose expected number of committed tokens per second is the greatest, by the share
-of verifies that accepted each proposal and by the seconds that steps of each width take. Width 1 is plain decoding,
-without a draft. Where trees are verified, the chain of all proposals is one more choice: it costs less, and a draft
-that is sure of itself needs no branches. A choice that is never left learns nothing about the others: the second best
-is tried now and then. The rule, and why it keeps text and distribution, is in docs/widths.md.
+of verifies that accepted each proposal and by the seconds that steps of each width take, or that a model gives them.
+Width 1 is plain decoding, without a draft. Where trees are verified, the chain of all proposals is one more choice: it
+costs less, and a draft that is sure of itself needs no branches. A choice that is never left learns nothing about the
+others: the second best is tried now and then. The rule, and why it keeps text and distribution, is in docs/widths.md.
 
 Nothing here touches a tensor or waits for a device: counts come from the report that the host reads of every step,
-times from its clock or, for captured steps, from replays before the first one.
+times from its clock, for captured steps from replays before the first one, or from a model (`step_costs.py`).
 """
 
 from __future__ import annotations
