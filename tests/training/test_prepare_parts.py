@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from dflash_hf.data import sources
@@ -55,6 +56,11 @@ def lines(num_rows: int = NUM_ROWS) -> list[str]:
 
 def write(path: Path, rows: list[str]) -> Path:
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, prompt: str) -> Path:
+    datasets.Dataset.from_dict({"prompt": [prompt]}).to_parquet(str(path))
     return path
 
 
@@ -221,6 +227,24 @@ def test_empty_lines_are_no_rows_and_keep_numbers_right(tmp_path: Path, smollm2:
         assert prepare(few, smollm2).num_rows == 4
         with pytest.raises(ValueError, match=rf"in line 7 of {source}, got text"):
             prepare(asked(tmp_path / "all", source, streaming=streaming), smollm2)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["d[1]", "d?", "d*", "d[!1]", "[d]/d1"])
+def test_a_file_is_taken_by_its_very_name(tmp_path: Path, name: str, streaming: bool) -> None:
+    """Beside it are files that its name matches where it is read as a pattern."""
+    for other in ("d1", "d2", "d/d1"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        write(tmp_path / f"{other}.jsonl", ['{"prompt": "another file"}'])
+        write_parquet(tmp_path / f"{other}.parquet", "another file")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    text = write(tmp_path / f"{name}.jsonl", ['{"prompt": "this file"}'])
+    table = write_parquet(tmp_path / f"{name}.parquet", "this file")
+    for source in (text, table):
+        (row,) = load_rows(str(source), streaming=streaming)
+        assert row["messages"][0]["content"] == "this file"
+    (question,) = sources.file_rows([table])
+    assert question.values["prompt"] == "this file"
 
 
 def test_rows_are_split_as_they_are(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ This is the one module that imports `datasets`, where a function needs it; `file
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -232,16 +233,21 @@ def _open_file(path: Path, streaming: bool) -> Source:
     called = str(path)
     kind: Kind = "row"
     if path.suffix == ".parquet":
-        table = _loaded(called, (), "parquet", streaming, split="train", data_files=[called])
+        table = _loaded(called, (), "parquet", streaming, split="train", data_files=_only(path))
     elif path.suffix == ".json":
         kind = "row of JSON"
         table = _generated(path, streaming)
     else:
         kind = "line of text" if path.suffix == ".txt" else "line of JSON"
         # As lines, not as tables: rows may be of several forms, and what is wrong with one is told with its line.
-        options = {"split": "train", "data_files": [called], "encoding": "utf-8-sig"}
+        options = {"split": "train", "data_files": _only(path), "encoding": "utf-8-sig"}
         table = _loaded(called, (), "text", streaming, **options)
     return Source(origin=Origin(called=called, kind=kind, folder=path.parent), table=table)
+
+
+def _only(path: Path) -> list[str]:
+    """The `data_files` of one file: `datasets` reads them as patterns, and `d[1].jsonl` would match `d1.jsonl`."""
+    return [glob.escape(str(path))]
 
 
 def _generated(path: Path, streaming: bool) -> Any:
@@ -286,7 +292,7 @@ def _placed(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
             rows = parsed(path.read_bytes(), str(path), FIX)
             require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
         else:
-            options = {"split": "train", "data_files": [str(path)]}
+            options = {"split": "train", "data_files": _only(path)}
             rows = _loaded(str(path), columns, "parquet", False, **options)
         for number, row in enumerate(rows, 1):
             yield f"row {number} of {path}", row
