@@ -230,6 +230,41 @@ def test_empty_lines_are_no_rows_and_keep_numbers_right(tmp_path: Path, smollm2:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("in.jsonl", b""),
+        ("in.jsonl", b"\xef\xbb\xbf"),
+        ("in.jsonl", b"\n \n"),
+        ("in.txt", b""),
+        ("in.json", b"[]"),
+    ],
+)
+def test_a_file_without_rows_is_named(
+    tmp_path: Path, smollm2: Any, name: str, content: bytes, streaming: bool
+) -> None:
+    source = tmp_path / name
+    source.write_bytes(content)
+    settings = asked(tmp_path / "out", source, streaming=streaming)
+    with pytest.raises(
+        ValueError, match=rf"^expected rows in {source}, got 'no rows'; fix the file"
+    ):
+        prepare(settings, smollm2)
+    assert names(tmp_path / "out") == []
+
+
+def test_a_local_file_that_is_broken_asks_for_no_network(tmp_path: Path) -> None:
+    table = tmp_path / "in.parquet"
+    table.write_bytes(b"no table")
+    unreadable = tmp_path / "in.jsonl"
+    unreadable.symlink_to("/proc/self/mem")  # to read its first bytes fails
+    for source in (table, unreadable):
+        sentence = rf"^expected to read {source} with .*; fix the file, or"
+        with pytest.raises(ValueError, match=sentence):
+            list(load_rows(str(source)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["d[1]", "d?", "d*", "d[!1]", "[d]/d1"])
 def test_a_file_is_taken_by_its_very_name(tmp_path: Path, name: str, streaming: bool) -> None:
     """Beside it are files that its name matches where it is read as a pattern."""

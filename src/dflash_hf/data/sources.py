@@ -21,6 +21,7 @@ from dflash_hf.data.rows import FIX, Row
 from dflash_hf.errors import one_line, require
 
 FILES = (".jsonl", ".json", ".parquet", ".txt")
+FIX_FILE = "fix the file, or name another one"
 # Rows of a part: what a killed run does again at most.
 PART_ROWS = 50_000
 # To start a process takes as long as that many rows of a chat take.
@@ -239,10 +240,20 @@ def _open_file(path: Path, streaming: bool) -> Source:
         table = _generated(path, streaming)
     else:
         kind = "line of text" if path.suffix == ".txt" else "line of JSON"
+        require(_has_lines(path), f"rows in {path}", "no rows", FIX_FILE)
         # As lines, not as tables: rows may be of several forms, and what is wrong with one is told with its line.
         options = {"split": "train", "data_files": _only(path), "encoding": "utf-8-sig"}
         table = _loaded(called, (), "text", streaming, **options)
     return Source(origin=Origin(called=called, kind=kind, folder=path.parent), table=table)
+
+
+def _has_lines(path: Path) -> bool:
+    """Whether a text file has a line that is not empty; bytes that are no UTF-8 are refused later, by their line."""
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace") as stream:
+            return any(line.strip() for line in stream)
+    except OSError as error:
+        raise _unread(str(path), error) from error
 
 
 def _only(path: Path) -> list[str]:
@@ -267,6 +278,7 @@ def _json_rows(path: str, changed: int) -> Iterator[dict[str, str]]:
     """Each row of a JSON list as a text."""
     rows = parsed(Path(path).read_bytes(), path, FIX)
     require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
+    require(bool(rows), f"rows in {path}", "no rows", FIX_FILE)
     for row in rows:
         yield {"text": line_of(row)}
 
@@ -393,10 +405,12 @@ def _unread(called: str, error: BaseException) -> ValueError:
             return cause
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             return _no_room(cause, Path(_datasets(called).config.HF_DATASETS_CACHE))
-    return ValueError(
-        f"expected to read {called} with datasets, got {type(error).__name__} ({one_line(error)}); fix the name, "
-        "connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
-    )
+    if Path(called).is_file():
+        action = FIX_FILE
+    else:
+        action = "fix the name, connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
+    got = f"{type(error).__name__} ({one_line(error)})"
+    return ValueError(f"expected to read {called} with datasets, got {got}; {action}")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
