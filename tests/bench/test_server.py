@@ -33,6 +33,8 @@ NO_TEXT = {
     "refusal": {"refusal": "I will not."},
     "silent": {"content": ""},
 }
+# More than the connections that httpx keeps by default.
+MANY = 120
 PNG = next((TOY / "vision" / "pictures").rglob("*.png"))
 
 
@@ -40,10 +42,12 @@ class Small(ThreadingHTTPServer):
     """A server whose answers are `WORDS`, one token each; what it is asked is in `bodies`."""
 
     daemon_threads = True
+    request_queue_size = MANY
 
     def __init__(self, kind: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.kind, self.bodies, self.calls = kind, list[dict[str, Any]](), 0
+        self.gathered = threading.Barrier(MANY)
         self.at_once, self.most_at_once, self.lock = 0, 0, threading.Lock()
 
     @property
@@ -101,6 +105,8 @@ class Handler(BaseHTTPRequestHandler):
         if server.kind == "broken":
             self.reply('{"message": "the model is too\\nlarge"}', status=500)
             return
+        if server.kind == "gathering":
+            server.gathered.wait(timeout=30)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -182,6 +188,15 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
     }
     assert [turn.counters for turn in turns] == [counters[small.kind], None, None]
     assert server([HELLO], Options(max_new_tokens=9), 0)[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("small", ["gathering"], indirect=True)
+def test_no_row_waits_for_a_connection(small: Small) -> None:
+    """The server answers none before all have come."""
+    options = Options(batch=MANY, max_new_tokens=1)
+    turns = server_method(OpenAIClient(small.url), {})([HELLO] * MANY, options, 0)
+    assert [turn.text for turn in turns] == ["Good "] * MANY
+    assert small.most_at_once == MANY
 
 
 @pytest.mark.parametrize(

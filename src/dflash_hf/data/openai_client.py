@@ -20,7 +20,10 @@ import httpx
 
 from dflash_hf.errors import is_a, one_line, require
 
-TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; the second is between two pieces of an answer
+# Seconds; `read` is between two pieces of an answer. As many are asked at once as there are rows, more than httpx's
+# 100 connections: none waits for another one's.
+TIMEOUT = httpx.Timeout(10.0, read=600.0, pool=None)
+LIMITS = httpx.Limits(max_connections=None)
 CHAT = "/v1/chat/completions"
 
 Body = Mapping[str, Any]
@@ -65,7 +68,7 @@ class OpenAIClient:
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, limits=LIMITS)
         self._model = model
 
     @property
