@@ -33,6 +33,8 @@ NO_TEXT = {
     "refusal": {"refusal": "I will not."},
     "silent": {"content": ""},
 }
+# A server of the kind `SAYS` + text replies the text to all that it is asked.
+SAYS = "says "
 # More than the connections that httpx keeps by default.
 MANY = 120
 PNG = next((TOY / "vision" / "pictures").rglob("*.png"))
@@ -74,7 +76,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         kind, calls = self.server.kind, self.server.calls
-        if self.path == "/v1/models":
+        if kind.startswith(SAYS):
+            self.reply(kind.removeprefix(SAYS))
+        elif self.path == "/v1/models":
             self.reply(json.dumps({"data": [{"id": "small"}]}))
         elif self.path == "/metrics" and kind == "vllm":
             names = {"drafts": 3 * calls, "draft_tokens": 21 * calls, "accepted_tokens": 6 * calls}
@@ -104,6 +108,9 @@ class Handler(BaseHTTPRequestHandler):
             server.most_at_once = max(server.most_at_once, server.at_once)
         if server.kind == "broken":
             self.reply('{"message": "the model is too\\nlarge"}', status=500)
+            return
+        if server.kind.startswith(SAYS):
+            self.reply(server.kind.removeprefix(SAYS))
             return
         if server.kind == "gathering":
             server.gathered.wait(timeout=30)
@@ -214,6 +221,70 @@ def test_no_row_waits_for_a_connection(small: Small) -> None:
 def test_a_server_that_fails(small: Small, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence.replace("{", r"\{")):
         server_method(OpenAIClient(small.url), {})([HELLO], Options(max_new_tokens=4), 0)
+
+
+@pytest.mark.parametrize(
+    ("small", "sentence"),
+    [
+        (f"{SAYS}<html>", r"expected JSON in http://.*/v1/models, got something else \("),
+        (f"{SAYS}[1]", r"expected a JSON object in http://.*/v1/models, got \[1\]; "),
+        (
+            f"{SAYS}{{}}",
+            "expected a model with an id at http://.*/v1/models, got None; start the server",
+        ),
+        (
+            f'{SAYS}{{"data": []}}',
+            r"expected a model with an id at .*, got \[\]; start the server with one",
+        ),
+        (f'{SAYS}{{"data": ["x"]}}', r"expected a model with an id at .*, got \['x'\]; "),
+        (
+            f'{SAYS}{{"data": {{"id": "x"}}}}',
+            "expected a model with an id at .*, got {'id': 'x'}; ",
+        ),
+        (f'{SAYS}{{"data": [{{}}]}}', r"expected a model with an id at .*, got \[{}\]; "),
+    ],
+    indirect=["small"],
+)
+def test_what_is_no_list_of_models_is_a_sentence(small: Small, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        _ = OpenAIClient(small.url).model
+
+
+@pytest.mark.parametrize(
+    ("small", "sentence"),
+    [
+        (f"{SAYS}<html>", r"expected JSON in the answer of http://.*, got something else \("),
+        (f"{SAYS}[1]", r"expected a JSON object in the answer of http://.*, got \[1\]; "),
+        (f'{SAYS}{{"choices": ["x"]}}', "expected a choice in the answer of http://.*, got {"),
+        (
+            f'{SAYS}{{"choices": [{{"message": "x"}}]}}',
+            "expected a message in the answer of http://.*, got 'x'; ",
+        ),
+    ],
+    indirect=["small"],
+)
+def test_what_is_no_answer_is_a_sentence(small: Small, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        OpenAIClient(small.url, "small").ask({"messages": HELLO})
+
+
+@pytest.mark.parametrize(
+    ("small", "sentence"),
+    [
+        (f"{SAYS}data: <html>", "expected JSON in the answer of http://.*, got something else"),
+        (f"{SAYS}data: 1", "expected a JSON object in the answer of http://.*, got 1; "),
+    ],
+    indirect=["small"],
+)
+def test_what_is_no_piece_is_a_sentence(small: Small, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        OpenAIClient(small.url, "small").stream({"messages": HELLO})
+
+
+@pytest.mark.parametrize("url", ["http://localhost:abc", "http://[::1", "http://x\n"])
+def test_what_is_no_url_is_a_sentence(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^expected the URL of a server, got 'http.*; give one"):
+        OpenAIClient(url)
 
 
 @pytest.mark.parametrize("small", THOUGHTS, indirect=True)

@@ -84,6 +84,10 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--server", "http://127.0.0.1:9", "--server-model", "x"],
         "expected answers of http://127.0.0.1:9, got",
     ),
+    "a server whose URL is none": (
+        ["--server", "http://localhost:abc"],
+        "expected the URL of a server, got 'http://localhost:abc'",
+    ),
     "a device that is not there": (["--device", "cuda:99"], "as --device, got 'cuda:99'"),
 }
 

@@ -7,7 +7,6 @@ Nothing is asked twice: a request that fails raises.
 from __future__ import annotations
 
 import base64
-import json
 import mimetypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +17,15 @@ from typing import Any, TypeVar
 
 import httpx
 
-from dflash_hf.errors import is_a, one_line, require
+from dflash_hf.data.row_files import parsed_object
+from dflash_hf.errors import is_a, one_line, require, shown
 
 # Seconds; `read` is between two pieces of an answer. As many are asked at once as there are rows, more than httpx's
 # 100 connections: none waits for another one's.
 TIMEOUT = httpx.Timeout(10.0, read=600.0, pool=None)
 LIMITS = httpx.Limits(max_connections=None)
 CHAT = "/v1/chat/completions"
+CHECK_SERVER = "check its URL, and see its log"
 
 Body = Mapping[str, Any]
 Answer = TypeVar("Answer")
@@ -64,11 +65,19 @@ class OpenAIClient:
     Args:
         url (`str`): Where it is; `/v1` may be left out.
         model (`str`, *optional*): What it calls the model; default the first one that it names.
+
+    Raises:
+        ValueError: If the URL is none.
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, limits=LIMITS)
+        try:
+            self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, limits=LIMITS)
+        except httpx.InvalidURL as error:
+            got = f"{shown(url)} ({one_line(error)})"
+            action = "give one as http://localhost:8000"
+            raise ValueError(f"expected the URL of a server, got {got}; {action}") from error
         self._model = model
 
     @property
@@ -77,15 +86,17 @@ class OpenAIClient:
 
         Raises:
             httpx.HTTPError: If the server cannot be reached.
-            ValueError: If it names none.
+            ValueError: If it names none, or replies something else.
         """
         if self._model is None:
             response = self.http.get("/v1/models")
             response.raise_for_status()
-            models = response.json().get("data") or []
-            hint = "start the server with one"
-            require(bool(models), f"a model at {self.url}/v1/models", models, hint)
-            self._model = str(models[0]["id"])
+            where = f"{self.url}/v1/models"
+            models = _reply(response, where).get("data")
+            hint = "start the server with one, and check its URL"
+            name = _first_object(models).get("id")
+            require(isinstance(name, str), f"a model with an id at {where}", models, hint)
+            self._model = str(name)
         return self._model
 
     def ask(self, body: Body) -> ServerAnswer:
@@ -103,13 +114,15 @@ class OpenAIClient:
         started = time.perf_counter()
         response = self.http.post(CHAT, json=request)
         _check_status(response)
-        reply = response.json()
+        reply = _reply(response, f"the answer of {self.url}")
         seconds = time.perf_counter() - started
-        choices = reply.get("choices")
-        is_answer = isinstance(choices, list) and bool(choices) and isinstance(choices[0], dict)
-        require(is_answer, f"a choice in the answer of {self.url}", reply, "see its log")
+        choice = _first_object(reply.get("choices"))
+        require(bool(choice), f"a choice in the answer of {self.url}", reply, CHECK_SERVER)
+        message = choice.get("message") or {}
+        is_message = isinstance(message, dict)
+        require(is_message, f"a message in the answer of {self.url}", message, CHECK_SERVER)
         parts = _Parts()
-        parts.add(choices[0], choices[0].get("message") or {})
+        parts.add(choice, message)
         return self._answer(parts, reply.get("usage"), seconds)
 
     def stream(self, body: Body) -> ServerAnswer:
@@ -212,13 +225,25 @@ def _check_status(response: httpx.Response) -> None:
         raise httpx.HTTPStatusError(sentence, request=response.request, response=response)
 
 
+def _reply(response: httpx.Response, where: str) -> dict[str, Any]:
+    """What a server replies, which must be a JSON object."""
+    return parsed_object(response.content, where, CHECK_SERVER)
+
+
+def _first_object(values: Any) -> dict[str, Any]:
+    """The first of a list of objects; an empty one of anything else."""
+    is_filled = isinstance(values, list) and bool(values)
+    first: Any = values[0] if is_filled else {}
+    return first if isinstance(first, dict) else {}
+
+
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """The events of a stream, up to its end."""
     for line in response.iter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
             continue
-        event = json.loads(data)
+        event = parsed_object(data, f"the answer of {response.url}", CHECK_SERVER)
         if "error" in event:
             reason = one_line(event["error"])
             raise ValueError(f"expected an answer of the server, got {reason}; see its log")
