@@ -298,6 +298,19 @@ def test_a_stage_whose_folder_is_removed_is_made_again(done: tuple[Path, str]) -
     assert made == {"zlab", "speculators", "muse"}
 
 
+def test_a_draft_that_is_removed_is_made_of_the_last_checkpoint(
+    done: tuple[Path, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(done[0], out)
+    shutil.rmtree(out / "draft")
+    result = train("--output-dir", out, "--stages", "prepare,regenerate,run")
+    assert result.exit_code == 0, result.output
+    assert "run: steps 4" in result.output
+    old, new = (load_draft(folder / "draft").state_dict() for folder in (done[0], out))
+    assert all(value.equal(old[name]) for name, value in new.items())
+
+
 def test_a_target_that_changed_is_refused(data: Path, tmp_path: Path) -> None:
     shutil.copytree(TOY / "target", tmp_path / "target")
     words = ["--dataset", data, *SMALL, "--target", tmp_path / "target"]

@@ -109,8 +109,9 @@ class RunState:
         """Returns True if a stage has been run to its end with these options, and what it made is there."""
         if stage in self.outdated:
             return False
-        record = self._record(stage)
-        return bool(record.get("finished"))
+        # Checkpoints alone are a record of the training, and no draft
+        has_output = self.folder(stage).exists()
+        return has_output and bool(self._record(stage).get("finished"))
 
     def pending(self) -> list[Stage]:
         """Returns the stages that are asked for and not done."""
