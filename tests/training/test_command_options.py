@@ -307,6 +307,11 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--hub-token", "x"],
         "hub_model_id, hub_private_repo alone, got 'hub_token'; leave it out",
     ),
+    "checkpoint": (
+        ["--resume-from-checkpoint", "run/checkpoint-2"],
+        "expected no --resume-from-checkpoint, got 'run/checkpoint-2'; leave it out: the folder "
+        "goes on by itself, from its last whole checkpoint",
+    ),
     "template": (
         ["--template", "{q}", "--self-prompts", 2],
         "expected --template without --self-prompts",

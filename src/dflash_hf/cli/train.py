@@ -29,6 +29,7 @@ from dflash_hf.cli.train_settings import (
     STAGES,
     Stage,
     TrainSettings,
+    check_resumption,
     check_upload,
     flag,
 )
@@ -175,6 +176,7 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     settings = TrainSettings(**values)
     settings.check()
     settings = replace(settings, arguments=read_arguments(words))
+    check_resumption(settings.arguments)
     check_upload(settings.arguments)
     return settings
 

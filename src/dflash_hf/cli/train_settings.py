@@ -317,7 +317,6 @@ HOW_IT_IS_RUN = (
     "save_",
     "push_to_hub",
     "hub_",
-    "resume_from_",
     "ddp_timeout",
     "torch_compile",
     "torch_empty_",
@@ -356,6 +355,17 @@ def check_upload(arguments: Mapping[str, Any]) -> None:
     what = "--hub-model-id with --push-to-hub, an id such as my-org/my-draft"
     is_named = repo is not None and is_hub_id(repo)
     require(is_named, what, repo, "name the draft's repository")
+
+
+def check_resumption(arguments: Mapping[str, Any]) -> None:
+    """Refuses `--resume-from-checkpoint`: a run goes on from the last whole checkpoint in its folder.
+
+    Raises:
+        ValueError: If it was given.
+    """
+    name = "resume_from_checkpoint"
+    action = "leave it out: the folder goes on by itself, from its last whole checkpoint"
+    require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
 
 
 def _resolved(place: str) -> str:
