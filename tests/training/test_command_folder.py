@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
@@ -24,3 +26,23 @@ def test_training_is_not_done_without_its_draft(tmp_path: Path) -> None:
     state.folder("run").rmdir()
     assert (tmp_path / "out" / "run").is_dir()
     assert state.pending() == ["run"]
+
+
+def test_another_length_beside_the_datas_answers_is_of_the_bench(tmp_path: Path) -> None:
+    """Nothing that took long is made of it."""
+    begun = TrainSettings(target="org/x", output_dir=tmp_path / "out", answers="data")
+    state = RunState(begun, STAGES, redo=False)
+    for stage in STAGES:
+        state.write(stage, {})
+        state.folder(stage).mkdir(exist_ok=True)
+    changed = RunState(replace(begun, max_new_tokens=3), STAGES, redo=False)
+    changed.check()
+    assert changed.outdated == ["bench", "export"]
+    assert changed.reason == "max_new_tokens was 1024 and is 3"
+    # One that was begun before the bench had it on record
+    made = json.loads(state.path.joinpath("stages.json").read_text())
+    del made["bench"]["made_from"]["max_new_tokens"]
+    state.path.joinpath("stages.json").write_text(json.dumps(made))
+    older = RunState(begun, STAGES, redo=False)
+    older.check()
+    assert older.outdated == []

@@ -32,10 +32,6 @@ IDLE: dict[str, tuple[list[object], str]] = {
         ["--answers", "data", "--server", "http://127.0.0.1:1"],
         "expected --server with --answers target",
     ),
-    "length beside the data's answers": (
-        ["--answers", "data", "--max-new-tokens", 3],
-        "expected --max-new-tokens with --answers target",
-    ),
     "nucleus of greedy answers": (
         ["--top-p", 0.9],
         "expected --top-p with a --temperature above 0, got 0.9",
@@ -54,6 +50,21 @@ def test_an_option_without_effect_is_refused(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 2, result.output
     assert sentence in said(result)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bench_takes_a_length_beside_the_datas_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[TrainSettings] = []
+    monkeypatch.setattr(stages, "run_stages", lambda settings, *rest: asked.append(settings))
+    words = ["--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path / "out"]
+    result = train(*BARE, *words, "--answers", "data", "--max-new-tokens", 3)
+    assert result.exit_code == 0, result.output
+    assert asked[0].made_from("bench")["max_new_tokens"] == 3
+    by_default = TrainSettings(target="org/x", output_dir=tmp_path / "out", answers="data")
+    for stage in ("prepare", "regenerate", "run"):
+        names = by_default.made_from(stage).keys() - {"target", "dataset"}
+        assert all(asked[0].made_from(stage)[n] == by_default.made_from(stage)[n] for n in names)
 
 
 # Options -> a part of the sentence.

@@ -27,6 +27,8 @@ ANSWERS = "Answers"
 OUTPUT = "Output"
 MACHINE = "Machine"
 
+MAX_NEW_TOKENS = 1024
+
 
 def option(panel: str, help: str, default: Any = MISSING) -> Any:
     """Returns a dataclass field that is an option of the command, under a heading of its help."""
@@ -98,7 +100,9 @@ class TrainSettings:
     skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
     streaming: bool = option(DATA, "Fetch sets of the Hub row by row, and keep none.", False)
 
-    max_new_tokens: int = option(ANSWERS, "Where an answer is cut, in tokens.", 1024)
+    max_new_tokens: int = option(
+        ANSWERS, "Where an answer is cut, in tokens; in the bench too.", MAX_NEW_TOKENS
+    )
     temperature: float = option(ANSWERS, "0 is greedy.", 0.0)
     top_p: float = option(ANSWERS, "Nucleus sampling.", 1.0)
     server: str | None = option(
@@ -229,6 +233,12 @@ class TrainSettings:
         """Returns the options that a stage's output follows from, as plain values; not those of its inputs."""
         plain = self.plain()
         found = {name: plain[name] for name in MADE_FROM[stage]}
+        # Answers that are in the data are not cut: the length is then of the bench's answers alone
+        is_of_the_bench = self.answers == "data"
+        if is_of_the_bench and stage == "regenerate":
+            found["max_new_tokens"] = MAX_NEW_TOKENS
+        if is_of_the_bench and stage == "bench":
+            found["max_new_tokens"] = self.max_new_tokens
         if stage == "run":
             keeps_best = bool(self.arguments.get("load_best_model_at_end"))
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
@@ -252,7 +262,7 @@ LEAST = {
     "threads": 1,
 }
 OF_A_FRESH_DRAFT = ("block_size", "num_hidden_layers", "draft_options")
-OF_THE_ANSWERS = ("server", "server_model", "max_new_tokens", "temperature", "top_p")
+OF_THE_ANSWERS = ("server", "server_model", "temperature", "top_p")
 # Fields that `DFlashTrainingArguments` has too, and that mean the same there.
 OF_THE_TRAINER = (
     "loss",

@@ -165,7 +165,8 @@ class RunState:
             return ""
         now = _as_json(self.settings.made_from(stage))
         # What an option is by default is what it was before there was one.
-        default = _as_json(TrainSettings(target="", output_dir=self.path).made_from(stage))
+        defaults = TrainSettings(target="", output_dir=self.path, answers=self.settings.answers)
+        default = _as_json(defaults.made_from(stage))
         told: list[str] = []
         for name in sorted({*now, *self._own_names(stage, before)}):
             was = before.get(name, default.get(name))
