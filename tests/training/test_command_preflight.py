@@ -91,6 +91,11 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         "expected reporters that are installed as --report-to, got 'nobody'",
     ),
     "a set of questions that is not there": (["--bench-data", "gone.jsonl"], "gone.jsonl"),
+    "an evaluation of nothing": (
+        ["--eval-strategy", "epoch", "--num-eval", 0],
+        "expected conversations that are held out for --eval-strategy epoch, got 0; give --num-eval "
+        "64, or leave --eval-strategy out",
+    ),
     "a server that is not there": (
         ["--server", "http://127.0.0.1:9", "--server-model", "x"],
         "expected answers of http://127.0.0.1:9, got",

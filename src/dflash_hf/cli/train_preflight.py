@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.trainer_utils import IntervalStrategy
 
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.checkpoints.files import read_config, stored_tensors
@@ -46,12 +47,13 @@ TOKEN_BYTES = 8  # of an answer's token in a file of JSON, about
 def check_before_loading(
     settings: TrainSettings, arguments: DFlashTrainingArguments, pending: Sequence[Stage]
 ) -> None:
-    """Checks what the stages need beside the models: reporters, the optimizer, the server, the bench's questions.
+    """Checks what the stages need beside the models: held-out rows, reporters, the optimizer, the server, questions.
 
     Raises:
         ValueError: If something is missing; with the option that asks for it.
     """
     if "run" in pending:
+        _check_evaluation(settings, arguments)
         _check_reporters(arguments)
         _check_optimizer(arguments)
     if "regenerate" in pending and settings.server is not None:
@@ -124,6 +126,15 @@ def _stored_config(draft: str) -> DFlashConfig:
     form = detect_format(raw)
     names = {form.our_name(name) for name in stored_tensors(draft)}
     return make_config(form.read_config(raw, frozenset(names)))
+
+
+def _check_evaluation(settings: TrainSettings, arguments: DFlashTrainingArguments) -> None:
+    """Refuses evaluations for which nothing is held out."""
+    strategy = IntervalStrategy(arguments.eval_strategy)
+    has_rows = strategy is IntervalStrategy.NO or settings.num_eval > 0
+    what = f"conversations that are held out for --eval-strategy {strategy.value}"
+    action = "give --num-eval 64, or leave --eval-strategy out"
+    require(has_rows, what, settings.num_eval, action)
 
 
 def _check_reporters(arguments: DFlashTrainingArguments) -> None:
