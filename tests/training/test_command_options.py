@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dflash_hf import load_draft
+from dflash_hf.cli.train_settings import OPTIONS
 from helpers.training_command import SMALL, TOY, said, train, write_rows
 
 MOOD = "{%- if mood is defined -%}{{- '<|im_start|>system\\nBe ' + mood + '.<|im_end|>\\n' -}}{%- endif -%}"
@@ -183,6 +184,20 @@ def test_sets_of_other_columns_are_read_and_streamed(
     )
     change = "template was '{question} Think.' and is '{question}'"
     assert f"made again: prepare; {change}" in said(result)
+
+
+def test_conversations_are_counted_in_each_set(tmp_path: Path) -> None:
+    """As the help says it."""
+    rows = write_rows(tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    sets = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    sets[0].write_text("".join(rows[:5]))
+    sets[1].write_text("".join(rows[5:]))
+    words = ["--dataset", f"{sets[0]},{sets[1]}", *SMALL, "--num-prompts", 3, "--num-eval", 0]
+    result = train(*words, "--stages", "prepare", "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert len(lines(tmp_path / "out" / "prepared" / "train.jsonl")) == 6
+    (item,) = (item for item in OPTIONS if item.name == "num_prompts")
+    assert item.metadata["help"] == "Most conversations of each set; else all."
 
 
 def test_a_folder_begun_before_an_option_was_there_goes_on(tmp_path: Path) -> None:

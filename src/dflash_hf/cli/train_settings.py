@@ -84,7 +84,7 @@ class TrainSettings:
     dataset: tuple[str, ...] = option(
         DATA, "Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.", ()
     )
-    num_prompts: int | None = option(DATA, "Most conversations that are used; else all.", None)
+    num_prompts: int | None = option(DATA, "Most conversations of each set; else all.", None)
     self_prompts: int = option(DATA, "Prompts that the target writes itself, beside the data.", 0)
     num_eval: int = option(DATA, "Conversations that are held out.", 64)
     max_length: int = option(DATA, "Longest example, prompt and answer, in tokens.", 3072)
