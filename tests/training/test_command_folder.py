@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
 from dflash_hf.cli.train_state import RunState
+from helpers.training_command import SMALL, train, write_rows
 
 
 def finished(out: Path) -> RunState:
@@ -46,3 +47,17 @@ def test_another_length_beside_the_datas_answers_is_of_the_bench(tmp_path: Path)
     older = RunState(begun, STAGES, redo=False)
     older.check()
     assert older.outdated == []
+
+
+def test_settings_are_kept_until_a_stage_is_run(tmp_path: Path) -> None:
+    """Options with which every stage is done were a look, not another run."""
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
+    assert train(*words, "--output-dir", tmp_path / "out").exit_code == 0
+    settings = tmp_path / "out" / "settings.yaml"
+    before = settings.read_text()
+    result = train("--output-dir", tmp_path / "out", "--stages", "prepare", "--num-anchors", 3)
+    assert result.output.splitlines() == [f"prepare: done before, {tmp_path / 'out' / 'prepared'}"]
+    assert settings.read_text() == before
+    words = ["--output-dir", tmp_path / "out", "--stages", "prepare", "--num-prompts", 5]
+    assert train(*words).exit_code == 0
+    assert "num_prompts: 5" in settings.read_text()

@@ -101,7 +101,9 @@ def run_stages(
         if state.outdated:
             tell(f"made again: {', '.join(state.outdated)}; {state.reason}")
         state.discard_outdated()
-        state.write_settings()
+        # Options of a command that runs nothing would stay, and be refused or meant by the next one
+        if state.pending():
+            state.write_settings()
     for stage in stages:
         if state.is_done(stage):
             if is_first:
