@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf.cli.train_errors import CHECKPOINTING, explained, less_memory
-from dflash_hf.cli.train_settings import STAGES, TrainSettings
+from dflash_hf.cli.train_settings import STAGES, TrainSettings, flag
 from dflash_hf.cli.train_stages import make_arguments
+from dflash_hf.cli.train_state import RunState
 from dflash_hf.training.identity import processor_identity, target_identity
 from helpers.training_command import SMALL, TOY, said, train, write_rows
 
@@ -194,6 +196,35 @@ def test_a_step_that_does_not_fit_names_what_takes_less(name: str, tmp_path: Pat
         assert advice in sentence
     other = RuntimeError("shapes differ")
     assert explained(other, settings, "run", advice) is other
+
+
+# Options of a run that has a checkpoint -> options that take less.
+LESS_LATER: dict[str, tuple[dict[str, Any], str]] = {
+    "a batch": ({}, f"{flag(CHECKPOINTING)} true --chunk-blocks 64"),
+    "activations made again": (
+        {"arguments": {CHECKPOINTING: True}},
+        "--chunk-blocks 64",
+    ),
+    "nothing": (
+        {"arguments": {CHECKPOINTING: True}, "chunk_blocks": 16},
+        "on a larger device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LESS_LATER)
+def test_less_memory_behind_a_checkpoint_is_of_the_same_run(name: str, tmp_path: Path) -> None:
+    """Another batch would be refused there, as it loses the checkpoint."""
+    options, advice = LESS_LATER[name]
+    settings = TrainSettings(target="org/x", output_dir=tmp_path / "out", **options)
+    (tmp_path / "out" / "run" / "checkpoint-2").mkdir(parents=True)
+    assert less_memory(settings, make_arguments(settings), "run") == advice
+    state = RunState(settings, STAGES, redo=False)
+    state.write("run")
+    lighter = {"chunk_blocks": 64, "arguments": {CHECKPOINTING: True}}
+    RunState(replace(settings, **lighter), STAGES, redo=False).check()
+    with pytest.raises(ValueError, match="per_device_train_batch_size was 4 and is 2"):
+        RunState(replace(settings, per_device_train_batch_size=2), STAGES, redo=False).check()
 
 
 def test_a_target_that_does_not_fit_is_a_sentence(

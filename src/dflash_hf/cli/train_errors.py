@@ -48,11 +48,36 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, stage: Stage) -> str:
-    """Returns options under which a stage takes less, those that cost least first."""
+    """Returns options under which a stage takes less, those that cost least first.
+
+    Behind a checkpoint these are options with which the run is still the same one.
+    """
     if stage == "regenerate" and settings.answer_batch > 1:
         return f"--answer-batch {settings.answer_batch // 2}"
     if stage != "run":
         return "on a larger device"
+    has_checkpoint = any((settings.output_dir / "run").glob("checkpoint-*"))
+    if has_checkpoint:
+        options = _of_the_same_run(arguments)
+    else:
+        options = _of_a_new_run(arguments)
+    if not options:
+        return "on a larger device"
+    return " ".join(f"{flag(name)} {value}" for name, value in options.items())
+
+
+def _of_the_same_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
+    """Options that take less and change no result: all that a run with a checkpoint goes on with."""
+    options: dict[str, Any] = {}
+    if not getattr(arguments, CHECKPOINTING):
+        options[CHECKPOINTING] = "true"
+    if arguments.chunk_blocks > 16:
+        options["chunk_blocks"] = arguments.chunk_blocks // 2
+    return options
+
+
+def _of_a_new_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
+    """Options that take less, where no step was made yet."""
     options: dict[str, Any] = {}
     rows = arguments.per_device_train_batch_size
     if rows > 1:
@@ -64,4 +89,4 @@ def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, sta
         options["chunk_blocks"] = arguments.chunk_blocks // 2
     if not options:
         options = {"num_anchors": max(1, arguments.num_anchors // 2), "optim": "muon"}
-    return " ".join(f"{flag(name)} {value}" for name, value in options.items())
+    return options
