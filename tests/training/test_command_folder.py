@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
-from dflash_hf.cli.train_state import RunState
-from helpers.training_command import SMALL, train, write_rows
+from dflash_hf.cli.train_state import LOCK_FILE, RunState, locked
+from helpers.training_command import SMALL, said, train, write_rows
 
 
 def finished(out: Path) -> RunState:
@@ -61,3 +67,59 @@ def test_settings_are_kept_until_a_stage_is_run(tmp_path: Path) -> None:
     words = ["--output-dir", tmp_path / "out", "--stages", "prepare", "--num-prompts", 5]
     assert train(*words).exit_code == 0
     assert "num_prompts: 5" in settings.read_text()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from dflash_hf.cli.train_state import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_process_in_a_folder_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    """Also where it was killed, at which the kernel releases the folder."""
+    pytest.importorskip("fcntl")
+    out = tmp_path / "out"
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
+    words += ["--output-dir", out]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "held\n"
+            result = train(*words)
+        finally:
+            first.kill()
+    assert result.exit_code == 2, result.output
+    sentence = f"expected one dflash-hf train at a time in --output-dir, got another one in '{out}'"
+    assert f"{sentence}; wait for its end, or name another folder" in said(result)
+    assert [path.name for path in out.iterdir()] == [LOCK_FILE]
+    result = train(*words)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_refused_command_leaves_folders_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--report-to", "nobody"]
+    for place in ("new/run", "empty", "empty/run"):
+        assert train(*words, "--output-dir", tmp_path / place).exit_code == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "rows.jsonl"]
+
+
+def test_a_disk_without_locks_is_said_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path / "out"):
+        (tmp_path / "out" / "file").touch()
+    assert "No locks available" in caplog.text
+    assert (tmp_path / "out" / "file").is_file()

@@ -24,7 +24,7 @@ from dflash_hf.cli.train_card import card_facts, question_of
 from dflash_hf.cli.train_errors import explained, is_out_of_memory, less_memory
 from dflash_hf.cli.train_preflight import check_before_loading, check_with_target, fresh_options
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, Stage, TrainSettings
-from dflash_hf.cli.train_state import RunState
+from dflash_hf.cli.train_state import RunState, locked
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import one_line, require
@@ -85,16 +85,33 @@ def run_stages(
         redo (`bool`): Whether stages whose options changed may be made again where that loses answers or checkpoints.
 
     Raises:
-        ValueError: If something cannot be run, or the folder is another run's, before anything is written; or if the
-            disk or the device's memory is full.
+        ValueError: If something cannot be run, the folder is another run's, or another process runs in it, before
+            anything is written; or if the disk or the device's memory is full.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    arguments = make_arguments(settings)  # it refuses what is out of range
+    state = RunState(settings, stages, redo)
+    state.check_folder()
+    rank, _ = _place()
+    if rank > 0:
+        _run_pending(settings, arguments, state, tell)
+        return
+    # What is done is read behind the lock: another process may have ended just now
+    with locked(settings.output_dir):
+        _run_pending(settings, arguments, state, tell)
+
+
+def _run_pending(
+    settings: TrainSettings,
+    arguments: DFlashTrainingArguments,
+    state: RunState,
+    tell: Callable[[str], None],
+) -> None:
+    """Runs the stages that are not done, in a folder that no other command writes to."""
     rank, size = _place()
     is_first = rank == 0
-    arguments = make_arguments(settings)  # it refuses what is out of range
     target = TargetOnce(settings)
-    state = RunState(settings, stages, redo)
     state.check()
     if is_first:
         _preflight(settings, arguments, state, target)
@@ -104,7 +121,7 @@ def run_stages(
         # Options of a command that runs nothing would stay, and be refused or meant by the next one
         if state.pending():
             state.write_settings()
-    for stage in stages:
+    for stage in state.stages:
         if state.is_done(stage):
             if is_first:
                 tell(f"{stage}: done before, {state.folder(stage)}")

@@ -8,18 +8,24 @@ where answers, checkpoints or a draft would be lost that way, it is refused unti
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import listed, require, shown
 
+logger = logging.getLogger(__name__)
+
 STAGES_FILE = "stages.json"
 SETTINGS_FILE = "settings.yaml"
+LOCK_FILE = ".lock"
 # Folders that each stage leaves; the first one is there when it is done.
 FOLDERS: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared",),
@@ -36,6 +42,67 @@ COSTLY: dict[Stage, tuple[str, ...]] = {
     "bench": (),
     "export": (),
 }
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Keeps a run's folder for this process: two would write each answer twice.
+
+    The kernel releases it where the process is killed. Folders that are made here are removed again if nothing was
+    written there. Where Python has no locks of files (Windows), or the disk has none, nothing is kept.
+
+    Raises:
+        ValueError: If another process keeps it.
+    """
+    if find_spec("fcntl") is None:
+        yield
+        return
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a") as file:
+        _lock(file, folder)
+        try:
+            yield
+        finally:
+            _remove_unused(folder, made)
+            # Not left to the closing: a forked worker may have the file open still
+            _unlock(file)
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    """Locks a file, or says that its disk has no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"expected one dflash-hf train at a time in --output-dir, got another one in {shown(str(folder))}; "
+            "wait for its end, or name another folder"
+        ) from error
+    except OSError as error:
+        logger.warning("%s is not locked (%s): begin no second run in it", folder, error.strerror)
+
+
+def _unlock(file: IO[str]) -> None:
+    """Releases a lock before its file is closed."""
+    import fcntl
+
+    with suppress(OSError):  # of a disk without locks
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _remove_unused(folder: Path, made: Sequence[Path]) -> None:
+    """Removes the lock and the folders made for it, unless there is something else."""
+    if not folder.is_dir():
+        return
+    names = [path.name for path in folder.iterdir()]
+    if names != [LOCK_FILE]:
+        return
+    (folder / LOCK_FILE).unlink()
+    for place in made:
+        with suppress(OSError):  # another run may have begun in it
+            place.rmdir()
 
 
 class RunState:
@@ -64,22 +131,27 @@ class RunState:
         """Returns where a stage's output is."""
         return self.path / FOLDERS[stage][0]
 
-    def check(self) -> None:
-        """Finds the stages whose options have changed, and refuses a folder that is not this run's.
-
-        Nothing in the folder is changed.
+    def check_folder(self) -> None:
+        """Refuses a folder that is no run's.
 
         Raises:
-            ValueError: If it has other files, a costly stage has changed options, or what a stage needs is neither
-                there nor asked for.
+            ValueError: If it has other files.
         """
         found: list[str] = []
         if self.path.is_dir():
             # Parts of files are those of a process that was killed, or of another one's that is writing now.
-            found = [file.name for file in self.path.iterdir() if file.suffix != ".part"]
+            files = [file for file in self.path.iterdir() if file.suffix != ".part"]
+            found = [file.name for file in files if file.name != LOCK_FILE]
         is_ours = not found or STAGES_FILE in found or found == [SETTINGS_FILE]
         what = "a new folder or that of a run as --output-dir"
         require(is_ours, what, str(self.path), "name another")
+
+    def check(self) -> None:
+        """Finds the stages whose options have changed; nothing in the folder is changed.
+
+        Raises:
+            ValueError: If a costly stage has changed options, or what a stage needs is neither there nor asked for.
+        """
         for stage in self._looked_at():
             changes = self._changes(stage)
             if changes:
