@@ -43,10 +43,8 @@ def command(words: list[str], notes: str | None = None) -> None:
 
 
 def written(folder: str) -> dict[str, int]:
-    """When each file of a run was written, but the one that every command writes."""
-    files = [
-        path for path in Path(folder).rglob("*") if path.is_file() and path.name != "settings.yaml"
-    ]
+    """When each file of a run was written."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path): path.stat().st_mtime_ns for path in files}
 
 

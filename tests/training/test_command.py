@@ -104,17 +104,13 @@ def test_only_checkpoints_have_pickles(done: tuple[Path, str]) -> None:
 
 def test_a_finished_run_is_not_run_again(done: tuple[Path, str]) -> None:
     out, _ = done
-    before = {
-        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "settings.yaml"
-    }
+    before = written(out)
     result = train("--output-dir", out)
     assert result.exit_code == 0, result.output
     assert [line.partition(",")[0] for line in result.output.splitlines()] == [
         f"{s}: done before" for s in STAGES
     ]
-    after = {
-        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "settings.yaml"
-    }
+    after = written(out)
     assert [path for path in after if before.get(path) != after[path] and path.is_file()] == []
 
 
