@@ -106,10 +106,13 @@ def main(
             logging_steps=1,
             save_strategy="no",
             use_cpu=place.type == "cpu",
+            bf16=True,
+            attention="auto",
             disable_tqdm=True,
         )
         trainer = DFlashTrainer(
-            model=pair.draft,
+            # As `dflash-hf train` does: float32 weights, whose products are in bfloat16.
+            model=pair.draft.float(),
             target=pair.target,
             args=args,
             train_dataset=[Example(input_ids=row, loss_mask=mask) for row in ids],

@@ -444,6 +444,33 @@ def test_block_masks_train_like_dense_masks(device: str, examples: list[Example]
         assert relative_error(gradient, dense_gradients[name]) < 1e-3, name
 
 
+# Uncompiled, as on a CPU, FlexAttention has no backward pass.
+@pytest.mark.parametrize(
+    ("device", "flex"),
+    [
+        ("cpu", False),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_step_under_autocast_is_near_float32(
+    device: str, flex: bool, examples: list[Example]
+) -> None:
+    """As `dflash-hf train` runs it: float32 weights, products in bfloat16, and FlexAttention on a GPU."""
+    target, draft = training_pair(device, torch.float32)
+    batch = collate(examples).to(torch.device(device))
+    taps = target_features(find_target(target), [0, 2], batch).taps
+    exact, exact_gradients = loss_and_gradients(target, draft, batch, taps, flex=False)
+    with torch.autocast(device, torch.bfloat16):
+        states, gradients = loss_and_gradients(target, draft, batch, taps, flex=flex)
+    # bfloat16 has 8 bits, and three layers add roundings up.
+    assert relative_error(states, exact) < 5e-2
+    assert gradients.keys() == exact_gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        assert relative_error(gradient, exact_gradients[name]) < 1e-1, name
+
+
 @pytest.mark.parametrize("device", [CUDA])
 def test_batches_of_many_shapes_are_trained_by_block_masks(
     device: str, monkeypatch: pytest.MonkeyPatch

@@ -219,6 +219,18 @@ def test_draft_and_target_may_be_of_different_dtypes(
     )
 
 
+def test_features_under_autocast_are_those_of_decoding(
+    target: Qwen3ForCausalLM, batch: Batch
+) -> None:
+    found = find_target(target)
+    wanted = target_features(found, [0, 2], batch, num_likely=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = target_features(found, [0, 2], batch, num_likely=4)
+    assert features.taps.dtype == torch.float32
+    assert torch.equal(features.taps, wanted.taps)
+    assert torch.equal(features.next_log_probs, wanted.next_log_probs)
+
+
 def test_distillation_compares_with_the_targets_own_distribution(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
 ) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.block.attention import RaggedBlock, RaggedMask, attend, mask_repeats
 from dflash_hf.block.tree import DraftTree, TreeBuilder
+from dflash_hf.draft_model.layers import CombinedProjector, DFlashAttention, Operands
 
 
 @pytest.mark.parametrize("length", [0, 1, 9])
@@ -61,7 +63,7 @@ def test_half_precision_attends_as_float32_does(width: int, is_exact: bool) -> N
     torch.testing.assert_close(packed.float(), expected, atol=0.05, rtol=0.05)
 
 
-def test_a_block_of_another_dtype_than_its_queries_runs() -> None:
+def test_a_block_of_another_dtype_than_its_queries_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Under autocast a norm with float32 weights makes the queries float32 again.
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32}
     config = DFlashConfig(
@@ -77,5 +79,16 @@ def test_a_block_of_another_dtype_than_its_queries_runs() -> None:
     draft = DFlashDraftModel(config)
     embeds = torch.randn(2, 4, 32).bfloat16()
     context = torch.randn(2, 6, 64).bfloat16()
+    operands: list[set[torch.dtype]] = []
+
+    def seen(self: CombinedProjector, attention: DFlashAttention, normed: Tensor) -> Operands:
+        query, key, value, mask = project(self, attention, normed)
+        operands.append({query.dtype, key.dtype, value.dtype})
+        return query, key, value, mask
+
+    project = CombinedProjector.project
+    monkeypatch.setattr(CombinedProjector, "project", seen)
     with torch.autocast("cpu", torch.bfloat16):
         assert draft(embeds, context).last_hidden_state.shape == (2, 4, 32)
+    # FlexAttention takes one dtype, and values are of the autocast's.
+    assert operands == [{torch.bfloat16}] * 2

@@ -230,12 +230,14 @@ class CombinedProjector(Projector):
         # Context and blocks are one sequence, as an ordinary cache takes them: head-major.
         joined = torch.cat([self.context, normed], dim=1)
         key, value = attention.project_kv(joined, self.cos_sin)
-        key = key.transpose(1, 2)
+        key = key.to(value.dtype).transpose(1, 2)
         value = value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.update(key, value, attention.layer_idx)
         # The context proposes nothing, so that there are queries of the blocks alone.
         query = attention.project_q(normed, self.block_cos_sin)
+        # Under autocast float32 norms leave queries and keys wider than values, and FlexAttention takes one dtype.
+        query = query.to(value.dtype)
         num_keys = key.shape[2]
         mask = self.masks.of(attention.kind, num_keys, attention.repeats, query.dtype)
         return query, key, value, mask

@@ -136,7 +136,9 @@ def target_features(
             raise _Passed
 
     output: Any = None
-    with Taps(target.layers, layer_ids, keep, after_deepstack).open() as taps:
+    # The draft's autocast is not the target's: its features have to be those of decoding.
+    without_autocast = torch.autocast(target.device.type, enabled=False)
+    with without_autocast, Taps(target.layers, layer_ids, keep, after_deepstack).open() as taps:
         with suppress(_Passed):
             output = module(**inputs, use_cache=False)
         states = kept[-1] if kept else taps.take()  # which says what is missing

@@ -206,8 +206,7 @@ class DFlashTrainer(Trainer):
             return None
         num_likely = LIKELY_TOKENS if args.loss == "kl" else int(args.labels == "target")
         mine: Any = share_of(examples, args.process_index, args.world_size)  # type: ignore[arg-type]
-        with self.accelerator.autocast():
-            FeatureCache(args.feature_cache).write(self.target, config, mine, num_likely=num_likely)
+        FeatureCache(args.feature_cache).write(self.target, config, mine, num_likely=num_likely)
         self.accelerator.wait_for_everyone()
         return FeatureCache(args.feature_cache)
 
