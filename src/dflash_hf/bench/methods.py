@@ -269,10 +269,9 @@ def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
         "Transformers takes no more",
     )
     recorder = Recorder(models.target.device)
-    with _noting_candidates(models.target) as candidates:
-        out = _generate(
-            models, inputs, options, stopping_criteria=StoppingCriteriaList([recorder]), **more
-        )
+    with _noting_candidates(models.target, recorder) as candidates:
+        out = _generate(models, inputs, options, **more)
+    recorder.note(out)
     text = out[0].tolist()
     steps: Steps = {"committed": [], "accepted": [], "proposed": []}
     for (start, end), tried in zip(
@@ -288,8 +287,11 @@ def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
 
 
 @contextmanager
-def _noting_candidates(model: Any) -> Generator[list[Tensor]]:
-    """Notes what Transformers' candidate generators propose, `[K]` ids at each verify."""
+def _noting_candidates(model: Any, recorder: Recorder) -> Generator[list[Tensor]]:
+    """Notes what Transformers' candidate generators propose, `[K]` ids before each forward, and when they are asked.
+
+    Stopping criteria would not do as a clock: releases before 5.24 ask them about candidates too.
+    """
     noted: list[Tensor] = []
     original = model._get_candidate_generator
 
@@ -298,6 +300,9 @@ def _noting_candidates(model: Any) -> Generator[list[Tensor]]:
         propose = generator.get_candidates
 
         def get_candidates(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # The first time nothing has run yet.
+            if noted:
+                recorder.note(input_ids)
             found = propose(input_ids, *args, **kwargs)
             noted.append(found[0][0, input_ids.shape[1] :])
             return found

@@ -53,11 +53,15 @@ class Recorder(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Returns that no row is done."""
+        self.note(input_ids)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def note(self, input_ids: Any) -> None:
+        """Notes that a forward has ended, and the length of the text `[B, S]` behind it."""
         if not self.lengths:
             synchronize(input_ids.device)
         self._marks.mark()
         self.lengths.append(input_ids.shape[1])
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def times(self) -> tuple[float | None, list[float]]:
         """Returns the seconds until the first token, and the milliseconds of each step behind it."""
