@@ -269,6 +269,22 @@ def test_a_model_can_still_be_compiled_whole_after_a_drafted_run() -> None:
         )
 
 
+def test_a_run_leaves_the_classes_of_a_target_as_they_were() -> None:
+    """torch.compile of releases up to 2.11 cannot trace what a verify puts on them."""
+    target = tiny_target("qwen3-sliding")
+    kinds = set(map(type, target.modules()))
+    before = {kind: dict(vars(kind)) for kind in kinds}
+    seen: list[bool] = []
+
+    def look(*_: Any) -> None:
+        seen.append("config" in vars(type(target.model.layers[0].self_attn)))
+
+    target.lm_head.register_forward_hook(look)
+    target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
+    assert any(seen), "the test has to see the descriptor in a verify"
+    assert {kind: dict(vars(kind)) for kind in kinds} == before
+
+
 def test_a_window_that_only_the_cache_knows() -> None:
     """Moshi's attention is not told of the window, its cache slides: prompts see all, new tokens the window."""
     from helpers.families import build

@@ -51,12 +51,16 @@ def capture_again() -> None:
 class TensorOracle(OracleDraft):
     """The oracle without a read on the host: how much of a block is right follows from its row and position."""
 
+    known: Tensor  # [rows, tokens], int64: all of each row's true tokens
+
     def arm(self, truth: list[list[int]], seed: int) -> TensorOracle:
         """Sets what it knows: row -> all of the row's true tokens."""
         longest = max(map(len, truth)) + 2 * self.config.block_size
-        self.known = torch.zeros(len(truth), longest, dtype=torch.long)
+        known = torch.zeros(len(truth), longest, dtype=torch.long)
         for row, tokens in enumerate(truth):
-            self.known[row, : len(tokens)] = torch.tensor(tokens)
+            known[row, : len(tokens)] = torch.tensor(tokens)
+        # A buffer goes where the draft goes, before any step: a step must not copy from the host.
+        self.register_buffer("known", known, persistent=False)
         self.seed = seed
         return self
 
@@ -64,8 +68,6 @@ class TensorOracle(OracleDraft):
         """Replaces the head's logits: right up to a slot that looks random, then wrong."""
         logits = super(OracleDraft, self).compute_logits(hidden_states, head)
         batch, width, vocab = logits.shape
-        if self.known.device != logits.device:
-            self.known = self.known.to(logits.device)
         first = self.positions[:batch, :1] + 1
         slots = torch.arange(width, device=logits.device)
         rows = (

@@ -10,7 +10,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash_hf.block.attention import RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.target_model.parts import Target
-from dflash_hf.undo import Current, Hook, hooked
+from dflash_hf.undo import Current, Hook, hooked, shared
 
 KEYWORD = "ragged"
 RAGGED_BLOCK = "ragged_block"
@@ -40,30 +40,46 @@ class _Verifies(NamedTuple):
 _verifying = Current()  # the `_Verifies` of this thread
 
 
-def _make_switchable(kind: type[nn.Module]) -> None:
+def _switchable(kind: type[nn.Module]) -> AbstractContextManager[None]:
     """Has the modules of a class show another config than they hold in a verify, to the verifying thread alone.
 
     What a module holds never changes: other threads, copies, saved files, other models with the same config object,
-    and calls of the user's that a verify runs into, see what the user has set. The property stays on the class,
-    without effect outside of a verify.
+    and calls of the user's that a verify runs into, see what the user has set. The last run that is over takes the
+    descriptor from the class: torch.compile of releases up to 2.11 cannot trace it.
     """
-    inherited = inspect.getattr_static(kind, _CONFIG, _ABSENT)
-    # A class that another run, or a class above it, has made so already.
-    if isinstance(inherited, _SwitchableConfig):
-        return
-    setattr(kind, _CONFIG, _SwitchableConfig(inherited))
+
+    def put() -> None:
+        inherited = inspect.getattr_static(kind, _CONFIG, _ABSENT)
+        # A class above it may be switched too, for as long as its own runs take.
+        if isinstance(inherited, _SwitchableConfig):
+            inherited = inherited.inherited
+        own = vars(kind).get(_CONFIG, _ABSENT)
+        setattr(kind, _CONFIG, _SwitchableConfig(inherited, own))
+
+    def take() -> None:
+        descriptor = vars(kind).get(_CONFIG)
+        if not isinstance(descriptor, _SwitchableConfig):
+            return
+        if descriptor.own is _ABSENT:
+            delattr(kind, _CONFIG)
+        else:
+            setattr(kind, _CONFIG, descriptor.own)
+
+    return shared(kind, put, take)
 
 
 class _SwitchableConfig:
     """A descriptor: the config of a module, or, in a verify of its target, the one with the ragged attention.
 
     Args:
-        inherited (`Any`): The class's own attribute of that name: a property, or what stands for modules that hold no
+        inherited (`Any`): The class's attribute of that name: a property, or what stands for modules that hold no
             config; `_ABSENT` without one.
+        own (`Any`): What the class itself has under that name, and gets back; `_ABSENT` if a class above it has it.
     """
 
-    def __init__(self, inherited: Any) -> None:
+    def __init__(self, inherited: Any, own: Any) -> None:
         self.inherited = inherited
+        self.own = own
 
     def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
         if module is None:
@@ -185,8 +201,6 @@ def ragged_attention(target: Target) -> Generator[None]:
     """
     verifies = _Verifies(_configs_in_verify(target), [])
     kinds = set(map(type, verifies.configs))
-    for kind in kinds:
-        _make_switchable(kind)
 
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         # The keyword is what tells a verify from a forward of the user's.
@@ -202,8 +216,11 @@ def ragged_attention(target: Target) -> Generator[None]:
     for module in target.path:
         hooks.append(Hook(module, begin, before=True, options=at_begin))
         hooks.append(Hook(module, end, options=at_end))
-    with hooked(*hooks), _verifying.doing(verifies):
-        yield
+    with ExitStack() as switches:
+        for kind in kinds:
+            switches.enter_context(_switchable(kind))
+        with hooked(*hooks), _verifying.doing(verifies):
+            yield
 
 
 @contextmanager
