@@ -53,7 +53,7 @@
 #   git sparse-checkout set --no-cone '/*' '!/demos/smollm2/draft/' '!/demos/toy/vision/'
 #   git sparse-checkout disable
 #
-# Where the copy of the tree is no repository, GIT_COMMIT=... says what the records are of.
+# GIT_COMMIT=... says what the records are of, where the copy of the tree does not know it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 

@@ -100,11 +100,12 @@ def _cpu_model() -> str:
 def _commit() -> str | None:
     """Returns the commit of the clone that the package runs from, with "+dirty" if its files differ from it.
 
-    Outside a repository it is what `GIT_COMMIT` says.
+    `GIT_COMMIT` goes first: a copy of a working tree on a borrowed machine may sit in a repository of its own.
     """
+    told = os.environ.get("GIT_COMMIT")
     folder = Path(__file__).resolve().parents[3]
-    if not (folder / ".git").exists():
-        return os.environ.get("GIT_COMMIT")
+    if told is not None or not (folder / ".git").exists():
+        return told
     try:
         head, changes = (
             subprocess.run(
@@ -113,5 +114,5 @@ def _commit() -> str | None:
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT")
+        return None
     return head + ("+dirty" if changes else "")
