@@ -8,6 +8,7 @@ changes what is computed: the text has to stay the same.
 * `forked`: `k_proj` and `v_proj` run on streams of their own beside `q_proj`, and `up_proj` beside `gate_proj`.
 * `prefetch`: while norms, RoPE and attention run, another stream reads the weight that comes next, so that it is in
   L2 then.
+* `stacked`: queries, keys and values are one product with a copy of their weights. Its sums may have another order.
 
 On a CPU there are no streams and no launches: the same changes are made and the same operations run one by one.
 """
@@ -231,6 +232,50 @@ def forked_projections(pair: Pair) -> Generator[Changed]:
         yield changed
 
 
+class Stacked:
+    """Projections of the same states as one product with their weights, which are copied side by side.
+
+    A projection that is called alone, as `k_proj` is for a prompt's context, is its own product.
+    """
+
+    def __init__(self, modules: list[Any]) -> None:
+        self.modules = modules
+        self.weight = torch.cat([module.weight.detach() for module in modules])
+        self.sizes = [module.weight.shape[0] for module in modules]
+        self.states: Tensor | None = None  # what the first was called with
+        self.parts: tuple[Tensor, ...] = ()
+
+    def forwards(self) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+        """Returns a forward for each module."""
+        return {
+            module: functools.partial(self.run, index) for index, module in enumerate(self.modules)
+        }
+
+    def run(self, index: int, states: Tensor) -> Tensor:
+        """Runs one projection, or returns its part of the product that the first has made."""
+        if index == 0:
+            self.states = states
+            self.parts = linear(states, self.weight).split(self.sizes, dim=-1)
+        if self.states is not states:
+            return product(self.modules[index], states)
+        return self.parts[index]
+
+
+@contextmanager
+def stacked_projections(pair: Pair) -> Generator[Changed]:
+    """Makes queries, keys and values by one product; layers whose projections have biases are left out."""
+    changed = Changed()
+    forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+    for number, own in enumerate([*projections(pair.draft), *projections(pair.target)]):
+        stacked = own[:3]
+        if any(module.bias is not None for module in stacked):
+            continue
+        forwards |= Stacked(stacked).forwards()
+        changed.names |= {f"{number}.{name}" for name in ATTENTION[:3]}
+    with own_forwards(forwards):
+        yield changed
+
+
 class Prefetch:
     """Reads a weight on another stream as soon as a product is done; the product with it waits for that.
 
@@ -286,4 +331,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     "pdl": dependent_launches,
     "forked": forked_projections,
     "prefetch": prefetched_weights,
+    "stacked": stacked_projections,
 }

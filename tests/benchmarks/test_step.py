@@ -217,7 +217,7 @@ def test_an_interrupted_run_leaves_what_it_had(
 
 
 def test_a_changed_step_says_the_same(results: Path, tmp_path: Path) -> None:
-    chosen = ("--methods", "none", "--widths", "4", "--experiments", "forked,prefetch")
+    chosen = ("--methods", "none", "--widths", "4", "--experiments", "forked,prefetch,stacked")
     result = run(*QUICK, "--cells", "2x24", *chosen, "--out", str(tmp_path / "step.json"))
     assert result.exit_code == 0, result.output
     record = record_of(result)
@@ -226,7 +226,12 @@ def test_a_changed_step_says_the_same(results: Path, tmp_path: Path) -> None:
     # Two layers of the draft and six of the target: five products of each are forked. Six stand before or behind a
     # weight that is read early, but for the first of each model.
     found = [(row["experiment"], row["changed"], row["same_text"]) for row in record["experiments"]]
-    assert found == [("unchanged", 0, True), ("forked", 40, True), ("prefetch", 46, True)]
+    assert found == [
+        ("unchanged", 0, True),
+        ("forked", 40, True),
+        ("prefetch", 46, True),
+        ("stacked", 24, True),
+    ]
     assert all(row["step_ms"]["p50"] > 0 and row["is_default"] for row in record["experiments"])
 
 
