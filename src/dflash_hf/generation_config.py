@@ -164,7 +164,7 @@ class DFlashGenerationConfig(GenerationConfig):
             tokens proposed so far.
         draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers
             and of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's; a
-            few fewer proposals may be accepted. Left out, the weights are used as they are. Not measured on a GPU yet.
+            few fewer proposals may be accepted. Left out, the weights are used as they are. Not timed on a GPU yet.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].
