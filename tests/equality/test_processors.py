@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
 from helpers.half import half
+from helpers.static import Tape, tensor_oracle, use_tapes
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
 NEW = 24
@@ -133,3 +134,51 @@ def test_a_warper_changes_what_is_sampled(case: str) -> None:
             )
         )
     assert not torch.equal(texts[0], texts[1])
+
+
+# Processors that go by the length of the text alone.
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "min_length": {"min_length": 20},
+    "min_new_tokens": {"min_new_tokens": 12},
+    "suppress": PROCESSORS["suppress"],
+    "all of them": {"min_length": 18, "min_new_tokens": 12, **PROCESSORS["suppress"]},
+}
+
+
+@pytest.mark.parametrize("case", BY_LENGTH)
+@pytest.mark.parametrize("nodes", [0, 8], ids=["chain", "tree"])
+def test_what_goes_by_length_is_decided_in_captured_steps(
+    nodes: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tapes(monkeypatch)
+    target: Any = tiny_target("qwen3")
+    inputs = prompts(LENGTHS, 8)
+    # End tokens that a random target likes, so that hiding them changes the text.
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=63)
+    ends = free[:, inputs["input_ids"].shape[1] + 3].tolist()
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    short = target.generate(**inputs, **settings)
+    settings |= BY_LENGTH[case]
+    ref = target.generate(**inputs, **settings, output_scores=True, return_dict_in_generate=True)
+    assert not torch.equal(ref.sequences[:, : short.shape[1]], short)
+    draft = tensor_oracle(target, truth_of(inputs, ref.sequences), 1, 8)
+    draft.generation_config.num_tree_nodes = nodes
+    out = target.generate(**inputs, **settings, assistant_model=draft)
+    assert torch.equal(out, ref.sequences)
+    assert draft.last_stats.engine == "cuda_graph"
+    assert Tape.num_replays > 0
+    assert draft.last_stats.acceptance_length > 1
+    with_scores = target.generate(
+        **inputs,
+        **settings,
+        output_scores=True,
+        return_dict_in_generate=True,
+        assistant_model=draft,
+    )
+    # A row that has ended has no scores of its own any more.
+    new = ref.sequences[:, inputs["input_ids"].shape[1] :]
+    has_ended = torch.isin(new, torch.tensor(ends)).cumsum(dim=1).roll(1, dims=1)
+    has_ended[:, 0] = 0
+    scores = zip(with_scores.scores, ref.scores, has_ended.T == 0, strict=True)
+    for ours, theirs, runs in scores:
+        torch.testing.assert_close(ours[runs], theirs[runs], atol=1e-4, rtol=1e-4)

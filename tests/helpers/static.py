@@ -157,7 +157,7 @@ class TapeStep(GraphStep):
         with held(tape):
             forwards = self.body(bound)
         tape.width = self.run.state.width
-        return Captured(tape, forwards, self.run.state.draft_probs)
+        return Captured(tape, forwards, self.run.state.draft_probs, self.run.request.processors)
 
     def measure(self, captured: Captured) -> float:
         """Seconds as on a device that is bound by computing."""

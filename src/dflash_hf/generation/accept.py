@@ -29,7 +29,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
-from dflash_hf.generation.choose import accepted, choose_block, walk_of
+from dflash_hf.generation.choose import accepted, choose_block, scores_of_block, walk_of
 from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 from dflash_hf.generation.stats import Recorder
@@ -111,7 +111,7 @@ class BlockRule:
         scores = logits_BWV
         if self.has_scores:
             # The tokens were chosen without scores of the whole vocabulary, where a kernel could.
-            scores = self.processors.warp(state.along_path(logits_BWV))
+            scores = scores_of_block(state, logits_BWV, self.processors)
         return scores, num_accepted
 
     def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor | None:

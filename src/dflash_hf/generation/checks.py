@@ -489,7 +489,7 @@ def check_request(request: Request) -> None:
     # Rejection compares the distributions of all places at once; others need the text in front of each.
     require(
         processors.is_stateless,
-        "only temperature, top-k, top-p and other warpers of single scores under proposal='sample'",
+        "only processors that need no text in front (temperature, top-k, min_new_tokens) under proposal='sample'",
         [type(processor).__name__ for processor in processors.processors],
         "use proposal='shared_noise'",
     )
@@ -569,7 +569,7 @@ def check_rules(request: Request, *, has_propose: bool, has_accept: bool) -> Non
         )
     if has_accept:
         names = [type(processor).__name__ for processor in request.processors.processors]
-        what = "only temperature, top-k, top-p and other warpers of single scores beside accept"
+        what = "only processors that need no text in front (temperature, top-k, min_new_tokens) beside accept"
         do = "the others never see what lies behind a mismatch"
         require(request.processors.is_stateless, what, names, do)
         # Rows of such a call advance together, token by token: a rule would not see the whole block.

@@ -26,6 +26,7 @@ def choose_block(
     state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors
 ) -> Tensor | None:
     """Chooses the tokens of a block at once: writes `state.tokens`; returns the number accepted under rejection."""
+    logits_BWV = processors.hide(logits_BWV, state.columns_behind_block)
     has_drawn_proposals = state.draft_probs.numel() > 0
     # A block of one token has no proposals; `draft_probs` are then those of an earlier block.
     if has_drawn_proposals and state.width > 1:
@@ -64,6 +65,12 @@ def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
     matches = state.proposals == state.tokens[:, :-1]
     # A product that is 0 from the first mismatch on counts the prefix without a read on the host.
     return matches.cumprod(dim=1).sum(dim=1)
+
+
+def scores_of_block(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor:
+    """Returns the processed scores `[B, W, V]`, float32, of tokens that were chosen at once, in their order."""
+    in_order = state.along_path(logits_BWV)
+    return processors.warp(processors.hide(in_order, state.decided_columns))
 
 
 class ChainWalk:

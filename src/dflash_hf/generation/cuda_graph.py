@@ -31,6 +31,7 @@ from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.generation.capture import NotCapturableError, capture, first_line
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
+from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import WidthChooser, useful_widths
 from dflash_hf.generation_config import Engine
@@ -62,6 +63,7 @@ class Captured(NamedTuple):
     graph: Any
     outputs: CausalLMOutputWithPast | None  # the target's, of a step that the host accepts
     draft_probs: Tensor  # the state's
+    processors: BlockProcessors  # kept for as long as the graph: replays read their tensors
 
 
 class Kept(dict[Size, Captured]):
@@ -279,7 +281,7 @@ class GraphStep(StaticStep):
         graph, outputs = capture(
             lambda: self.warm_up(bound), lambda: self.body(bound), device, pool
         )
-        return Captured(graph, outputs, self.run.state.draft_probs)
+        return Captured(graph, outputs, self.run.state.draft_probs, self.run.request.processors)
 
     def warm_up(self, bound: int) -> None:
         """Runs the step once, uncaptured: under guard if it is the first of its settings and width.

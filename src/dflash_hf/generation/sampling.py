@@ -1,7 +1,8 @@
 """Choosing tokens: logits processors over a block, noise that is keyed by its position, rejection of proposals.
 
-Warpers that look at nothing but the scores run once over all positions. All other processors (that read the prefix,
-keep state or are unknown) are applied position by position, see `accept`.
+Warpers that look at nothing but the scores run once over all positions, and so do processors before them that hide
+tokens by the length of the text. All other processors (that read the prefix, keep state or are unknown) are applied
+position by position, see `accept`.
 
 Random numbers follow from (seed, row, position, stream), not from how many were drawn before. So a sampled text is the
 same at every block size: the token at a position is drawn with the same noise whether the position is verified alone
@@ -13,6 +14,7 @@ Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +26,12 @@ from transformers.generation.logits_process import (
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -132,6 +138,38 @@ def _draw_of(warpers: Sequence[Any]) -> Draw | None:
     return draw
 
 
+class HiddenTokens(NamedTuple):
+    """Tokens that may not be chosen behind a text of `first` to `end - 1` columns, whatever the text says."""
+
+    tokens: Tensor  # [N], int64
+    first: int
+    end: int
+
+    def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> None:
+        """Writes -inf into the logits of these tokens where the text has so many columns. No host sync."""
+        is_hidden = (columns_BK >= self.first) & (columns_BK < self.end)
+        tokens = self.tokens.to(logits_BKV.device)
+        of_tokens = logits_BKV[..., tokens]
+        logits_BKV[..., tokens] = of_tokens.masked_fill(is_hidden[..., None], -math.inf)
+
+
+def _hidden_by(processor: Any) -> HiddenTokens | None:
+    """Returns the tokens that a processor hides by the length of the text alone; `None` for any other processor."""
+    # Exact types: a subclass may look at anything.
+    kind = type(processor)
+    if kind is MinLengthLogitsProcessor:
+        return HiddenTokens(processor.eos_token_id, 0, processor.min_length)
+    if kind is MinNewTokensLengthLogitsProcessor:
+        end = processor.prompt_length_to_skip + processor.min_new_tokens
+        return HiddenTokens(processor.eos_token_id, 0, end)
+    if kind is SuppressTokensLogitsProcessor:
+        return HiddenTokens(processor.suppress_tokens, 0, sys.maxsize)
+    if kind is SuppressTokensAtBeginLogitsProcessor:
+        begin = processor.begin_index
+        return HiddenTokens(processor.begin_suppress_tokens, begin, begin + 1)
+    return None
+
+
 class BlockProcessors:
     """A run's processors, split by whether they can be applied to a block at once.
 
@@ -143,17 +181,27 @@ class BlockProcessors:
     def __init__(self, processors: LogitsProcessorList, pad_id: int = 0) -> None:
         self.processors: Any = processors
         self.pad_id = pad_id
+        # Those that come first, before any that changes scores.
+        self.hidden: list[HiddenTokens] = []
+        for processor in processors:
+            hidden = _hidden_by(processor)
+            if hidden is None:
+                break
+            self.hidden.append(hidden)
         # Exact types: a subclass may look at anything.
         self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
-        self.is_stateless = len(self.warpers) == len(processors)
+        # Whether a block needs no prefix: its positions are processed at once.
+        self.is_stateless = len(self.hidden) + len(self.warpers) == len(processors)
         # The warpers' values, where these are all processors and a kernel knows them.
         self.draw: Draw | None = None
         if self.is_stateless:
             self.draw = _draw_of(self.warpers)
 
     def settings(self) -> tuple[object, ...]:
-        """Returns kinds and values of the stateless warpers, which a captured step has baked in; reads tensors."""
+        """Returns the values of the stateless processors, which a captured step has baked in; reads tensors."""
         found: list[object] = []
+        for tokens, first, end in self.hidden:
+            found.append((tuple(tokens.tolist()), first, end))
         for warper in self.warpers:
             found.append(type(warper))
             for name, value in sorted(vars(warper).items()):
@@ -173,6 +221,19 @@ class BlockProcessors:
             else:
                 scores = processor(ids, scores)
         return scores
+
+    def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
+        """Returns logits without the tokens that [`hidden`] hides; where it hides none, the logits themselves.
+
+        `columns_BK`, int64, are the columns of the text that each token is chosen behind.
+        """
+        if not self.hidden:
+            return logits_BKV
+        # A copy, because the target's own logits may be asked for.
+        logits_BKV = logits_BKV.clone()
+        for hidden in self.hidden:
+            hidden.hide(logits_BKV, columns_BK)
+        return logits_BKV
 
     def warp(self, logits_BKV: Tensor) -> Tensor:
         """Applies the stateless warpers to every position of `[B, K, V]` logits; returns float32 scores.

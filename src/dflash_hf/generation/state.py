@@ -280,6 +280,21 @@ class DecodeState:
             return self.decided_positions
         return self.next_positions[:, :1] + tree.depths + 1
 
+    # ---- columns
+
+    @property
+    def decided_columns(self) -> Tensor:
+        """Columns of the text in front of each of `tokens` `[B, width]`, in the order of a chain."""
+        return self.cursor[:, None] + torch.arange(self.width, device=self.cursor.device)
+
+    @property
+    def columns_behind_block(self) -> Tensor:
+        """Columns of the text in front of the token behind each verified one `[B, width]`; see the positions above."""
+        tree = self.tree
+        if tree is None:
+            return self.decided_columns
+        return self.cursor[:, None] + tree.depths
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]. Their `row_ids` move with them."""
         for name, tensor in self.tensors().items():

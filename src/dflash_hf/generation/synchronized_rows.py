@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.generation.choose import accepted, choose_block, walk_of
+from dflash_hf.generation.choose import accepted, choose_block, scores_of_block, walk_of
 from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row
 from dflash_hf.generation.state import DecodeState
 
@@ -134,7 +134,7 @@ class _ChosenColumns:
         # Nothing that was asked for reads a prefix: criteria and streamers alone keep the rows in step.
         num_accepted = choose_block(state, logits_BCV, processors)
         self.num_accepted = accepted(state, num_accepted)
-        self.scores = processors.warp(state.along_path(logits_BCV))
+        self.scores = scores_of_block(state, logits_BCV, processors)
 
     def choose(self, column: int, num_new: int) -> Tensor:
         """Returns the tokens of a column `[B]`."""
