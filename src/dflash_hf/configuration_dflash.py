@@ -402,13 +402,21 @@ class DFlashConfig(PreTrainedConfig):
         check_own(config_dict)
         return super().from_dict(config_dict, **kwargs)
 
-    def attention_kind(self, layer_idx: int) -> AttentionKind:
-        """Returns `(window, causal, from_anchor)` of one layer, as [`positions.visible`] takes them."""
+    def attention_kind(self, layer_idx: int, draft_window: int | None = None) -> AttentionKind:
+        """Returns `(window, causal, from_anchor)` of one layer, as [`positions.visible`] takes them.
+
+        `draft_window` narrows it, as the option of that name does. In a layer that has no window of its own it counts
+        from the anchor: all slots of a block see the same context.
+        """
         causal = self.is_causal[layer_idx]
         # Layers of one kind share their masks, so that a full layer's kind names no window.
-        if self.layer_types[layer_idx] == "sliding_attention":
-            return self.sliding_window, causal, self.window_from_anchor
-        return None, causal, False
+        is_full = self.layer_types[layer_idx] != "sliding_attention"
+        window = None if is_full else self.sliding_window
+        from_anchor = self.window_from_anchor and not is_full
+        is_narrowed = draft_window is not None and (window is None or window > draft_window)
+        if is_narrowed:
+            return draft_window, causal, from_anchor or is_full
+        return window, causal, from_anchor
 
     def num_proposals(self, block_size: int) -> int:
         """Returns how many tokens a block of `block_size` slots proposes; a verify takes one more, the anchor."""

@@ -165,6 +165,10 @@ class DFlashGenerationConfig(GenerationConfig):
         draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers
             and of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's; a
             few fewer proposals may be accepted. Left out, the weights are used as they are. Not timed on a GPU yet.
+        draft_window (`int`, *optional*): The draft sees only so many of the newest tokens of a text, in layers whose own
+            window is wider or that have none. A draft with full attention that was trained on short texts can be right
+            more often on long ones then, and its cache is smaller. The text stays the target's. Left out, each layer
+            sees what it was trained with.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].
@@ -186,6 +190,7 @@ class DFlashGenerationConfig(GenerationConfig):
         self.engine: Engine = kwargs.pop("engine", "auto")
         self.proposal: Proposal = kwargs.pop("proposal", "auto")
         self.draft_dtype: Literal["float8_e4m3fn"] | None = kwargs.pop("draft_dtype", None)
+        self.draft_window: int | None = kwargs.pop("draft_window", None)
         self.synchronize: bool = kwargs.pop("synchronize", False)
         # Transformers sets an attribute of each name that it does not know: one of a method would take its place.
         for name, value in kwargs.items():
@@ -234,6 +239,9 @@ class DFlashGenerationConfig(GenerationConfig):
         dtype = self.draft_dtype
         is_known = dtype in (None, "float8_e4m3fn")
         require(is_known, "draft_dtype left out or 'float8_e4m3fn'", dtype, "leave it out")
+        window = self.draft_window
+        is_known = window is None or _is_number(window, 1)
+        require(is_known, f"{_COUNT} as draft_window", window, "leave it out")
         size = self.block_size
         is_known = size is None or _is_number(size, 1)
         require(is_known, f"{_COUNT} as block_size", size, "leave it out")

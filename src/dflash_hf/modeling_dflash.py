@@ -106,13 +106,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             module.reset_parameters()
 
     def cache_shapes(self) -> list[LayerShape]:
-        """Returns the shape of each layer of the draft's cache."""
+        """Returns the shape of each layer of the draft's cache in a run, under `generation_config.draft_window`."""
         size = self.config.head_dim
+        draft_window = self.generation_config.draft_window
         # Where the layers compute, which is not where offloaded weights are.
         device = execution_device(self)
         shapes: list[LayerShape] = []
         for index in range(self.config.num_hidden_layers):
-            window, _, _ = self.config.attention_kind(index)
+            window, _, _ = self.config.attention_kind(index, draft_window)
             shape = LayerShape(
                 num_heads=self.config.num_key_value_heads,
                 key_size=size,

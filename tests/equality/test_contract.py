@@ -265,6 +265,8 @@ def test_a_draft_for_another_target_is_refused(case: str) -> None:
         ({"block_size": 2.5}, "as block_size, got 2.5"),
         ({"synchronize": "yes"}, "True or False as synchronize, got 'yes'"),
         ({"synchronize": 1}, "True or False as synchronize, got 1"),
+        ({"draft_window": 0}, "a number of tokens, at least 1, as draft_window, got 0"),
+        ({"draft_window": "wide"}, "as draft_window, got 'wide'"),
         ({"engine": "warp"}, "engine in"),
         ({"proposal": "guess"}, "proposal in"),
     ],

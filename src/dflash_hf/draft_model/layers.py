@@ -57,6 +57,7 @@ class DFlashAttention(nn.Module):
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.config = config
         self.head_dim = config.head_dim
         # Configs may have an integer here.
         self.dropout = float(config.attention_dropout)
@@ -76,6 +77,11 @@ class DFlashAttention(nn.Module):
         # Each head is normed by itself, with one weight for all of them, as in Qwen3.
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def kind_in(self, cache: RaggedCache) -> AttentionKind:
+        """Returns the kind of this layer over a cache, whose window may be narrower than the layer's own."""
+        window = cache.attention[self.layer_idx].shape.window
+        return self.config.attention_kind(self.layer_idx, window)
 
     def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
@@ -163,7 +169,7 @@ class BlockProjector(Projector):
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after writing the block into the cache."""
         query, key, value = attention.extend(normed, self.cos_sin, self.cache)
-        mask = RaggedMask(self.cache.block, attention.kind)
+        mask = RaggedMask(self.cache.block, attention.kind_in(self.cache))
         return query, key, value, mask
 
 
@@ -200,7 +206,7 @@ class ContextProjector(Projector):
         keys, values = self.cache.extend(index, key[:, num:], value[:, num:])
         # Context has no queries: nobody asks what it would say.
         query = attention.project_q(normed, self.block_cos_sin)
-        mask = RaggedMask(self.cache.block, attention.kind)
+        mask = RaggedMask(self.cache.block, attention.kind_in(self.cache))
         return query, keys, values, mask
 
 

@@ -341,10 +341,11 @@ def _usable_rows(
     usable = (is_same | needs_none).all(dim=1)
     usable = usable & ((past >= 0).sum(dim=1) >= offset)
     for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
-        if shape.window is None:
-            continue
-        # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
-        oldest = (anchor - offset - shape.window).clamp_min(0)
+        oldest = torch.zeros_like(anchor)
+        if shape.window is not None:
+            # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
+            oldest = (anchor - offset - shape.window).clamp_min(0)
+        # Buffers of a layer without a window have wrapped where the context was kept under a narrower one.
         usable = usable & (oldest > context.newest - keys.shape[1])
     return usable
 
