@@ -48,6 +48,7 @@ class Turn:
     block: int = 4
     width: int | str | None = None
     nodes: int | None = None
+    window: int | None = None
     rule: str | None = None
     sampler: str = "plain"
     eos: int = 0
@@ -121,6 +122,7 @@ def turns(first: bool, more: bool) -> st.SearchStrategy[Turn]:
             block=block,
             width=width,
             nodes=nodes,
+            window=draw(st.sampled_from([None, None, None, 1, 3, 7, 20])),
             rule=rule,
             sampler=draw(st.sampled_from(list(SAMPLERS))) if rule else "plain",
             eos=draw(st.sampled_from([0, 0, 1, len(EOS)])),

@@ -291,6 +291,7 @@ class Conversation:
         with on_engine(turn, self.case.context, draft):
             options.block_size, options.verify_width = turn.block, turn.width
             options.num_tree_nodes, options.proposal = turn.nodes, turn.rule or "auto"
+            options.draft_window = turn.window
             try:
                 return within(
                     self.case.context,
