@@ -13,7 +13,7 @@
 #                gaps between them, captures (step.py)
 #   checks       each file of tests/gpu and tests/kernels in a process of its own (a CUDA error ends the process it
 #                happens in, and those tests only), and identity.py; $JOBS side by side
-#   widths       batch 8, 16, 32 at 2k: a step at widths 16 to 4
+#   widths       batch 1, 8, 32 at 2k: a step at trees of 64 and 32 nodes, and at widths 16 to 4
 #   sampled      1 and 32 x 2k: Qwen3's own sampling and temperature 1 beside greedy
 #   experiments  1 x 2k: dependent launches, forked projections, prefetched weights beside the step as it is
 #   families     a mixture of experts and a hybrid, 1 x 2k
@@ -36,7 +36,7 @@
 # seconds (a limit of the lender's own has to leave some more). Floors are asked of an H200: that kind has to be named.
 #
 #   TOTAL=390 PARTS="smoke step checks" STEP_CELLS=1x2048 bash benchmarks/gpu_check.sh
-#   TOTAL=370 PARTS="experiments widths kernels gemm" WIDTH_CELLS=8x2048,32x2048 bash benchmarks/gpu_check.sh
+#   TOTAL=370 PARTS="experiments widths kernels gemm" WIDTH_CELLS=1x2048,8x2048 bash benchmarks/gpu_check.sh
 #
 # What is left then: the other cells of step, sampled, families, compiled, train, sanitizer.
 #
@@ -107,15 +107,15 @@ if [[ -n "$TINY" ]]; then
   SHORT=24 LONG=48
   STEP_CELLS="${STEP_CELLS:-1x$SHORT,1x$LONG,2x$SHORT}" WIDTH_CELLS="${WIDTH_CELLS:-2x$SHORT}"
   SAMPLED_CELLS="${SAMPLED_CELLS:-1x$SHORT,4x$SHORT}"
-  WIDTHS="8,4" SMALL="--tiny" SWEPT="1x$SHORT"
+  WIDTHS="16,8,4" SMALL="--tiny" SWEPT="1x$SHORT"
   IDENTITY_ARGS="--random tiny --prompts 2 --batch 1,2 --max-new-tokens 12" KERNEL_ARGS="--tiny"
 else
   JOBS="${JOBS:-8}"
   COMMON="--repeats 1 --samples 15 --new-tokens 33 --ours-tokens 129"
   SHORT=2048 LONG=32768
-  STEP_CELLS="${STEP_CELLS:-1x$SHORT,1x$LONG,8x$SHORT}" WIDTH_CELLS="${WIDTH_CELLS:-8x$SHORT,16x$SHORT,32x$SHORT}"
+  STEP_CELLS="${STEP_CELLS:-1x$SHORT,1x$LONG,8x$SHORT}" WIDTH_CELLS="${WIDTH_CELLS:-1x$SHORT,8x$SHORT,32x$SHORT}"
   SAMPLED_CELLS="${SAMPLED_CELLS:-1x$SHORT,32x$SHORT}"
-  WIDTHS="16,12,8,6,4" SMALL="" SWEPT="1x$LONG,8x$SHORT"
+  WIDTHS="64,32,16,8,4" SMALL="" SWEPT="1x$LONG,8x$SHORT"
   IDENTITY_ARGS="--prompts 4 --batch 1,8 --max-new-tokens 64" KERNEL_ARGS="--batch 1 --context $SHORT,$LONG"
 fi
 FAMILIES="qwen3-30b-a3b,qwen3.5-9b"

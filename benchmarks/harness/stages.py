@@ -129,13 +129,15 @@ def measure_stages(
 
     Args:
         pair, inputs, options: What is decoded, and how.
-        width (`int`, *optional*): Tokens of a chain that are verified per row; `None` for what users get, who set
-            neither a width nor a number of nodes.
+        width (`int`, *optional*): Tokens that are verified per row: a chain's, or a tree's where a block has fewer;
+            `None` for what users get, who set neither a width nor a number of nodes.
         samples (`int`): Of each part.
     """
     found: list[Stages] = []
     draft_options: dict[str, Any] = {"engine": "cuda_graph"}
-    if width is not None:
+    if width is not None and width > pair.block_size:
+        draft_options |= {"num_tree_nodes": width}
+    elif width is not None:
         draft_options |= {"verify_width": width, "num_tree_nodes": 0}
     captures = nullcontext() if pair.device.type == "cuda" else uncaptured(pair.draft)
     with (
