@@ -25,7 +25,7 @@ FILES = sorted(
 TESTS = [f"{path.parent.name}-{path.stem}" for path in FILES]
 CELLS = {
     "step": ["qwen3-8b-1x2048", "qwen3-8b-1x32768", "qwen3-8b-8x2048"],
-    "widths": ["qwen3-8b-8x2048", "qwen3-8b-16x2048", "qwen3-8b-32x2048"],
+    "widths": ["qwen3-8b-1x2048", "qwen3-8b-8x2048", "qwen3-8b-32x2048"],
     "sampled": ["qwen3-8b-1x2048", "qwen3-8b-32x2048"],
     "experiments": ["qwen3-8b-1x2048"],
     "families": ["qwen3-30b-a3b-1x2048", "qwen3.5-9b-1x2048"],
