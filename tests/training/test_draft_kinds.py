@@ -4,6 +4,7 @@ Proposals from the anchor's slot, an embedding and a head of the draft's own, a 
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,3 +109,23 @@ def test_a_fresh_draft_learns_what_decoding_then_accepts(
     assert 1.1 < walked.acceptance_length < most + 1
     if draft.config.sample_from_anchor:
         assert max(itertools.chain(*walked.committed)) == most + 1, "the last slot is never right"
+
+
+@pytest.mark.parametrize("case", ["no label", "labels outside of the vocabulary"])
+def test_every_weight_has_a_gradient_without_a_loss(case: str, target: Qwen3ForCausalLM) -> None:
+    """Processes wait for the gradients of all weights, whatever the rows of each hold."""
+    found = find_target(target.double().requires_grad_(False))
+    draft = DFlashDraftModel.from_target(
+        target,
+        **{**OWN, **DFLASH2, "num_hidden_layers": 2, "block_size": 6},
+        **{"target_layer_ids": [0, 2], "mask_token_id": 47, "draft_token_ids": [1, 2, 3, 4]},
+    ).double()
+    examples = [Example.from_pair([5, 6], [7, 8, 9, 10]), Example.from_pair([11], [12, 13])]
+    batch = collate(examples)
+    anchors = all_anchors(batch.loss_mask, 6)
+    if case == "no label":
+        batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    result = batch_loss(draft, found, batch, anchors, decay_weights(6, 4.0))
+    assert (int(result.blocks) > 0) is (case != "no label")
+    (result.loss + result.selector_loss).backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in draft.parameters())

@@ -382,15 +382,11 @@ def batch_loss(
             known_V=known,
         )
         sums = {field.name: getattr(found, field.name) for field in fields(found)}
-        # No label, no use of them: FSDP waits for their gradients in every process
-        if not bool(found.blocks):
-            unused = [
-                p.sum()
-                for part in (selector, draft.lm_head)
-                if part is not None
-                for p in part.parameters()
-            ]
-            sums["loss"] = sums["loss"] + 0 * sum(unused)
+        # Without a label that the head knows nothing uses them: DDP and FSDP wait for their gradients in every process
+        parts = [part for part in (selector, draft.lm_head) if part is not None]
+        for part in parts:
+            for weight in part.parameters():
+                sums["loss"] = sums["loss"] + 0 * weight.sum()
         return sums
 
     # Within the draft's forward, and as a dictionary: where and how DDP and FSDP look for weights and gradients.
