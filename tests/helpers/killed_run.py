@@ -19,6 +19,7 @@ def train(folder: Path) -> None:
         folder,
         max_steps=400,
         save_steps=10,
+        save_total_limit=None,  # how many there are says how far it is
         optim="muon" if hasattr(torch.optim, "Muon") else "adamw_torch",
     )
     trainer = DFlashTrainer(

@@ -142,7 +142,7 @@ def test_a_resumed_run_saves_at_the_steps_asked_for_now(
     whole, resumed = make_draft(), make_draft(initializer_range=0.5)
     make(target, whole, tmp_path, save_steps=4, logging_steps=4).train()
     rmtree(tmp_path / "checkpoint-8")
-    again = make(target, resumed, tmp_path, save_steps=3, logging_steps=1)
+    again = make(target, resumed, tmp_path, save_steps=3, logging_steps=1, save_total_limit=None)
     again.train(resume_from_checkpoint=True)
     assert_same(whole, resumed)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
@@ -158,13 +158,14 @@ def test_an_unfinished_checkpoint_is_passed_over(
 ) -> None:
     """Neither one that lacks a part, nor the remains of an earlier run in the same folder, nor a torn file."""
     whole, first, resumed = make_draft(), make_draft(), make_draft(initializer_range=0.5)
-    make(target, whole, tmp_path, save_steps=2).train()
+    make(target, whole, tmp_path, save_steps=2, save_total_limit=None).train()
 
     def killed(self: DFlashTrainer, folder: str) -> None:
         if folder.endswith("checkpoint-4"):
             raise Killed
 
-    stopped = make(target, first, tmp_path, save_steps=2, learning_rate=2e-3)
+    options: dict[str, Any] = {"save_steps": 2, "save_total_limit": None}
+    stopped = make(target, first, tmp_path, **options, learning_rate=2e-3)
     with monkeypatch.context() as patch:
         patch.setattr(DFlashTrainer, "_save_rng_state", killed)
         with pytest.raises(Killed):
@@ -172,7 +173,7 @@ def test_an_unfinished_checkpoint_is_passed_over(
     assert not (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
     for step in (6, 8):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": ')
-    again = make(target, resumed, tmp_path, save_steps=2)
+    again = make(target, resumed, tmp_path, **options)
     with monkeypatch.context() as patch:
         patch.setattr(
             again,
@@ -185,6 +186,23 @@ def test_an_unfinished_checkpoint_is_passed_over(
             again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert again.train(resume_from_checkpoint=True).global_step == 8
     assert records(again)[0]["step"] == 4
+
+
+def test_a_checkpoint_of_steps_with_other_rows_is_refused(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    """A run would leave rows out or take them twice; only the last two checkpoints are kept."""
+    make(target, make_draft(), tmp_path, save_steps=2).train()
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-6", "checkpoint-8"]
+    for changes, sentence in (
+        ({"gradient_accumulation_steps": 4}, "expected 2 batches per step as in .*, got 4; with 1"),
+        ({"per_device_train_batch_size": 1}, "expected 3 rows per batch as in .*, got 1; set"),
+    ):
+        again = make(target, make_draft(), tmp_path, **changes)
+        with pytest.raises(ValueError, match=sentence):
+            again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 0
 
 
 def test_a_full_disk_is_told_and_the_run_goes_on_afterwards(

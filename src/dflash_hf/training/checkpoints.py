@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import logging
+
+from dflash_hf.errors import require
 
 logger: Any = logging.get_logger(__name__)
 
@@ -17,14 +20,27 @@ METRICS_FILE = "metrics.jsonl"
 STATE_FILE = "trainer_state.json"  # Transformers writes it last
 
 
-class Records(TrainerCallback):
-    """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well."""
+class Records(TrainerCallback, ExportableState):
+    """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well.
+
+    Checkpoints keep how many batches a step has, and how many rows a batch: a run with others is another run.
+    """
+
+    def __init__(self) -> None:
+        self.batches_per_step = 0
+        self.rows_per_batch = 0
+
+    def state(self) -> dict[str, Any]:
+        """Returns what `trainer_state.json` keeps of it."""
+        return {"args": {}, "attributes": vars(self)}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
     ) -> None:
         """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint."""
         state.compute_steps(args, state.max_steps)
+        self.batches_per_step = args.world_size * args.gradient_accumulation_steps
+        self.rows_per_batch = args.per_device_train_batch_size
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -72,6 +88,33 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
         logger.warning(f"{path} was not written to its end; an earlier checkpoint is taken")
     raise ValueError(
         f"expected a whole checkpoint in {output_dir}, got none; leave resume_from_checkpoint out to begin"
+    )
+
+
+def check_same_steps(folder: Path, args: TrainingArguments) -> None:
+    """Refuses to go on with steps of other rows than those of a checkpoint: rows would be left out or come twice.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    state: Any = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    records: Any = state.get("stateful_callbacks", {}).get(Records.__name__)
+    if records is None:  # of an earlier version, which kept neither
+        return
+    was: Any = records["attributes"]
+    batches = args.world_size * args.gradient_accumulation_steps
+    rows = args.per_device_train_batch_size
+    require(
+        was["batches_per_step"] == batches,
+        f"{was['batches_per_step']} batches per step as in {folder}",
+        batches,
+        f"with {args.world_size} processes set gradient_accumulation_steps so that their product is that",
+    )
+    require(
+        was["rows_per_batch"] == rows,
+        f"{was['rows_per_batch']} rows per batch as in {folder}",
+        rows,
+        "set per_device_train_batch_size to that",
     )
 
 

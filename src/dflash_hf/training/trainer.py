@@ -26,6 +26,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.utils import logging
 
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -33,7 +34,12 @@ from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments, default_gamma
-from dflash_hf.training.checkpoints import STATE_FILE, Records, whole_checkpoint
+from dflash_hf.training.checkpoints import (
+    STATE_FILE,
+    Records,
+    check_same_steps,
+    whole_checkpoint,
+)
 from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
@@ -42,6 +48,8 @@ from dflash_hf.training.loss import block_labels, decay_weights, loss_weight
 from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
 from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
 from dflash_hf.training.walking import walked_acceptance
+
+logger: Any = logging.get_logger(__name__)
 
 Dataset = Sequence[Example]
 # Of a `BlockLoss`, what is added up from record to record.
@@ -130,6 +138,7 @@ class DFlashTrainer(Trainer):
             callbacks=[Records(), *(callbacks or [])],
             optimizers=optimizers,
         )
+        self._save_in_one_piece()
         self.model_accepts_loss_kwargs = True  # older releases know no `loss_is_scaled_for_ga`
 
     @property
@@ -139,6 +148,19 @@ class DFlashTrainer(Trainer):
         if hasattr(model, "get_base_model"):
             return model.get_base_model()
         return model
+
+    def _save_in_one_piece(self) -> None:
+        """Lets FSDP save the draft as one file: accelerate's own default writes shards that nothing else reads."""
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or "FULL" in str(plugin.state_dict_type):
+            return
+        logger.warning(
+            f"FSDP saves the draft in one piece, instead of {plugin.state_dict_type}: others could not load it"
+        )
+        # Made anew for the type, where there is none
+        plugin.state_dict_config = None
+        plugin.optim_state_dict_config = None
+        plugin.set_state_dict_type("FULL_STATE_DICT")
 
     # ---- what is to be done
 
@@ -156,7 +178,7 @@ class DFlashTrainer(Trainer):
             args, kwargs: Those of [`~transformers.Trainer.train`].
 
         Raises:
-            ValueError: If there is nothing to train on, or no such checkpoint.
+            ValueError: If there is nothing to train on, no such checkpoint, or one whose steps have other rows.
             FloatingPointError: At a step whose gradients are not finite, before it changes anything.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
@@ -164,6 +186,8 @@ class DFlashTrainer(Trainer):
         if asked is None:
             asked = self.args.resume_from_checkpoint
         checkpoint = whole_checkpoint(asked, Path(str(self.args.output_dir)))
+        if checkpoint is not None:
+            check_same_steps(Path(checkpoint), self.args)
         self._window = {}
         set_seed(self.args.seed)
         try:
