@@ -1,4 +1,4 @@
-"""Two processes with the environment that torchrun gives them, forked from one that has loaded torch and Transformers.
+"""Processes with the environment that torchrun gives them, forked from one that has loaded torch and Transformers.
 
 A start by torchrun loads both three times over; it is tested on a command in tests/bench/test_processes.py. To be used
 by a script of its own: nothing may have been trained before a fork.
@@ -17,18 +17,18 @@ from typing import Never
 NUM_RANKS = 2
 
 
-def run_ranks(work: Callable[[], object]) -> None:
-    """Runs `work` in each of two processes at once; ends this one, and both, as soon as one of them fails."""
+def run_ranks(work: Callable[[], object], num_ranks: int = NUM_RANKS) -> None:
+    """Runs `work` in each of some processes at once; ends this one, and all, as soon as one of them fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     sys.stdout.flush()
     ranks = set[int]()
-    for rank in range(NUM_RANKS):
+    for rank in range(num_ranks):
         if child := os.fork():
             ranks.add(child)
         else:
-            _be(rank, port, work)
+            _be(rank, num_ranks, port, work)
     while ranks:
         ended, status = os.wait()
         ranks.discard(ended)
@@ -38,13 +38,13 @@ def run_ranks(work: Callable[[], object]) -> None:
             sys.exit(1)
 
 
-def _be(rank: int, port: int, work: Callable[[], object]) -> Never:
+def _be(rank: int, num_ranks: int, port: int, work: Callable[[], object]) -> Never:
     """Is one of the processes, to its end."""
     found = {
         "RANK": rank,
         "LOCAL_RANK": rank,
-        "WORLD_SIZE": NUM_RANKS,
-        "LOCAL_WORLD_SIZE": NUM_RANKS,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
     }
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
     os.environ |= {name: str(value) for name, value in found.items()}

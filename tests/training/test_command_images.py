@@ -10,6 +10,9 @@ import pytest
 
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.cli.train_card import question_of
+from dflash_hf.cli.train_settings import TrainSettings
+from dflash_hf.cli.train_stages import loader_workers
+from dflash_hf.pair.loading import load_processor
 from helpers.training_command import SMALL, TOY, train
 
 PICTURES = TOY / "vision" / "pictures"
@@ -48,6 +51,7 @@ def test_rows_with_images_and_of_text_go_through_every_stage(tmp_path: Path) -> 
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [*SMALL, "--target", TOY / "vision" / "target", "--num-eval", 1, "--max-steps", 2]
+    words += ["--dataloader-num-workers", 1]  # it decodes the images
     result = train("--dataset", tmp_path / "rows.jsonl", "--output-dir", tmp_path / "out", *words)
     assert result.exit_code == 0, result.output
     answered = [
@@ -65,6 +69,24 @@ def test_rows_with_images_and_of_text_go_through_every_stage(tmp_path: Path) -> 
     assert asked["token_ids"] == [known["answer_ids"]], (
         "what the target said while it was asked for training"
     )
+
+
+def test_images_are_decoded_by_workers_beside_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, vision = (load_processor(str(TOY / part)) for part in ("target", "vision/target"))
+    asked, given = (
+        TrainSettings(target="org/x", output_dir=tmp_path, arguments=arguments)
+        for arguments in ({}, {"dataloader_num_workers": 0})
+    )
+    assert loader_workers(asked, vision) == {}, "a CPU has nothing else to do"
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("os.cpu_count", lambda: 24)
+    assert loader_workers(asked, vision) == {"dataloader_num_workers": 4}
+    assert loader_workers(given, vision) == {}
+    assert loader_workers(asked, text) == {}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert loader_workers(asked, vision) == {"dataloader_num_workers": 3}
 
 
 QUESTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -1,4 +1,4 @@
-"""`dflash-hf train` in two processes: both train and measure, the first one does the rest; begun again it is done."""
+"""`dflash-hf train` in several processes: all train and measure, the first one does the rest; then it is done."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
-from dflash_hf.cli.train_settings import STAGES
-from helpers import training_command_ranks
-from helpers.training_command import SMALL, write_rows
+from dflash_hf.cli.train_settings import BATCHES_PER_STEP, STAGES, TrainSettings
+from dflash_hf.cli.train_state import RunState
+from helpers import training_command_many, training_command_ranks
+from helpers.training_command import SMALL, train, write_rows
 
 LIMIT = 240  # seconds after which a start counts as hung
 
@@ -20,6 +30,105 @@ def told(text: str) -> list[tuple[str, str]]:
     """The lines of stages, as name and rest."""
     parts = [line.partition(": ")[::2] for line in text.splitlines()]
     return [(name, rest) for name, rest in parts if name in STAGES]
+
+
+def run_python(*words: object) -> subprocess.CompletedProcess[str]:
+    """Runs a module or a file to its end."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, *map(str, words)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    return run
+
+
+@pytest.fixture
+def in_float64() -> Any:
+    """Fresh drafts are in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_eight_processes_are_one_that_accumulates(tmp_path: Path, in_float64: None) -> None:
+    """Each has its target on its own device, waits for days, and all make the draft that one makes."""
+    words: list[object] = [
+        *("--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--dtype", "float64"),
+        *("--per-device-train-batch-size", 1, "--max-steps", 3),
+    ]
+    eight, one = tmp_path / "eight", tmp_path / "one"
+    run_python(
+        *(training_command_many.__file__, 8, tmp_path / "facts", "train", *words),
+        *("--output-dir", eight),
+    )
+    alone = ["--gradient-accumulation-steps", 8, "--stages", "prepare,regenerate,run"]
+    result = train(*words, *alone, "--output-dir", one)
+    assert result.exit_code == 0, result.output
+    for rank in range(8):
+        facts = json.loads((tmp_path / f"facts.{rank}").read_text())
+        assert set(facts["devices"]) == {"cpu:0"}, "no target is spread over all devices"
+        assert min(facts["waits"]) >= 24 * 3600
+    ours = load_file(eight / "draft" / "model.safetensors")
+    theirs = load_file(one / "draft" / "model.safetensors")
+    assert {value.dtype for value in ours.values()} == {torch.float64}
+    assert all((value - theirs[name]).abs().max() < 1e-6 for name, value in ours.items())
+    state = json.loads((eight / "stages.json").read_text())
+    assert [state[stage]["finished"] for stage in STAGES] == [True] * 5
+
+
+def test_a_process_loads_its_target_on_its_own_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    fourth = SimpleNamespace(process_index=3, num_processes=8, device=torch.device("cuda", 3))
+    monkeypatch.setattr(accelerate, "PartialState", lambda **options: fourth)
+    monkeypatch.setattr(stages, "load_target", lambda *place: loaded.append(place[2]))
+    for device in ("auto", "cuda:0"):
+        settings = TrainSettings(target="org/x", output_dir=tmp_path, device=device)
+        stages.TargetOnce(settings).look()
+    assert loaded == ["cuda:3", "cuda:0"]
+
+
+def test_steps_of_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight processes that take one batch each go on as one that takes eight, and as nothing else."""
+    settings = TrainSettings(
+        target="org/x", output_dir=tmp_path, arguments={"gradient_accumulation_steps": 8}
+    )
+    state = RunState(settings, ["run"], False)
+    state.write("run")
+    (tmp_path / "draft").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "8")
+        of_eight = TrainSettings(target="org/x", output_dir=tmp_path)
+        RunState(of_eight, [*STAGES], False).check()
+        of_more = replace(settings, arguments={"gradient_accumulation_steps": 2})
+        what = f"whose {BATCHES_PER_STEP} was 8 and is 16; add --redo"
+        with pytest.raises(ValueError, match=what):
+            RunState(of_more, [*STAGES], False).check()
+
+
+# As docs/training.md starts them.
+LAUNCHERS: dict[str, list[object]] = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2],
+    "accelerate": [
+        *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
+        *("--num_processes", 2),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launchers_start_the_command(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    data = write_rows(tmp_path / "rows.jsonl")
+    stages = ["--stages", "prepare,regenerate,run"]
+    words = ["train", "--dataset", data, "--output-dir", out, *SMALL, *stages]
+    run = run_python(*LAUNCHERS[name], "-m", "dflash_hf", *words)
+    assert [stage for stage, _ in told(run.stdout)] == ["prepare", "regenerate", "run"]
+    state = json.loads((out / "stages.json").read_text())
+    assert state["run"]["made_from"][BATCHES_PER_STEP] == 2
+    assert state["run"]["facts"]["steps"] == 4
 
 
 def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
@@ -33,14 +142,9 @@ def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
         "--bench-prompts",
         2,
     ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, training_command_ranks.__file__, notes, out, "train", *words]
-    run = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=LIMIT, env=environment
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    said, said_again = run.stdout.split("again\n")
-    assert [name for name, _ in told(said)] == list(STAGES), "the first process alone speaks"
+    run = run_python(training_command_ranks.__file__, notes, out, "train", *words)
+    first_said, said_again = run.stdout.split("again\n")
+    assert [name for name, _ in told(first_said)] == list(STAGES), "the first process alone speaks"
     first, second = ((tmp_path / f"stages.{rank}").read_text().split() for rank in (0, 1))
     assert (first, second) == (list(STAGES), ["run", "bench"])
     state = json.loads((out / "stages.json").read_text())

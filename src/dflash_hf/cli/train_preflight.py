@@ -168,7 +168,8 @@ def _check_disk(
     settings: TrainSettings, arguments: DFlashTrainingArguments, num_weights: int
 ) -> None:
     """Refuses a disk without room for the checkpoints that are kept, the draft, its exports, and some answers."""
-    checkpoints = arguments.save_total_limit or 1
+    # One is whole before an older one goes
+    checkpoints = (arguments.save_total_limit or 1) + 1
     per_weight = CHECKPOINT_BYTES * checkpoints + DRAFT_BYTES * (1 + len(settings.formats))
     answers = (settings.num_prompts or 0) * settings.max_new_tokens * TOKEN_BYTES
     needed = per_weight * num_weights + answers

@@ -7,6 +7,7 @@ answered without them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -244,9 +245,13 @@ class TrainSettings:
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
             arguments = self.arguments
             found |= {name: arguments[name] for name in arguments if not name.startswith(how)}
+            # Eight processes do what one does that accumulates eight batches.
+            accumulated = int(found.pop("gradient_accumulation_steps", 1))
+            found[BATCHES_PER_STEP] = num_processes() * accumulated
         return found
 
 
+BATCHES_PER_STEP = "processes x gradient_accumulation_steps"
 # Names of files, which are no ids of the Hub.
 FILES = (".jsonl", ".json", ".parquet", ".txt")
 LEAST = {
@@ -327,7 +332,7 @@ HOW_IT_IS_RUN = (
     "save_",
     "push_to_hub",
     "hub_",
-    "ddp_timeout",
+    "ddp_",
     "torch_compile",
     "torch_empty_",
     "dataloader_num_",
@@ -346,6 +351,16 @@ UPLOAD = ("hub_model_id", "hub_private_repo")
 def flag(name: str) -> str:
     """Returns an option as a command line has it: `--num-anchors` of `num_anchors`."""
     return f"--{name.replace('_', '-')}"
+
+
+def process_index() -> int:
+    """Returns which process of `accelerate launch` or `torchrun` this is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def num_processes() -> int:
+    """Returns how many processes were launched together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_upload(arguments: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -23,13 +24,19 @@ from dflash_hf.cli.push import upload, write_repository
 from dflash_hf.cli.train_card import card_facts, question_of
 from dflash_hf.cli.train_errors import explained, is_out_of_memory, less_memory
 from dflash_hf.cli.train_preflight import check_before_loading, check_with_target, fresh_options
-from dflash_hf.cli.train_settings import OF_THE_TRAINER, Stage, TrainSettings
+from dflash_hf.cli.train_settings import (
+    OF_THE_TRAINER,
+    Stage,
+    TrainSettings,
+    num_processes,
+    process_index,
+)
 from dflash_hf.cli.train_state import RunState, locked
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.pair.answers import Processor
+from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.pair.loading import load_processor, load_target
 from dflash_hf.training.answering import RegenerateSettings, regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
@@ -47,6 +54,7 @@ HELD_OUT = "held_out.jsonl"
 QUESTIONS = "held_out_questions.jsonl"
 EVERY = "conversations.jsonl"
 SELF_PROMPTS = "self_prompts.jsonl"
+IMAGE_WORKERS = 4
 
 
 class TargetOnce:
@@ -60,7 +68,9 @@ class TargetOnce:
         """Returns the target and what encodes its prompts, and keeps both for the next one who asks."""
         if not self._loaded:
             settings = self.settings
-            loaded = load_target(settings.target, settings.dtype, settings.device)
+            # Of several processes each has a device of its own
+            device_map = Processes(settings.device).device_map
+            loaded = load_target(settings.target, settings.dtype, device_map)
             self._loaded.append(loaded)
         return self._loaded[0]
 
@@ -93,8 +103,7 @@ def run_stages(
     arguments = make_arguments(settings)  # it refuses what is out of range
     state = RunState(settings, stages, redo)
     state.check_folder()
-    rank, _ = _place()
-    if rank > 0:
+    if process_index() > 0:
         _run_pending(settings, arguments, state, tell)
         return
     # What is done is read behind the lock: another process may have ended just now
@@ -109,11 +118,10 @@ def _run_pending(
     tell: Callable[[str], None],
 ) -> None:
     """Runs the stages that are not done, in a folder that no other command writes to."""
-    rank, size = _place()
-    is_first = rank == 0
+    is_first = process_index() == 0
     target = TargetOnce(settings)
-    state.check()
     if is_first:
+        state.check()
         _preflight(settings, arguments, state, target)
         if state.outdated:
             tell(f"made again: {', '.join(state.outdated)}; {state.reason}")
@@ -121,8 +129,9 @@ def _run_pending(
         # Options of a command that runs nothing would stay, and be refused or meant by the next one
         if state.pending():
             state.write_settings()
+    pending = _said_by_the_first(state.pending())
     for stage in state.stages:
-        if state.is_done(stage):
+        if stage not in pending:
             if is_first:
                 tell(f"{stage}: done before, {state.folder(stage)}")
             continue
@@ -137,13 +146,21 @@ def _run_pending(
             less = less_memory(settings, arguments, stage)
             raise explained(error, settings, stage, less) from error
         # A bench waits itself, and leaves the group
-        if size > 1 and stage not in ("bench", "export"):
+        if num_processes() > 1 and stage not in ("bench", "export"):
             Processes("auto").wait()
         if is_first:
             state.write(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
             tell(f"{stage}: {_told(facts)}, {state.folder(stage)}")
     if is_first and settings.arguments.get("push_to_hub") and state.is_done("run"):
         tell(f"https://huggingface.co/{_upload(settings, state.folder('run'))}")
+
+
+def _said_by_the_first(pending: list[Stage]) -> list[Stage]:
+    """Returns the first process's list in all of them: one that reads the folder later may find a stage done."""
+    if num_processes() == 1:
+        return pending
+    said: list[Any] = broadcast_object_list([pending])
+    return said[0]
 
 
 def _preflight(
@@ -278,6 +295,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     is_precision_given = not settings.arguments.keys().isdisjoint({"bf16", "fp16"})
     if model.dtype == torch.bfloat16 and not is_precision_given:
         others["bf16"] = True  # as the target computes, over weights in float32
+    others |= loader_workers(settings, processor)
     arguments = make_arguments(settings, **others)
     draft: Any
     if settings.draft is None:
@@ -313,6 +331,16 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     return facts
 
 
+def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:
+    """Returns how many workers make a process's batches, where images are decoded while an accelerator would wait."""
+    sees_images = tokenizer_of(processor) is not processor
+    is_given = "dataloader_num_workers" in settings.arguments
+    if is_given or not sees_images or not torch.accelerator.is_available():
+        return {}
+    cores = (os.cpu_count() or 1) // num_processes()
+    return {"dataloader_num_workers": min(IMAGE_WORKERS, cores)}
+
+
 def _examples(path: Path, processor: Processor, settings: TrainSettings) -> Sequence[Example]:
     """The examples of a file; none where there is no file or nothing in it."""
     if not path.is_file() or not path.stat().st_size:
@@ -323,7 +351,6 @@ def _examples(path: Path, processor: Processor, settings: TrainSettings) -> Sequ
 def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict[str, Any]:
     target.drop()  # the bench loads its own
     folder = state.folder("bench")
-    rank, size = _place()
     # Asked before the first process can write there
     resume = folder.is_dir() and any(folder.iterdir())
     data = settings.bench_data
@@ -338,11 +365,11 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
         if not asked:
             return {"questions": 0, **facts}
         file = state.folder("prepare") / QUESTIONS
-        if rank == 0:
+        if process_index() == 0:
             lines = [json.dumps(question, ensure_ascii=False) + "\n" for question in asked]
             write_whole(file, "".join(lines))
         data = (str(file),)
-    if size > 1:
+    if num_processes() > 1:
         Processes("auto").wait()
     run(
         RunSettings(
@@ -360,7 +387,7 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
             resume=resume,
         )
     )
-    if rank != 0:  # the first one writes what was measured
+    if process_index() != 0:  # the first one writes what was measured
         return {}
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     (drafted,) = (method for method in summary["methods"] if method["method"] == "dflash")
@@ -424,11 +451,6 @@ def make_arguments(settings: TrainSettings, **others: Any) -> DFlashTrainingArgu
 def _lines(path: Path) -> list[str]:
     """The lines of a file of JSON Lines; a text in one may hold other ends of lines."""
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def _place() -> tuple[int, int]:
-    """Which of how many processes of `accelerate launch` this is."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _told(facts: dict[str, Any]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal, get_args
 
 import torch
+from accelerate import PartialState
 from transformers import SchedulerType, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -60,8 +63,15 @@ class DFlashTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Without effect: examples have no columns."}
     )
-    # A batch without labels uses no head.
-    ddp_find_unused_parameters: bool | None = True
+    # Every weight of the draft has a gradient in every batch: see `batch_loss`.
+    ddp_find_unused_parameters: bool | None = False
+    # A checkpoint has 12 bytes a weight of the draft: that one may be damaged, the last two are kept.
+    save_total_limit: int | None = 2
+    # One process may answer, write features or compile for hours while the others wait.
+    ddp_timeout: int = field(
+        default=172_800,
+        metadata={"help": "Seconds after which a process that waits for others ends: two days."},
+    )
     dataloader_pin_memory: bool = field(
         default=False, metadata={"help": "Without effect: batches are not pinned."}
     )
@@ -120,9 +130,17 @@ class DFlashTrainingArguments(TrainingArguments):
             self.optim = OptimizerNames.ADAMW_TORCH
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_acceptance_length"
+        self._begin_group_of_cpus()
         super().__post_init__()
         if is_muon:
             self.optim = MUON
+
+    def _begin_group_of_cpus(self) -> None:
+        """Begins the processes' group with `ddp_timeout`, which Transformers hands on for accelerators alone."""
+        is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if self.use_cpu and is_launched and not torch.distributed.is_initialized():
+            timeout = timedelta(seconds=self.ddp_timeout)
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=timeout)
 
     def _check(self) -> None:
         """Refuses what cannot be trained with."""
