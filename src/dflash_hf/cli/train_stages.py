@@ -45,6 +45,7 @@ from dflash_hf.training.data import Example
 from dflash_hf.training.examples import read_examples
 from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.identity import processor_identity, target_identity
+from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.trainer import DFlashTrainer
@@ -311,10 +312,13 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
         eval_dataset=held_out or None,
     )
     begun = any(is_whole(folder) for folder in (state.path / "run").glob("checkpoint-*"))
+    facts: dict[str, Any] = {}
+    if process_index() == 0 and not begun:
+        facts["share_of_own_answers"] = round(own_share(trainer.target, train), 4)
     trainer.train(resume_from_checkpoint=begun)
     fresh = state.path / ".draft"
     trainer.save_model(str(fresh))
-    facts: dict[str, Any] = {"steps": trainer.state.global_step, "examples": len(train)}
+    facts |= {"steps": trainer.state.global_step, "examples": len(train)}
     if not trainer.is_world_process_zero():
         return facts
     # What is served is of the target's dtype; the float32 weights are in run/.

@@ -1,0 +1,60 @@
+"""Whether answers are the target's own: a draft that learns another model's words is seldom right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.utils import logging
+
+from dflash_hf.errors import require
+from dflash_hf.target_model.parts import Target
+from dflash_hf.training.collators import collate
+from dflash_hf.training.data import Example
+from dflash_hf.training.forward import target_features
+
+logger: Any = logging.get_logger(__name__)
+
+ROWS = 64  # that are looked at
+FEW = 0.8  # a share below which the answers are hardly the target's
+
+
+def own_share(target: Target, examples: Sequence[Example], num_rows: int = ROWS) -> float:
+    """Returns the share of answer tokens that are the target's most likely ones; logs it, with advice if it is low.
+
+    It is 1 for greedy answers, but for rounding, and lower for sampled ones.
+
+    Args:
+        target (`Target`): In eval mode.
+        examples (sequence of [`Example`]): What a draft is to learn.
+        num_rows (`int`): Most examples to run the target on, spread evenly over all.
+
+    Raises:
+        ValueError: If there is no answer token behind another one.
+    """
+    step = max(1, len(examples) // num_rows)
+    chosen = range(0, len(examples), step)[:num_rows]
+    num_own = 0
+    num_tokens = 0
+    for at in chosen:
+        batch = collate([examples[at]])
+        places = batch.loss_mask[0, 1:].nonzero()[:, 0]
+        if len(places) == 0:
+            continue
+        features = target_features(target, [0], batch, num_likely=1, columns=places)
+        assert features.next_ids is not None
+        likeliest = features.next_ids[0, places.to(features.next_ids.device), 0]
+        num_own += int((likeliest.cpu() == batch.input_ids[0, places + 1]).sum())
+        num_tokens += len(places)
+    require(num_tokens > 0, "examples with answers", 0, "give prompts with the target's answers")
+    share = num_own / num_tokens
+    advice = ""
+    if share < FEW:
+        advice = (
+            "; a draft would learn the words of another model, template or temperature: let this target answer "
+            "anew (--answers target), or lower --temperature"
+        )
+    logger.warning(
+        f"{share:.1%} of {num_tokens:,} answer tokens in {len(chosen)} rows are the target's own first choice{advice}"
+    )
+    return share
