@@ -15,7 +15,7 @@ from dflash_hf.training.data import Example
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
 from dflash_hf.training.regenerate import regenerate_answers
-from dflash_hf.training.walking import accepted_at_anchors, walk, walked_acceptance
+from dflash_hf.training.walking import accepted_at_anchors, answers_of, walk, walked_acceptance
 from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2
 
@@ -196,6 +196,25 @@ def test_the_loss_counts_what_the_walk_would_accept(pair: tuple[DFlashDraftModel
         selector=draft.candidate_selector,
     )
     assert int(result.accepted) == int(accepted_at_anchors(draft, target, batch).sum()) > 3
+
+
+@torch.no_grad()
+def test_every_answer_of_a_conversation_is_walked(pair: tuple[DFlashDraftModel, Target]) -> None:
+    """Each as `generate` goes over it behind all that was said before."""
+    draft, target = pair
+    options = {"max_new_tokens": 15, "eos_token_id": 3, "pad_token_id": 0}
+    ids, mask, expected = [5, 9, 4], [0, 0, 0], list[int]()
+    for question in ([], [7, 2, 8], [1]):
+        ids, mask = ids + question, mask + [0] * len(question)
+        (answer,) = regenerate_answers(target.model, [ids], **options)
+        example = Example.from_pair(ids, answer)
+        expected += simulate(draft, target, example, 15, 3, 6, 6)
+        ids, mask = ids + answer, mask + [1] * len(answer)
+    whole = Example(input_ids=ids, loss_mask=mask)
+    first = Example(input_ids=[5, 9, 4, 6], loss_mask=[0, 0, 0, 1])
+    assert len(answers_of(whole)) == 3
+    walked = walked_acceptance(draft, target, [whole, first])
+    assert walked.committed == [expected, []]
 
 
 def test_the_cases_of_the_walk() -> None:

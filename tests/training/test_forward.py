@@ -231,6 +231,29 @@ def test_features_under_autocast_are_those_of_decoding(
     assert torch.equal(features.next_log_probs, wanted.next_log_probs)
 
 
+def test_the_targets_states_stay_in_its_dtype_under_autocast(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+) -> None:
+    """A copy in float32 would take twice the memory and change no bit of the loss and its gradients."""
+    found = find_target(target.requires_grad_(False).bfloat16())
+    anchors, weights = all_anchors(batch.loss_mask, 6), decay_weights(6, 3.0)
+    features = target_features(found, [0, 2], batch)
+    kinds: list[torch.dtype] = []
+    losses: list[torch.Tensor] = []
+    gradients: list[list[torch.Tensor]] = []
+    for given in (features, replace(features, taps=features.taps.float())):
+        draft = make_draft()
+        draft.fc.register_forward_pre_hook(lambda module, args: kinds.append(args[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            result = batch_loss(draft, found, batch, anchors, weights, features=given)
+        result.loss.backward()
+        losses.append(result.loss.detach())
+        gradients.append([weight.grad for weight in draft.parameters() if weight.grad is not None])
+    assert kinds == [torch.bfloat16, torch.float32]
+    assert torch.equal(*losses)
+    assert all(one.equal(two) for one, two in zip(*gradients, strict=True))
+
+
 def test_distillation_compares_with_the_targets_own_distribution(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
 ) -> None:

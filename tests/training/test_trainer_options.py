@@ -182,3 +182,9 @@ def test_an_adapter_is_trained_and_saved_alone(
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
         assert value.abs().sum() > 0
+
+
+def test_a_decay_that_the_loss_does_not_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected no gamma beside loss='dpace', got 7\.0; leave"):
+        options(tmp_path, gamma=7.0)
+    assert options(tmp_path, gamma=7.0, loss="kl").gamma == 7.0

@@ -175,6 +175,9 @@ class DFlashTrainingArguments(TrainingArguments):
             self.gamma,
             "None follows the block size",
         )
+        has_decay = self.gamma is None or self.loss != "dpace"
+        action = "leave one of them out: D-PACE's weights follow from the draft's own losses"
+        require(has_decay, "no gamma beside loss='dpace'", self.gamma, action)
         size = self.block_size
         length = self.packing_length
         require(

@@ -247,11 +247,12 @@ def run_blocks(
             ids if draft.embed_tokens is not None else ids.to(target.device), target.embedding
         )
     rule = BlockMaskRule(batch.attention_mask[:, seen], anchors, starts_BQ)
+    context = features[:, seen].to(device, _dtype_of_context(features.dtype, dtype, device))
 
     def run(flex: bool) -> Any:
         output = (draft if module is None else module)(
             noise_embeds=noise_embeds.to(device, dtype),
-            context_hidden_states=features[:, seen].to(device, dtype),
+            context_hidden_states=context,
             position_ids=torch.cat([batch.position_ids[:, seen], positions], dim=1),
             attention_mask=rule.masks(draft.config, flex),
             block_size=anchors.block_size,
@@ -274,6 +275,19 @@ def run_blocks(
         f"attention='auto' goes on with SDPA: FlexAttention failed with {_flex_failures[0]}"
     )
     return run(False)
+
+
+def _dtype_of_context(
+    features: torch.dtype, draft: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """Returns the dtype in which a draft is given the target's states.
+
+    The product that reads them casts to autocast's dtype: wider copies of states in that one would only take memory.
+    """
+    is_autocast = torch.is_autocast_enabled(device.type)
+    if is_autocast and features == torch.get_autocast_dtype(device.type):
+        return features
+    return draft
 
 
 _flex_failures: list[str] = []  # of this process

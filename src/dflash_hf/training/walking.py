@@ -6,6 +6,7 @@ all anchors is a different number; the walk gives what `generate` commits, verif
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,8 @@ class WalkedAcceptance:
     """What greedy decoding with a draft would commit.
 
     Args:
-        committed (`list[list[int]]`): Per row, tokens committed at each verify, the bonus token included; the first
-            token of the answer comes from the prefill and is in none.
+        committed (`list[list[int]]`): Per row, tokens committed at each verify, the bonus token included, answer
+            after answer; the first token of an answer comes from the prefill and is in none.
     """
 
     committed: list[list[int]]
@@ -55,6 +56,18 @@ def walk(num_accepted: Sequence[int], first: int, last: int) -> list[int]:
         committed.append(min(num_accepted[anchor] + 1, last - anchor))
         anchor += committed[-1]
     return committed
+
+
+def answers_of(example: Example) -> list[tuple[int, int]]:
+    """Returns the indices of the first and the last token of each answer in an example, in order."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for is_answer, tokens in itertools.groupby(example.loss_mask):
+        end = start + len(list(tokens))
+        if is_answer:
+            found.append((start, end - 1))
+        start = end
+    return found
 
 
 @torch.no_grad()
@@ -159,7 +172,7 @@ def walked_acceptance(
     batch_size: int = 8,
     on_batch: Callable[[int], None] | None = None,
 ) -> WalkedAcceptance:
-    """Walks every example as greedy `generate` would go over it; only the first answer of each is walked.
+    """Walks every answer of every example as greedy `generate` would go over it, one call for each answer.
 
     Args:
         draft (`DFlashDraftModel`): The draft; its mode is restored.
@@ -179,10 +192,8 @@ def walked_acceptance(
             draft, target, collate(part), block_size=block_size, verify_width=verify_width
         )
         for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
-            first = example.prompt_length()
-            mask = example.loss_mask
-            last = next((at - 1 for at in range(first, len(mask)) if not mask[at]), len(mask) - 1)
-            committed[index] = walk(row, first, last)
+            for first, last in answers_of(example):
+                committed[index] += walk(row, first, last)
         done += len(chosen)
         if on_batch is not None:
             on_batch(done)
