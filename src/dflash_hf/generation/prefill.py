@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.errors import require
 from dflash_hf.generation.accept import rule_for
 from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.checks import check_padding, check_room
+from dflash_hf.generation.filling import PER_TOKEN, Filling, empty_cache
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.options import Options, choose_widths, resolve
 from dflash_hf.generation.run import Reported, Request, Rows, Run, first_room
@@ -29,23 +28,14 @@ from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import accept, record_progress
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.reentry import KEYWORD, outermost
+from dflash_hf.target_model.reentry import KEYWORD
 from dflash_hf.target_model.support import check_length, check_takes_positions
 
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 
 
-# Inputs of a forward that go along with the tokens, column by column.
-PER_TOKEN = {
-    "attention_mask",
-    "position_ids",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "moe_mm_token_type_ids",
-}
 # Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 # What a verify does not get of what a prefill got: it has ids, positions and a cache of its own, and sees no image.
@@ -62,7 +52,30 @@ def prefill(
 ) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
-    Reads lengths on the host.
+    Reads lengths on the host. Arguments and errors as of [`begin_prefill`].
+
+    Returns:
+        `Run`: The run, behind its first token.
+
+    Raises:
+        RuntimeError: If the taps did not fire.
+    """
+    begun = begin_prefill(request, inputs, user_cache, keeps_buffers, is_looked_at)
+    # Transformers' own prefill, whose tapped states become the draft's context chunk by chunk.
+    with request.ranks.forward():
+        begun.filling.run()
+    return begun.finish()
+
+
+def begin_prefill(
+    request: Request,
+    inputs: dict[str, Any],
+    user_cache: UserCache | NoUserCache,
+    keeps_buffers: bool = False,
+    is_looked_at: bool = False,
+    seed: Tensor | None = None,
+) -> Prefill:
+    """Prepares all that a prefill needs, up to the target's first forward.
 
     Args:
         request (`Request`): The request.
@@ -70,18 +83,13 @@ def prefill(
         user_cache (`UserCache` or `NoUserCache`): The cache that the run will advance at its end.
         keeps_buffers (`bool`): Take the buffers of an earlier call, and give them back for the next one.
         is_looked_at (`bool`): Verify chains unless something else is asked for.
-
-    Returns:
-        `Run`: The run, behind its first token.
+        seed (`torch.Tensor` of shape `[]`, int64, *optional*): Of the sampling noise. By default it is drawn from
+            torch's global generator.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE.
         OutOfRoomError: If its keys and values have no room in memory.
-        RuntimeError: If the taps did not fire.
     """
-    target = request.target
-    ranks = request.ranks
-    num_rows = len(request.input_ids)
     inputs = dict(inputs)  # the cache to be filled is put into it
     watch = Stopwatch(SpeculativeStats(), request.started, _devices_to_wait_for(request))
     # What Transformers has done since the user's call.
@@ -90,60 +98,92 @@ def prefill(
     options = resolve(request, keeps_buffers, is_looked_at)
     prompts = prompts_of(request, inputs, user_cache.past)
     # The FP8 copy is made before anybody asks how much memory is free.
-    drafter = drafting_copy(request.draft, target)
+    drafter = drafting_copy(request.draft, request.target)
     # 2. The buffers, and the drafting side over them, with the context of a cache that was passed in.
     room = _room_for(request, prompts, keeps_buffers)
     generator = _start_draft(request, drafter, options, prompts, room, keeps_buffers, user_cache)
     # All that can be refused is refused by now: the ranks compare the call and begin their forwards together.
     _compare_ranks(request, inputs, options, user_cache)
-    seed = None
-    if request.config.do_sample:
+    if seed is None and request.config.do_sample:
         seed = new_seed(request.input_ids.device)
-    ranks.share(seed)
-    # 3. Transformers' own prefill, whose tapped states become the draft's context chunk by chunk.
-    with ranks.forward():
-        outputs, filled = _fill(request, inputs, generator, prompts.positions, user_cache)
-    # 4. Its cache, row by row without padding, into the ragged one.
-    length = max(prompts.row_lengths) + room
-    cache = _into_ragged(
-        generator, filled, prompts.positions, length, user_cache.is_given, keeps_buffers
-    )
-    # 5. The state, as if the prompts' last tokens were to be verified now.
-    state = generator.buffers.state
-    state.begin(
-        request.input_ids,
-        lengths=prompts.lengths,
-        limit=prompts.limit,
-        position_delta=prompts.position_delta,
-        eos_ids=prompts.eos_ids,
-        seed=seed,
-    )
-    _start_stats(watch.stats, request, generator, cache)
-    recorder = Recorder(request.config, num_rows)
-    rule = rule_for(request.processors, request.own_criteria, request.streamer, state, recorder)
-    run = Run(
+    request.ranks.share(seed)
+    return Prefill(
         request=request,
-        generator=generator,
-        rule=rule,
-        recorder=recorder,
-        watch=watch,
-        chooser=choose_widths(generator, state, keeps_buffers),
         user_cache=user_cache,
-        taps=_taps_of_verifies(request, cache),
-        extra={
-            name: value
-            for name, value in inputs.items()
-            if name not in OF_PREFILL and value is not None
-        },
-        reach=_reach_of(target, prompts),
+        watch=watch,
+        prompts=prompts,
+        generator=generator,
+        filling=Filling(request, inputs, generator, prompts.positions, user_cache),
+        seed=seed,
         room=room,
         keeps_buffers=keeps_buffers,
-        rows=Rows(list(range(num_rows))),
-        reported=Reported.before(prompts.row_lengths, state.host.columns),
     )
-    # 6. The first token, by the commit of every step: the prefill's logits are those of a verify of one token.
-    _commit_first(run, outputs)
-    return run
+
+
+@dataclass(slots=True, kw_only=True)
+class Prefill:
+    """A prefill that has begun: the target goes over the prompts in `filling`, then [`finish`] makes a run of it."""
+
+    request: Request
+    user_cache: UserCache | NoUserCache
+    watch: Stopwatch
+    prompts: Prompts
+    generator: DFlashCandidateGenerator
+    filling: Filling
+    seed: Tensor | None  # of the sampling noise; greedy runs have none
+    room: int  # new tokens that the buffers are made for
+    keeps_buffers: bool
+
+    def finish(self) -> Run:
+        """Returns the run, behind its first token; errors as of [`prefill`]."""
+        request = self.request
+        prompts = self.prompts
+        generator = self.generator
+        outputs, filled = self.filling.filled()
+        # 1. The filled cache, row by row without padding, into the ragged one.
+        length = max(prompts.row_lengths) + self.room
+        keeps_filled = self.user_cache.is_given
+        cache = _into_ragged(
+            generator, filled, prompts.positions, length, keeps_filled, self.keeps_buffers
+        )
+        # 2. The state, as if the prompts' last tokens were to be verified now.
+        state = generator.buffers.state
+        state.begin(
+            request.input_ids,
+            lengths=prompts.lengths,
+            limit=prompts.limit,
+            position_delta=prompts.position_delta,
+            eos_ids=prompts.eos_ids,
+            seed=self.seed,
+        )
+        _start_stats(self.watch.stats, request, generator, cache)
+        num_rows = len(request.input_ids)
+        recorder = Recorder(request.config, num_rows)
+        rule = rule_for(request.processors, request.own_criteria, request.streamer, state, recorder)
+        extra = {
+            name: value
+            for name, value in self.filling.inputs.items()
+            if name not in OF_PREFILL and value is not None
+        }
+        run = Run(
+            request=request,
+            generator=generator,
+            rule=rule,
+            recorder=recorder,
+            watch=self.watch,
+            chooser=choose_widths(generator, state, self.keeps_buffers),
+            user_cache=self.user_cache,
+            taps=_taps_of_verifies(request, cache),
+            extra=extra,
+            reach=_reach_of(request.target, prompts),
+            room=self.room,
+            keeps_buffers=self.keeps_buffers,
+            rows=Rows(list(range(num_rows))),
+            reported=Reported.before(prompts.row_lengths, state.host.columns),
+        )
+        # 3. The first token, by the commit of every step: the prefill's logits are those of a verify of one token.
+        _commit_first(run, outputs)
+        return run
 
 
 def _taps_of_verifies(request: Request, cache: RaggedCache) -> Taps:
@@ -257,94 +297,6 @@ def _start_draft(
     user_cache.begin(generator, prompts.positions.to(request.input_ids.device), prompts.limit)
     generator.begin(prompts.lengths)
     return generator
-
-
-def _fill(
-    request: Request,
-    inputs: dict[str, Any],
-    generator: DFlashCandidateGenerator,
-    positions: Tensor,
-    user_cache: UserCache | NoUserCache,
-) -> tuple[CausalLMOutputWithPast, Cache]:
-    """Runs Transformers' own prefill (the user's attention implementation, chunks, images) with taps on.
-
-    The taps are projected to draft context chunk by chunk, so no feature tensor of the whole prompt is kept. Returns
-    the target's output (of the last chunk) and the cache that it filled. `inputs` are changed.
-    """
-    target = request.target
-    past = user_cache.past
-    num_columns = positions.shape[1]
-    if user_cache.is_given:
-        inputs[CACHE_NAME] = user_cache.cache
-    else:
-        inputs[CACHE_NAME] = empty_cache(request, inputs)
-    seen = past  # columns that the draft has, or that the cache had before
-
-    def sink(states: Tensor) -> None:
-        nonlocal seen
-        # A chunk's columns follow those of the chunk before: no chunk says which ones it has.
-        end = seen + states.shape[1]
-        generator.observe_prompt(states, positions[:, seen:end])
-        seen = end
-
-    config = request.draft.config
-    # Nobody else calls the target where nothing of the user's runs in it.
-    watching: AbstractContextManager[Any] = nullcontext(lambda: True)
-    if not in_whole_run(target):
-        watching = outermost(target.model, target.decoder)
-    with watching as is_ours:
-        taps = Taps(
-            target.layers,
-            config.target_layer_ids,
-            sink=sink,
-            after_deepstack=config.tap_after_deepstack,
-            counts=lambda kwargs: is_ours(),
-        )
-        with taps.open():
-            outputs = _run_prefill(request, inputs, past, num_columns)
-    if seen != num_columns:
-        raise RuntimeError(
-            f"expected taps on {num_columns - past} prompt tokens, got {seen - past}; a compiled target runs "
-            "no hooks that are added later, use the model as it was before torch.compile"
-        )
-    # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
-    filled = outputs.get(CACHE_NAME)
-    if filled is None:
-        raise RuntimeError(
-            f"expected a cache from the prefill of {type(target.model).__name__}, got none; call target.eval(), "
-            "gradient checkpointing in training mode turns caches off"
-        )
-    goes_on = not user_cache.is_given or filled is user_cache.cache
-    # Nothing tells it before: the target's own forward decides.
-    what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
-    require(goes_on, what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
-    return outputs, filled
-
-
-def _run_prefill(request: Request, inputs: dict[str, Any], past: int, num_columns: int) -> Any:
-    """Runs `GenerationMixin._prefill` over those of a conversation's columns that the cache does not have yet.
-
-    Older Transformers cut a continued conversation into chunks as if nothing was cached, so that is done here.
-    """
-    model: Any = request.target.model
-    is_cut_by_prefill = inputs.get("inputs_embeds") is not None
-    if past == 0 or is_cut_by_prefill:
-        return model._prefill(request.input_ids, request.config, inputs)
-    config = copy.copy(request.config)
-    config.prefill_chunk_size = None
-    # The ids may be those of the whole conversation, or of its new columns alone: they are counted from the end.
-    new = request.input_ids[:, past - num_columns :]
-    chunk_size = request.config.prefill_chunk_size or new.shape[1]
-    per_token = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
-    outputs = None
-    end = past
-    for chunk in torch.split(new, chunk_size, dim=1):
-        end += chunk.shape[1]
-        # What goes along with the tokens is of the whole conversation: the columns behind this chunk are cut off.
-        num_left = num_columns - end
-        cut = {name: value[..., : value.shape[-1] - num_left] for name, value in per_token.items()}
-        outputs = model._prefill(chunk, config, {**inputs, **cut})
-    return outputs
 
 
 def _into_ragged(
@@ -521,15 +473,3 @@ def position_delta(request: Request, inputs: dict[str, Any], lengths: Tensor) ->
         position_ids = step.get("position_ids")
     check_takes_positions(request.target, position_ids)
     return position_ids[..., -1].to(lengths.device) - (lengths - 1)
-
-
-def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
-    """Returns the cache that `generate` prepared if it is what a prefill needs, else a new one.
-
-    A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
-    """
-    prepared: Any = inputs.get(CACHE_NAME)
-    is_usual = type(prepared) is DynamicCache and not prepared.offloading
-    if is_usual and not int(prepared.get_seq_length()):
-        return prepared
-    return DynamicCache(config=request.target.config)

@@ -1,0 +1,189 @@
+"""The target's forwards over the prompts, with taps on: all at once, or a chunk at a time.
+
+Transformers' own prefill runs them: the user's attention implementation, chunks and images are its business.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.errors import require
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.run import Request
+from dflash_hf.generation.user_cache import NoUserCache, UserCache
+from dflash_hf.target_model.fast_layers import in_whole_run
+from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.reentry import outermost
+
+# Inputs of a forward that go along with the tokens, column by column.
+PER_TOKEN = {
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "moe_mm_token_type_ids",
+}
+
+
+class Filling:
+    """The prompts of a run on their way through the target.
+
+    The taps are projected to draft context forward by forward, so no feature tensor of the whole prompt is kept.
+
+    Args:
+        request (`Request`): The request.
+        inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them; changed.
+        generator (`DFlashCandidateGenerator`): The drafting side, which gets the tapped states.
+        positions (`torch.Tensor` of shape `[B, T]`, int64): Index of each token of the conversation, on the host,
+            negative for padding.
+        user_cache (`UserCache` or `NoUserCache`): The cache that the run will advance.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        inputs: dict[str, Any],
+        generator: DFlashCandidateGenerator,
+        positions: Tensor,
+        user_cache: UserCache | NoUserCache,
+    ) -> None:
+        self.request = request
+        self.inputs = inputs
+        self.generator = generator
+        self.positions = positions
+        self.user_cache = user_cache
+        # Columns that the draft has, or that the cache had before.
+        self.seen = user_cache.past
+        if user_cache.is_given:
+            inputs[CACHE_NAME] = user_cache.cache
+        else:
+            inputs[CACHE_NAME] = empty_cache(request, inputs)
+        self._outputs: CausalLMOutputWithPast | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the conversation."""
+        return self.positions.shape[1]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the target has seen every column."""
+        return self.seen == self.num_columns
+
+    def run(self) -> None:
+        """Runs the target over all columns that its cache does not have.
+
+        Older Transformers cut a continued conversation into chunks as if nothing was cached, so that is done here.
+        """
+        request = self.request
+        past = self.seen
+        is_cut_by_prefill = self.inputs.get("inputs_embeds") is not None
+        if past == 0 or is_cut_by_prefill:
+            model: Any = request.target.model
+            with self._tapped():
+                self._outputs = model._prefill(request.input_ids, request.config, self.inputs)
+            return
+        chunk_size = request.config.prefill_chunk_size or self.num_columns - past
+        with self._tapped():
+            for end in range(past + chunk_size, self.num_columns + chunk_size, chunk_size):
+                self._forward(min(end, self.num_columns))
+
+    def run_chunk(self, num_tokens: int) -> None:
+        """Runs the target over the next columns, at most so many: prompts of token ids that [`run`] has not begun."""
+        end = min(self.seen + num_tokens, self.num_columns)
+        with self._tapped():
+            self._forward(end)
+
+    def filled(self) -> tuple[CausalLMOutputWithPast, Cache]:
+        """Returns the target's output of the last columns, and the cache that it has filled.
+
+        Raises:
+            RuntimeError: If the taps did not fire, or there is no cache.
+            ValueError: If the target did not go on with a cache that was passed in.
+        """
+        target = self.request.target
+        past = self.user_cache.past
+        if not self.is_done:
+            raise RuntimeError(
+                f"expected taps on {self.num_columns - past} prompt tokens, got {self.seen - past}; a compiled target "
+                "runs no hooks that are added later, use the model as it was before torch.compile"
+            )
+        outputs = self._outputs
+        assert outputs is not None, "there is a column at least"
+        # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
+        filled = outputs.get(CACHE_NAME)
+        if filled is None:
+            raise RuntimeError(
+                f"expected a cache from the prefill of {type(target.model).__name__}, got none; call target.eval(), "
+                "gradient checkpointing in training mode turns caches off"
+            )
+        goes_on = not self.user_cache.is_given or filled is self.user_cache.cache
+        # Nothing tells it before: the target's own forward decides.
+        what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
+        require(goes_on, what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
+        return outputs, filled
+
+    @contextmanager
+    def _tapped(self) -> Generator[None]:
+        """Has the states of the target's forwards become context of the draft."""
+        target = self.request.target
+        config = self.request.draft.config
+        # Nobody else calls the target where nothing of the user's runs in it.
+        watching: AbstractContextManager[Any] = nullcontext(lambda: True)
+        if not in_whole_run(target):
+            watching = outermost(target.model, target.decoder)
+        with watching as is_ours:
+            taps = Taps(
+                target.layers,
+                config.target_layer_ids,
+                sink=self._observe,
+                after_deepstack=config.tap_after_deepstack,
+                counts=lambda kwargs: is_ours(),
+            )
+            with taps.open():
+                yield
+
+    def _observe(self, states: Tensor) -> None:
+        """Takes the tapped states `[B, S, L * D]` of a forward."""
+        # A chunk's columns follow those of the chunk before: no chunk says which ones it has.
+        end = self.seen + states.shape[1]
+        self.generator.observe_prompt(states, self.positions[:, self.seen : end])
+        self.seen = end
+
+    def _forward(self, end: int) -> None:
+        """Runs Transformers' prefill over the columns up to `end` that were not seen."""
+        model: Any = self.request.target.model
+        num_left = self.num_columns - end
+        ids = self.request.input_ids
+        # The ids may be those of the whole conversation, or of its new columns alone: they are counted from the end.
+        first = ids.shape[1] - (self.num_columns - self.seen)
+        chunk = ids[:, first : ids.shape[1] - num_left]
+        config = copy.copy(self.request.config)
+        config.prefill_chunk_size = None
+        # What goes along with the tokens is of the whole conversation: the columns behind this chunk are cut off.
+        cut = dict(self.inputs)
+        for name in PER_TOKEN:
+            value = self.inputs.get(name)
+            if value is not None:
+                cut[name] = value[..., : value.shape[-1] - num_left]
+        self._outputs = model._prefill(chunk, config, cut)
+
+
+def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
+    """Returns the cache that `generate` prepared if it is what a prefill needs, else a new one.
+
+    A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
+    """
+    prepared: Any = inputs.get(CACHE_NAME)
+    is_usual = type(prepared) is DynamicCache and not prepared.offloading
+    if is_usual and not int(prepared.get_seq_length()):
+        return prepared
+    return DynamicCache(config=request.target.config)
