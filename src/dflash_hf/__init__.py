@@ -13,9 +13,11 @@ __version__ = "0.1.0"  # the one place: the build reads it
 if TYPE_CHECKING:
     from dflash_hf.checkpoints.drafts import load_draft, save_draft
     from dflash_hf.configuration_dflash import DFlashConfig
+    from dflash_hf.generation.batches import BatchAnswer, generate_batch
     from dflash_hf.generation.buffers import free_buffers
     from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
     from dflash_hf.generation.iterate import DFlashStep, iterate
+    from dflash_hf.generation.running_batch import RunningBatch
     from dflash_hf.generation.stats import DFlashGenerateOutput, SpeculativeStats
     from dflash_hf.generation_config import DFlashGenerationConfig
     from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -24,14 +26,17 @@ else:
     from importlib.util import find_spec
 
     _HOMES = {
+        "BatchAnswer": "generation.batches",
         "DFlashCandidateGenerator": "generation.candidate_generator",
         "DFlashConfig": "configuration_dflash",
         "DFlashDraftModel": "modeling_dflash",
         "DFlashGenerateOutput": "generation.stats",
         "DFlashGenerationConfig": "generation_config",
         "DFlashStep": "generation.iterate",
+        "RunningBatch": "generation.running_batch",
         "SpeculativeStats": "generation.stats",
         "free_buffers": "generation.buffers",
+        "generate_batch": "generation.batches",
         "iterate": "generation.iterate",
         "load_draft": "checkpoints.drafts",
         "save_draft": "checkpoints.drafts",
@@ -56,16 +61,19 @@ else:
 register()
 
 __all__ = [
+    "BatchAnswer",
     "DFlashCandidateGenerator",
     "DFlashConfig",
     "DFlashDraftModel",
     "DFlashGenerateOutput",
     "DFlashGenerationConfig",
     "DFlashStep",
+    "RunningBatch",
     "SpeculativeStats",
     "disable",
     "enable",
     "free_buffers",
+    "generate_batch",
     "iterate",
     "load_draft",
     "save_draft",

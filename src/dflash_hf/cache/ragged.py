@@ -25,6 +25,7 @@ from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
+from dflash_hf.cache.rows import copy_row, kept_rows, lengthened, with_row
 from dflash_hf.cache.size import LayerShape, check_memory
 from dflash_hf.devices import plain_tensors
 from dflash_hf.errors import require
@@ -54,6 +55,8 @@ class RaggedLayer(CacheLayerMixin):
         with plain_tensors():
             keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=device)
             values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=device)
+        # All rows that there is memory for; the buffers are views of the first ones where others have left.
+        self._allocated = (keys, values)
         self._set_buffers(keys, values)
         self.is_initialized = True
 
@@ -69,9 +72,10 @@ class RaggedLayer(CacheLayerMixin):
 
     def grow(self, ring: int) -> None:
         """Moves keys and values into buffers of `ring` slots; the old ones must never have wrapped."""
-        keys = _lengthened(self.key_buffer, ring)
-        values = _lengthened(self.value_buffer, ring)
+        keys = lengthened(self.key_buffer, ring)
+        values = lengthened(self.value_buffer, ring)
         # Both are there before the old ones go: a failed allocation leaves the layer as it was.
+        self._allocated = (keys, values)
         self._set_buffers(keys, values)
         self.ring = ring
 
@@ -80,6 +84,23 @@ class RaggedLayer(CacheLayerMixin):
         keys = kept_rows(self.key_buffer, rows)
         values = kept_rows(self.value_buffer, rows)
         self._set_buffers(keys, values)
+
+    @property
+    def has_room_for_row(self) -> bool:
+        """Whether there is memory for one row more."""
+        return self._allocated[0].shape[0] > self.key_buffer.shape[0]
+
+    def add_row(self, source: RaggedLayer, length: int, max_rows: int) -> None:
+        """Adds the first row of another layer, of `length` tokens, behind the last; see [`RaggedCache.add_row`]."""
+        place = self.key_buffer.shape[0]
+        keys, values = self._allocated
+        if not self.has_room_for_row:
+            keys = with_row(self.key_buffer, max_rows)
+            values = with_row(self.value_buffer, max_rows)
+            self._allocated = (keys, values)
+        self._set_buffers(keys[: place + 1], values[: place + 1])
+        for buffer, theirs in zip(self.buffers(), source.buffers(), strict=True):
+            copy_row(theirs[0], buffer[place], length)
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
@@ -176,6 +197,7 @@ class RaggedLayer(CacheLayerMixin):
         """Drops the buffers; nothing can be read or written afterwards."""
         no_keys = self.key_buffer.new_empty(0)
         no_values = self.value_buffer.new_empty(0)
+        self._allocated = (no_keys, no_values)
         self._set_buffers(no_keys, no_values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -366,6 +388,26 @@ class RaggedCache(Cache):
         for layer in self.attention.values():
             layer.keep_rows(rows)
 
+    def check_row(self, max_rows: int) -> None:
+        """Raises `OutOfRoomError` if [`add_row`] has no memory."""
+        layers = list(self.attention.values())
+        if layers[0].has_room_for_row:
+            return
+        shapes = [layer.shape for layer in layers]
+        longest = max(layer.ring for layer in layers)
+        check_memory(shapes, max_rows, longest, self.longest_block)
+
+    def add_row(self, source: RaggedCache, length: int, max_rows: int) -> None:
+        """Adds the first row of another cache behind the last one, with room for it. All layers must be of attention.
+
+        Args:
+            source (`RaggedCache`): A cache of the same layers; its first row has `length` tokens, which fit in here.
+            length (`int`): Tokens of the row. What stands behind them is not copied.
+            max_rows (`int`): Rows to allocate at once, where memory for one more has to be.
+        """
+        for index, layer in self.attention.items():
+            layer.add_row(source.attention[index], length, max_rows)
+
     def keep_path(self, path_BN: Tensor, lengths: Tensor) -> None:
         """Moves the keys and values of a tree's accepted path to the slots of a chain, in place.
 
@@ -458,29 +500,6 @@ class RaggedCache(Cache):
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""
         return sum(buffer.nbytes for buffer in self.buffers())
-
-
-def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-    """Moves these rows to the beginning of a buffer, in place, and returns a view of them.
-
-    Row `rows[i]` of dimension `dim` goes to place `i`. A row that moves must come from behind the last place: no other
-    row is copied.
-    """
-    for place, row in enumerate(rows):
-        if place == row:
-            continue
-        source = buffer.select(dim, row)
-        buffer.select(dim, place).copy_(source)
-    return buffer.narrow(dim, 0, len(rows))
-
-
-def _lengthened(buffer: Tensor, ring: int) -> Tensor:
-    """Returns a copy of a buffer `[B, R, G, E]` with `ring` slots, the new ones zero."""
-    with plain_tensors():
-        batch, num_slots, *head = buffer.shape
-        new = buffer.new_zeros(batch, ring, *head)
-        new[:, :num_slots] = buffer
-    return new
 
 
 def _shapes_of(

@@ -307,7 +307,7 @@ def rule_for(
     recorder: Recorder,
 ) -> AcceptanceRule:
     """Returns the rule by which a run chooses tokens; arguments as of [`SynchronizedRows`]."""
-    keeps_state = any(_may_keep_state(processor) for processor in processors.processors)
+    keeps_state = any(may_keep_state(processor) for processor in processors.processors)
     compares_rows = any(_may_compare_rows(criterion) for criterion in criteria)
     if state.ids.shape[0] == 1:
         # One row is in step with itself: nothing is lost by it.
@@ -323,7 +323,7 @@ def rule_for(
     return PositionRule(processors, criteria)
 
 
-def _may_keep_state(processor: Any) -> bool:
+def may_keep_state(processor: Any) -> bool:
     """Returns True unless a logits processor is known to look at a row's prefix and scores alone."""
     is_synth_id = isinstance(processor, SynthIDTextWatermarkLogitsProcessor)
     # By the module, so that a subclass of the user's counts as unknown.

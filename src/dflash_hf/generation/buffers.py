@@ -125,6 +125,21 @@ class FixedBuffers:
         for part in (self.state, self.context, self.draft_cache, self.cache):
             part.keep_rows(rows)
 
+    def add_row(self, source: FixedBuffers, length: int, max_rows: int) -> None:
+        """Adds the one row of another run, of `length` tokens in its caches; see [`RaggedCache.add_row`].
+
+        Raises `OutOfRoomError`, and changes nothing then.
+        """
+        assert self.cache is not None
+        assert source.cache is not None
+        for cache in self.caches():
+            cache.check_row(max_rows)
+        self.cache.add_row(source.cache, length, max_rows)
+        self.draft_cache.add_row(source.draft_cache, length, max_rows)
+        self.context.add_row(source.context)
+        self.state.add_row(source.state)
+        self.shape = replace(self.shape, batch=self.shape.batch + 1)
+
     def num_bytes(self) -> int:
         """Returns the size of all tensors in bytes; memory that is private to graphs is not counted."""
         return sum(tensor.nbytes for tensor in self.owned())

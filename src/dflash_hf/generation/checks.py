@@ -541,14 +541,19 @@ def check_room(target: Target, cache: Cache, num_columns: int) -> None:
 # ---- `iterate`
 
 
-def check_iterated(draft: object, arguments: Mapping[str, Any]) -> None:
-    """Refuses, for `iterate`, what is no draft, and a second one among the arguments of `generate`."""
+def check_is_draft(draft: object) -> None:
+    """Refuses what is no draft."""
     require(
         isinstance(draft, DFlashDraftModel),
         "a DFlashDraftModel as draft",
         type(draft).__name__,
         "use load_draft",
     )
+
+
+def check_iterated(draft: object, arguments: Mapping[str, Any]) -> None:
+    """Refuses, for `iterate`, what is no draft, and a second one among the arguments of `generate`."""
+    check_is_draft(draft)
     has_second = "assistant_model" in arguments
     require(not has_second, "the draft as second argument", "assistant_model", "drop that keyword")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.tree import along
 from dflash_hf.cache.context import ContextWeights, NewContext
-from dflash_hf.cache.ragged import kept_rows
+from dflash_hf.cache.rows import kept_rows
 from dflash_hf.generation.state import BufferShape
 
 
@@ -131,6 +131,17 @@ class NewestContext:
         self.nodes = kept_rows(self.nodes, rows)
         self.starts = kept_rows(self.starts, rows)
         self.offset = kept_rows(self.offset, rows)
+
+    def add_row(self, source: NewestContext) -> None:
+        """Adds the one row of another run, behind its prefill, behind the last row.
+
+        What has gathered here must be in the draft's cache: the next tokens begin at the first column again.
+        """
+        self.columns = torch.cat([self.columns, source.columns])
+        self.nodes = torch.cat([self.nodes, source.nodes])
+        self.starts = torch.cat([self.starts, source.starts])
+        self.offset = torch.cat([self.offset, source.offset])
+        self._num_taken = self.num_columns
 
     def tensors(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""

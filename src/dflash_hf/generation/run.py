@@ -298,10 +298,10 @@ def make_room(run: Run) -> None:
     least = min(limit, run.num_new + run.generator.verify_width)
     # Twice the room, so that a long answer is copied a few times and not at every step.
     wanted = min(limit, max(2 * run.room, least))
-    else_freed(run.generator.draft, partial(_grow, run), wanted, least)
+    else_freed(run.generator.draft, partial(grow, run), wanted, least)
 
 
-def _grow(run: Run, room: int) -> None:
+def grow(run: Run, room: int) -> None:
     """Makes room for so many new tokens of every row."""
     generator = run.generator
     state = run.state

@@ -249,6 +249,64 @@ class BlockProcessors:
         return self.warpers(no_ids, flat).view_as(scores)
 
 
+class RowProcessors(BlockProcessors):
+    """Processors of a batch in which every row has its own, as if it was alone.
+
+    Args:
+        rows (sequence of `BlockProcessors`): Those of each row.
+        is_sampled (sequence of `bool`): Whether the tokens of each row are sampled. Beside rows that are, a greedy
+            row's scores leave its likeliest token alone, which any noise then draws.
+    """
+
+    def __init__(self, rows: Sequence[BlockProcessors], is_sampled: Sequence[bool]) -> None:
+        every = [processor for row in rows for processor in row.processors]
+        super().__init__(LogitsProcessorList(every))
+        # What is true of all of them together says nothing of one row.
+        self.draw = None
+        self.rows = list(rows)
+        self.is_sampled = list(is_sampled)
+
+    def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+        """Applies each row's processors to one position of it, of the given rows `[B]` only."""
+        is_alone = torch.ones(1, dtype=torch.bool, device=rows.device)
+        numbers: list[int] = rows.nonzero()[:, 0].tolist()
+        for row in numbers:
+            one = slice(row, row + 1)
+            found = self.rows[row].at(ids[one], scores[one], is_alone)
+            scores[one] = self._noise_proof(row, found)
+        return scores
+
+    def warp(self, logits_BKV: Tensor) -> Tensor:
+        """Applies each row's stateless warpers to every position of it; see [`BlockProcessors.warp`]."""
+        found: list[Tensor] = []
+        for row, own in enumerate(self.rows):
+            scores = own.warp(logits_BKV[row : row + 1])
+            found.append(self._noise_proof(row, scores))
+        return torch.cat(found)
+
+    def draw_tokens(self, logits_BKV: Tensor, key: NoiseKey, positions_BK: Tensor) -> Tensor:
+        """Draws or chooses the tokens of each row `[B, K]`; see [`draw_from_logits`]."""
+        found: list[Tensor] = []
+        for row, own in enumerate(self.rows):
+            one = slice(row, row + 1)
+            logits = logits_BKV[one]
+            if self.is_sampled[row]:
+                of_row = NoiseKey(key.seed[one], key.rows[one])
+                tokens = draw_from_logits(logits, own, of_row, positions_BK[one])
+            else:
+                tokens = likeliest_from_logits(logits, own)
+            found.append(tokens)
+        return torch.cat(found)
+
+    def _noise_proof(self, row: int, scores: Tensor) -> Tensor:
+        """Returns scores `[..., V]` of a row with its likeliest token alone, where that must win against noise."""
+        if self.is_sampled[row] or not any(self.is_sampled):
+            return scores
+        likeliest = ops.first_argmax(scores)[..., None]
+        alone = torch.full_like(scores, -math.inf)
+        return alone.scatter_(-1, likeliest, 0.0)
+
+
 def _asked_about(processor: Any, numbers: list[int]) -> Any:
     """Returns a prefix-constrained processor for some rows, whose numbers in the batch the function is given."""
     ask = processor._prefix_allowed_tokens_fn
@@ -262,7 +320,7 @@ def _asked_about(processor: Any, numbers: list[int]) -> Any:
 class NoiseKey(NamedTuple):
     """The part of a run's noise that positions do not tell: the seed, and who the rows are."""
 
-    seed: Tensor  # [], int64
+    seed: Tensor  # [], or [B, 1] where every row has its own, int64
     # [B], int64: the number of each row in the request. A row that has moved to another place keeps its noise by it.
     rows: Tensor
 
@@ -303,10 +361,13 @@ def with_noise(
     return scores + noise[:, :, None]
 
 
-def new_seed(device: torch.device) -> Tensor:
-    """Draws a run's seed from torch's global generator, so that `torch.manual_seed` makes a run repeatable."""
+def new_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Draws a run's seed from torch's global generator, so that `torch.manual_seed` makes a run repeatable.
+
+    `generator` is one of the CPU's, in the place of the global one.
+    """
     # The CPU's generator on every device: a run on a GPU and one on a CPU draw the same seed.
-    seed = torch.randint(-(2**62), 2**62, (), dtype=torch.int64, device="cpu")
+    seed = torch.randint(-(2**62), 2**62, (), generator=generator, dtype=torch.int64, device="cpu")
     return seed.to(device)
 
 
@@ -340,6 +401,8 @@ def draw_from_logits(
     Where the processors are those of [`Draw`], neither scores nor noise are made of the whole vocabulary: the kernel
     makes none, and without it they are made of the tokens that a top-k leaves.
     """
+    if isinstance(processors, RowProcessors):
+        return processors.draw_tokens(logits_BKV, key, positions_BK)
     draw = processors.draw
     if draw is None:
         return choose(processors.warp(logits_BKV), key, positions_BK)

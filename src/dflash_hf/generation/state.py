@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf.block.tree import DraftTree, along
-from dflash_hf.cache.ragged import kept_rows
+from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.generation.sampling import NoiseKey
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -301,6 +301,20 @@ class DecodeState:
             if name not in OF_ALL_ROWS:
                 setattr(self, name, kept_rows(tensor, rows, ROW_DIMS.get(name, 0)))
 
+    def add_row(self, source: DecodeState) -> None:
+        """Adds the one row of another run behind the last row; both have their texts from the first column on."""
+        for name, tensor in self.tensors().items():
+            if name in OF_ALL_ROWS:
+                continue
+            added = getattr(source, name)
+            if name == "ids":
+                # Rows are as long as the longer buffer.
+                num_columns = max(tensor.shape[1], added.shape[1])
+                tensor = _widened(tensor, num_columns)
+                added = _widened(added, num_columns)
+            joined = torch.cat([tensor, added], dim=ROW_DIMS.get(name, 0))
+            setattr(self, name, joined)
+
     # ---- trees
 
     @property
@@ -382,3 +396,9 @@ class DecodeState:
             if isinstance(value, Tensor) and name not in REPLACED:
                 found[name] = value
         return found
+
+
+def _widened(ids: Tensor, num_columns: int) -> Tensor:
+    """Returns ids `[B, T]` with so many columns, zeros behind those that there are."""
+    num_missing = num_columns - ids.shape[1]
+    return torch.nn.functional.pad(ids, (0, num_missing))

@@ -1,0 +1,66 @@
+"""Rows that leave a batch and rows that join it, in any tensor that has a dimension of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_hf.devices import plain_tensors
+
+
+def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
+    """Moves these rows to the beginning of a buffer, in place, and returns a view of them.
+
+    Row `rows[i]` of dimension `dim` goes to place `i`. A row that moves must come from behind the last place: no other
+    row is copied.
+    """
+    for place, row in enumerate(rows):
+        if place == row:
+            continue
+        source = buffer.select(dim, row)
+        buffer.select(dim, place).copy_(source)
+    return buffer.narrow(dim, 0, len(rows))
+
+
+def with_row(buffer: Tensor, max_rows: int) -> Tensor:
+    """Returns a copy of a buffer `[B, ...]` with room for `max_rows` rows, one more than there are at least.
+
+    The new ones are zero.
+    """
+    with plain_tensors():
+        num_rows, *rest = buffer.shape
+        new = buffer.new_zeros(max(max_rows, num_rows + 1), *rest)
+        new[:num_rows] = buffer
+    return new
+
+
+def lengthened(buffer: Tensor, ring: int) -> Tensor:
+    """Returns a copy of a buffer `[B, R, G, E]` with `ring` slots, the new ones zero."""
+    with plain_tensors():
+        batch, num_slots, *head = buffer.shape
+        new = buffer.new_zeros(batch, ring, *head)
+        new[:, :num_slots] = buffer
+    return new
+
+
+def copy_row(source: Tensor, row: Tensor, length: int) -> None:
+    """Copies the newest tokens of a row, in place, from one ring of slots into another.
+
+    Args:
+        source (`torch.Tensor` of shape `[R, G, E]`): Keys or values, a token of index `p` in slot `p % R`.
+        row (`torch.Tensor` of shape `[R', G, E]`): Where they go; zeros stand behind them.
+        length (`int`): Tokens of the row.
+    """
+    # A row that was here before may have left infinities, which a masked slot must not hold.
+    row.zero_()
+    num_slots = source.shape[0]
+    num_places = row.shape[0]
+    if length <= min(num_slots, num_places):
+        row[:length] = source[:length]
+        return
+    num_newest = min(length, num_slots, num_places)
+    positions = torch.arange(length - num_newest, length, device=source.device)
+    newest = source.index_select(0, positions % num_slots)
+    row.index_copy_(0, positions % num_places, newest)

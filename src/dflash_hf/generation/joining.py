@@ -1,0 +1,118 @@
+"""Rows that join a run between two steps: the counterpart of `run.drop_finished`.
+
+A request is prefilled as a run of one row. Its row then goes into the running one: keys and values of both caches, the
+newest context and the state. From then on it is a row like the others.
+
+Rows of a running batch have no columns of prompts in common. So every text begins in the first column of `ids`, and to
+the run all of it is new: `host.columns` is 0, and limit and room count whole texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_hf.errors import require
+from dflash_hf.generation.buffers import else_freed
+from dflash_hf.generation.row_rules import RowBlockRule, RowPositionRule
+from dflash_hf.generation.run import Reported, Rows, Run, drop_finished, grow
+from dflash_hf.generation.sampling import BlockProcessors, RowProcessors
+from dflash_hf.generation.state import HostNumbers
+
+
+class RowSettings(NamedTuple):
+    """What is said of one row alone."""
+
+    processors: BlockProcessors
+    end_ids: list[int]  # tokens that end the row
+    seed: Tensor | None  # [], int64: of the row's sampling noise; greedy rows have none
+    length: int  # tokens of prompt and answer, at most
+
+
+def begin_batch(run: Run, row: RowSettings) -> None:
+    """Makes the run of one prompt the first row of a running batch."""
+    # Its text already begins in the first column: a single prompt has no padding.
+    run.room += run.state.host.columns
+    # Ends are the rows' own.
+    run.state.padded_eos_ids.fill_(-1)
+    use_settings(run, [row])
+
+
+def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> None:
+    """Adds the one row of another run, behind its prefill, to a running batch.
+
+    Args:
+        run (`Run`): The batch, between two steps; changed in place.
+        other (`Run`): The row's run, which is of no use afterwards.
+        rows (sequence of `RowSettings`): Of all rows, the new one last.
+        max_rows (`int`): Rows to allocate at once, where there is no memory for one more.
+
+    Raises:
+        ValueError: If the two runs draft or verify in other sizes.
+        OutOfRoomError: If there is no memory for the row. The batch is as it was then.
+    """
+    mine = run.buffers.shape
+    theirs = other.buffers.shape
+    # Rows and end tokens are no part of what has to be alike.
+    alike = replace(theirs, batch=mine.batch, num_eos=mine.num_eos)
+    alike = replace(alike, position_delta=mine.position_delta)
+    require(
+        alike == mine,
+        "draft.generation_config as it was when the batch began",
+        "another one",
+        "set it while nothing is running",
+    )
+    num_tokens = other.num_new + other.state.host.columns
+    if num_tokens > run.room:
+        longest = max(row.length for row in rows)
+        # Twice the room, so that rows are copied a few times and not for every longer prompt.
+        wanted = min(longest, max(2 * run.room, num_tokens))
+        else_freed(run.generator.draft, partial(grow, run), wanted, num_tokens)
+    # Tokens that were decoded without a draft gather from one column on in all rows: the new one has none.
+    run.generator.flush()
+    length = other.longest
+    run.buffers.add_row(other.buffers, length, max_rows)
+    run.reported = Reported(*map(list.__add__, run.reported, other.reported))
+    run.reach = run.reach + other.reach
+    run.rows = Rows(list(range(len(rows))))
+    run.chooser.use_rows(len(rows))
+    use_settings(run, rows)
+
+
+def leave(run: Run, rows: Sequence[RowSettings]) -> list[int]:
+    """Goes on without the rows that have ended, of which there is one at least that has not.
+
+    Returns:
+        `list[int]`: The place that each row that is left had before.
+    """
+    drop_finished(run)
+    places = run.rows.numbers
+    run.rows = Rows(list(range(len(places))))
+    use_settings(run, [rows[place] for place in places])
+    return places
+
+
+def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
+    """Has each row of a running batch go by its own processors, end tokens and noise."""
+    state = run.state
+    device = state.ids.device
+    is_sampled = [row.seed is not None for row in rows]
+    processors = RowProcessors([row.processors for row in rows], is_sampled)
+    num_ends = max([1, *(len(row.end_ids) for row in rows)])
+    ends = [row.end_ids + [-1] * (num_ends - len(row.end_ids)) for row in rows]
+    end_ids = torch.tensor(ends, device=device)
+    if processors.is_stateless:
+        run.rule = RowBlockRule(processors, end_ids)
+    else:
+        run.rule = RowPositionRule(processors, end_ids)
+    run.generator.processors = processors
+    # A greedy row's noise is never looked at.
+    seeds = [torch.zeros((), dtype=torch.long) if row.seed is None else row.seed for row in rows]
+    state.seed = torch.stack([seed.to(device) for seed in seeds])[:, None]
+    limit = max(row.length for row in rows)
+    state.host = HostNumbers(columns=0, limit=limit, has_eos=False, is_sampled=any(is_sampled))

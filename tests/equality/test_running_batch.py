@@ -1,0 +1,414 @@
+"""Requests that join and leave a running batch have the text that each has alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf import RunningBatch, generate_batch
+from dflash_hf.cache.size import OutOfRoomError
+from dflash_hf.generation import running_batch
+from helpers.running import END, answer_alone, asked, batch_oracle, drive
+from helpers.whole_blocks import use_whole_blocks
+from tiny import VOCAB, tiny_draft, tiny_target
+
+LONG: dict[str, Any] = {"max_position_embeddings": 2048}
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9}
+HOT: dict[str, Any] = {"do_sample": True, "temperature": 1.7, "top_k": 0}
+PENALISED: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3}
+
+
+def lengths_of(num: int, seed: int, longest: int = 800) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.choice([1, 2, 7, 30, chance.randint(1, longest)]) for _ in range(num)]
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3-sliding", "mistral", "gemma2", "gemma3", "gpt-oss", "qwen3-moe"]
+)
+def test_texts_are_those_of_each_prompt_alone(family: str) -> None:
+    target = tiny_target(family, **LONG)
+    requests = asked(lengths_of(16, 1), 1)
+    answer_alone(target, requests)
+    draft = batch_oracle(target)
+    use_whole_blocks(draft)
+    batch = RunningBatch(target, draft, prefill_chunk_size=100)
+    found = drive(batch, requests, 1)
+    assert found["answered"] == 16
+    assert found["most"] > 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
+    target = tiny_target("qwen3-sliding", **LONG)
+    requests = asked(lengths_of(24, seed), seed, num_new=(20, 60))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, batch_oracle(target), max_rows=4, prefill_chunk_size=64)
+    found = drive(batch, requests, seed, cancelled=0.3)
+    assert found["broken"] > 1
+    assert found["most"] == 4
+
+
+@pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
+@pytest.mark.parametrize("knows", [True, False], ids=["oracle", "random"])
+def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, knows: bool) -> None:
+    target = tiny_target("qwen3", **LONG)
+    kinds = (GREEDY, SAMPLED, HOT, PENALISED, SAMPLED | {"repetition_penalty": 1.2})
+    requests = asked(lengths_of(20, 3, 200), 3, kinds=kinds)
+    own = tiny_draft(target)
+    own.generation_config.proposal = proposal
+    answer_alone(target, requests, own)
+    draft = batch_oracle(target) if knows else own
+    draft.generation_config.proposal = proposal
+    found = drive(RunningBatch(target, draft), requests, 3, cancelled=0.1)
+    assert found["most"] > 3
+
+
+@pytest.mark.usefixtures("whole_trees")
+@pytest.mark.parametrize("nodes", [0, 12])
+def test_chains_and_trees(nodes: int) -> None:
+    target = tiny_target("qwen3-sliding", **LONG)
+    requests = asked(lengths_of(12, 4, 60), 4)
+    answer_alone(target, requests)
+    draft = batch_oracle(target)
+    draft.generation_config.num_tree_nodes = nodes
+    batch = RunningBatch(target, draft)
+    drive(batch, requests, 4)
+
+
+def test_widths_that_change_between_joins() -> None:
+    """Tokens that were decoded without a draft gather in columns that a new row does not have."""
+    target = tiny_target("qwen3")
+    requests = asked(lengths_of(20, 5, 40), 5, num_new=(5, 60))
+    answer_alone(target, requests)
+    draft = batch_oracle(target, 6)
+    chance = random.Random(0)
+    batch = RunningBatch(target, draft, max_rows=5)
+
+    class Widths:
+        is_chain = False
+        may_choose_chain = False
+        is_kept = False
+
+        def next_width(self) -> int:
+            return chance.choice([1, 1, 1, 2, 6])
+
+        def use_rows(self, rows: int) -> None: ...
+
+        def observe(self, *args: Any) -> None: ...
+
+        def verdict(self) -> str:
+            return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_hf.generation.prefill.choose_widths", lambda *given: Widths())
+        drive(batch, requests, 5, cancelled=0.2)
+
+
+def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:
+    target = tiny_target("qwen3", **LONG)
+    batch = RunningBatch(target, tiny_draft(target), prefill_chunk_size=50)
+    settings: dict[str, Any] = {**GREEDY, "eos_token_id": None}
+    short = batch.add([5, 6, 7], max_new_tokens=400, **settings)
+    batch.step()
+    long = batch.add([8] * 730, max_new_tokens=3, **settings)
+    last = batch.add([5], max_new_tokens=3, **settings)
+    order: list[int] = []
+    for _ in range(15):
+        new = batch.step()
+        assert short in [one.id for one in new], "it has tokens in every step"
+        order += [one.id for one in new if one.id != short]
+    # 730 tokens are 15 chunks, and who came later waits.
+    assert order[0] == long
+    assert last in order
+    assert order.index(long) < order.index(last)
+
+
+def test_first_come_first_served() -> None:
+    target = tiny_target("qwen3", **LONG)
+    batch = RunningBatch(target, tiny_draft(target), max_rows=2, prefill_chunk_size=10)
+    ids = [batch.add([5] * length, max_new_tokens=9, **GREEDY) for length in (40, 3, 25, 1, 1)]
+    order: list[int] = []
+    while batch.ids:
+        for new in batch.step():
+            if new.id not in order:
+                order.append(new.id)
+        assert batch.num_running <= 2
+    assert order == ids
+
+
+def test_a_request_waits_for_room_for_its_tokens() -> None:
+    target = tiny_target("qwen3", **LONG)
+    batch = RunningBatch(target, tiny_draft(target), max_tokens=100)
+    with pytest.raises(ValueError, match="together at most 100 tokens, got 101"):
+        batch.add([5] * 91, max_new_tokens=10)
+    for _ in range(5):
+        batch.add([5] * 10, max_new_tokens=15, **GREEDY)
+    most = 0
+    while batch.ids:
+        batch.step()
+        most = max(most, batch.num_running)
+    # Four rows of 25 tokens are 100.
+    assert most in (3, 4)
+
+
+def test_the_first_token_may_be_the_last() -> None:
+    target: Any = tiny_target("qwen3")
+    ids = torch.tensor([[5, 6, 7]])
+    first = int(target.generate(ids, do_sample=False, max_new_tokens=1)[0, -1])
+    batch = RunningBatch(target, tiny_draft(target))
+    limited = batch.add(ids, max_new_tokens=1, **GREEDY)
+    stopped = batch.add(ids, max_new_tokens=1, stop_token_ids=[first], **GREEDY)
+    assert batch.step() == [(limited, [first], "length"), (stopped, [first], "stop")]
+    assert batch.step() == []
+    assert batch.ended == {}
+
+
+def test_statistics_and_callbacks_of_a_request() -> None:
+    target = tiny_target("qwen3")
+    requests = asked([4, 9], 7, num_new=(20, 30))
+    answer_alone(target, requests)
+    draft = batch_oracle(target)
+    use_whole_blocks(draft)
+    batch = draft.batch = RunningBatch(target, draft)
+    draft.arm([[*one.ids[0].tolist(), *one.truth] for one in requests], 0)
+    seen: list[Any] = []
+    for one in requests:
+        batch.add(one.ids, on_tokens=seen.append, **one.settings)
+    ended: dict[int, Any] = {}
+    steps: list[Any] = []
+    while batch.ids:
+        steps += batch.step()
+        ended |= batch.ended
+    assert seen == steps
+    for id, one in enumerate(requests):
+        stats = ended[id]
+        assert stats.num_prompt_tokens == one.ids.shape[1]
+        assert stats.num_new_tokens == len(one.truth)
+        assert stats.num_verifies + 1 <= stats.num_new_tokens
+        assert 0 < stats.num_accepted <= stats.num_proposed
+        assert 0 < stats.first_token_seconds <= stats.seconds
+        assert stats.acceptance_length > 1.2
+
+
+def test_a_prompt_without_room_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3", **LONG)
+    requests = asked([3, 5], 8, num_new=(20, 20))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target))
+    batch.add(requests[0].ids, **requests[0].settings)
+    texts = {id: list[int]() for id in range(3)}
+    for new in batch.step():
+        texts[0] += new.token_ids
+
+    def full(*given: Any) -> None:
+        raise OutOfRoomError("expected room, got none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running_batch, "join", full)
+        lost = batch.add([5] * 20, max_new_tokens=5)
+        found = batch.step()
+        assert (lost, [], "error") in found
+        assert batch.ended[lost].error == "expected room, got none"
+        for new in found:
+            texts[new.id] += new.token_ids
+    batch.add(requests[1].ids, **requests[1].settings)
+    while batch.ids:
+        for new in batch.step():
+            texts[new.id] += new.token_ids
+    assert texts[0] == requests[0].truth
+    assert texts[2] == requests[1].truth
+
+
+def test_a_step_that_fails_ends_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    requests = asked([3, 5], 9, num_new=(20, 20))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target), max_rows=1)
+    for one in requests:
+        batch.add(one.ids, **one.settings)
+    batch.step()
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("the target fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running_batch, "step", broken)
+        with pytest.raises(RuntimeError, match="the target fails"):
+            batch.step()
+    assert batch.ids == [1]
+    text: list[int] = []
+    while batch.ids:
+        for new in batch.step():
+            text += new.token_ids
+    assert text == requests[1].truth
+
+
+def test_requests_that_are_refused() -> None:
+    target = tiny_target("qwen3", **LONG)
+    draft = tiny_draft(target)
+    batch = RunningBatch(target, draft)
+    limit: dict[str, Any] = {"max_new_tokens": 5}
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ([], limit, "n of at least 1"),
+        ([[1, 2], [3, 4]], limit, "one prompt"),
+        ([0.5], limit, "whole numbers"),
+        ([1, VOCAB], limit, f"token ids from 0 to {VOCAB - 1}"),
+        ([-1], limit, "token ids from 0"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens of at least 1"),
+        ([1], {"max_new_tokens": True}, "max_new_tokens of at least 1"),
+        ([1], limit | {"seed": 0.5}, "a seed that"),
+        ([1], limit | {"num_beams": 2}, "num_beams=1"),
+        ([1], limit | {"do_sample": True, "num_return_sequences": 2}, "one row"),
+        ([1], limit | {"max_time": 1.0}, "no stopping criteria"),
+        ([1], limit | {"streamer": object()}, "settings of one row"),
+        ([1], limit | {"attention_mask": torch.ones(1, 1)}, "settings of one row"),
+        ([1], limit | {"logits_processor": [lambda ids, scores: scores]}, "logits processors"),
+    ]
+    for ids, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            batch.add(ids, **settings)
+    draft.generation_config.proposal = "sample"
+    with pytest.raises(ValueError, match="proposal 'argmax' or 'shared_noise'"):
+        batch.add([1], do_sample=True, **limit)
+    assert batch.ids == []
+    for name in ("max_rows", "max_tokens", "prefill_chunk_size"):
+        with pytest.raises(ValueError, match=f"{name} of at least 1"):
+            RunningBatch(target, draft, **{name: 0})
+    with pytest.raises(ValueError, match="DFlashDraftModel"):
+        RunningBatch(target, target)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("qwen3.5", {}, "without recurrent layers"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+            "RoPE does not follow",
+        ),
+    ],
+)
+def test_targets_that_are_refused(family: str, overrides: Any, message: str) -> None:
+    target = tiny_target(family, **overrides)
+    batch = RunningBatch(target, tiny_draft(target))
+    with pytest.raises(ValueError, match=message):
+        batch.add([5, 6], max_new_tokens=5)
+
+
+def test_a_row_that_has_left_leaves_nothing_behind() -> None:
+    """Where a row with infinite keys and values has been, the next one has its own text."""
+    target = tiny_target("qwen3-sliding", **LONG)
+    requests = asked([60, 4, 6], 11, num_new=(30, 30))
+    for one in requests:
+        del one.settings["eos_token_id"]
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target), max_rows=2)
+    batch.add(requests[0].ids, **requests[0].settings)
+    spoiled = batch.add(requests[1].ids, **requests[1].settings)
+    texts = {id: list[int]() for id in range(3)}
+
+    def step() -> None:
+        for new in batch.step():
+            texts[new.id] += new.token_ids
+
+    step()
+    run = batch._run
+    assert run is not None
+    for cache in (run.cache, run.generator.cache):
+        for buffer in cache.buffers():
+            buffer[1] = torch.inf
+    batch.cancel(spoiled)
+    batch.add(requests[2].ids, **requests[2].settings)
+    while batch.ids:
+        step()
+    assert texts[0] == requests[0].truth
+    assert texts[2] == requests[2].truth
+
+
+# ---- generate_batch
+
+
+def test_answers_come_as_they_end_and_are_those_alone() -> None:
+    target = tiny_target("qwen3", **LONG)
+    requests = asked(lengths_of(15, 12, 100), 12)
+    answer_alone(target, requests)
+    limits = [one.settings["max_new_tokens"] for one in requests]
+    inputs = [
+        {"input_ids": one.ids, "max_new_tokens": limit, "attention_mask": torch.ones_like(one.ids)}
+        for one, limit in zip(requests, limits, strict=True)
+    ]
+    draft = tiny_draft(target)
+    settings: dict[str, Any] = {"max_new_tokens": 1, "eos_token_id": [END, END + 1], **GREEDY}
+    for given in (inputs, iter(inputs)):
+        answers = list(generate_batch(target, draft, given, max_rows=3, **settings))
+        assert sorted(answer.index for answer in answers) == list(range(15))
+        assert [answer.index for answer in answers] != list(range(15))
+        for answer in answers:
+            assert answer.token_ids == requests[answer.index].truth
+
+
+def test_seeds_count_up_from_prompt_to_prompt() -> None:
+    target: Any = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    prompts = [[5, 6], [7], [8, 9, 10]]
+    answers = list(generate_batch(target, draft, prompts, max_new_tokens=12, seed=40, **SAMPLED))
+    for answer in answers:
+        torch.manual_seed(40 + answer.index)
+        ids = torch.tensor([prompts[answer.index]])
+        text = target.generate(ids, max_new_tokens=12, assistant_model=draft, **SAMPLED)
+        assert answer.token_ids == text[0, ids.shape[1] :].tolist()
+    torch.manual_seed(3)
+    first = [a.token_ids for a in generate_batch(target, draft, prompts, max_new_tokens=5, **HOT)]
+    torch.manual_seed(3)
+    again = [a.token_ids for a in generate_batch(target, draft, prompts, max_new_tokens=5, **HOT)]
+    assert first == again
+
+
+def test_a_bad_prompt_of_a_list_is_refused_before_anything_runs() -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    with pytest.raises(ValueError, match="prompt 1: expected token ids"):
+        generate_batch(target, draft, [[5], [VOCAB]], max_new_tokens=3)
+    answers = generate_batch(target, draft, iter([[5], [VOCAB]]), max_rows=1, max_new_tokens=3)
+    with pytest.raises(ValueError, match="prompt 1: expected token ids"):
+        list(answers)
+    with pytest.raises(ValueError, match="without padding"):
+        generate_batch(
+            target, draft, [{"input_ids": [0, 5], "attention_mask": [0, 1]}], max_new_tokens=3
+        )
+    one: Any = {"input_ids": [5]}
+    with pytest.raises(ValueError, match="a list of prompts"):
+        generate_batch(target, draft, one, max_new_tokens=3)
+
+
+def test_a_draft_that_changes_meanwhile_is_refused() -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    batch = RunningBatch(target, draft)
+    batch.add([5, 6], max_new_tokens=40, **GREEDY)
+    batch.step()
+    draft.generation_config.block_size = 4
+    other = batch.add([5, 6], max_new_tokens=40, **GREEDY)
+    assert (other, [], "error") in batch.step()
+    assert "as it was when the batch began" in batch.ended[other].error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cancelled", [0.0, 0.3])
+def test_200_prompts_of_5_to_800_tokens(cancelled: float) -> None:
+    target: Any = tiny_target("qwen3-sliding", **LONG)
+    target.to(torch.float32)
+    chance = random.Random(0)
+    requests = asked([chance.randint(5, 800) for _ in range(200)], 20, num_new=(1, 120))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, batch_oracle(target), max_rows=8)
+    found = drive(batch, requests, 20, cancelled)
+    assert found["most"] == 8
+    assert found["answered"] + found["broken"] == 200
+    assert (found["broken"] > 40) is (cancelled > 0)

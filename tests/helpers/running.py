@@ -1,0 +1,125 @@
+"""Requests for a running batch, a client that adds and cancels at random, and drafts that know a part."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dflash_hf import DFlashDraftModel, RunningBatch
+from tiny import VOCAB, OracleDraft, draft_config
+
+END = 9
+
+
+@dataclass
+class Asked:
+    """A request, and the answer that it has alone."""
+
+    ids: Tensor
+    settings: dict[str, Any]
+    seed: int
+    truth: list[int] = field(default_factory=list[int])
+
+
+class BatchOracle(OracleDraft):
+    """An oracle of the rows of a running batch, whichever are in it: right for a random part of each block."""
+
+    batch: RunningBatch
+
+    def rows_of(self, batch: int) -> list[int]:
+        """Returns the requests in the batch's order."""
+        return [row.id for row in self.batch._running]
+
+
+def batch_oracle(target: PreTrainedModel, block_size: int = 8) -> BatchOracle:
+    """Returns an oracle, to be armed with the requests' whole texts and told its batch."""
+    torch.manual_seed(0)
+    draft: Any = BatchOracle(draft_config(target, block_size))
+    draft.to(target.dtype).eval()
+    draft.arm([], 0)
+    return draft
+
+
+def asked(
+    lengths: list[int],
+    seed: int,
+    num_new: tuple[int, int] = (1, 40),
+    kinds: tuple[dict[str, Any], ...] = ({"do_sample": False},),
+) -> list[Asked]:
+    """Returns random requests of these lengths; each is of one of the `kinds`."""
+    chance = random.Random(seed)
+    found: list[Asked] = []
+    for number, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        ids = torch.randint(3, VOCAB - 1, (1, length), generator=generator)
+        settings = {
+            "max_new_tokens": chance.randint(*num_new),
+            "eos_token_id": [END, END + 1],
+            **chance.choice(kinds),
+        }
+        found.append(Asked(ids, settings, 50 * seed + number))
+    return found
+
+
+def answer_alone(target: Any, requests: list[Asked], draft: DFlashDraftModel | None = None) -> None:
+    """Notes what each request is answered alone: by plain `generate`, or, for sampled texts, with a draft."""
+    for request in requests:
+        torch.manual_seed(request.seed)
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(request.ids)}
+        if request.settings.get("do_sample"):
+            given["assistant_model"] = draft
+        text = target.generate(request.ids, **given, **request.settings)
+        request.truth = text[0, request.ids.shape[1] :].tolist()
+
+
+def drive(
+    batch: RunningBatch, requests: list[Asked], seed: int, cancelled: float = 0.0
+) -> dict[str, int]:
+    """Adds the requests at random steps, cancels a share of them at random ones, and checks every text.
+
+    Returns how many were answered to the end and broken off, and how many rows ran together at most.
+    """
+    chance = random.Random(seed)
+    # Step at which a request is broken off, counted from its arrival.
+    breaks = {i: chance.randint(0, 30) for i in range(len(requests)) if chance.random() < cancelled}
+    if isinstance(batch.draft, BatchOracle):
+        batch.draft.batch = batch
+        batch.draft.arm([[*one.ids[0].tolist(), *one.truth] for one in requests], seed)
+    texts: list[list[int]] = [[] for _ in requests]
+    finished = dict[int, str]()
+    ages = dict[int, int]()
+    broken = set[int]()
+    most = 0
+    while len(ages) < len(requests) or batch.ids:
+        while len(ages) < len(requests) and chance.random() < 0.5:
+            number = len(ages)
+            one = requests[number]
+            assert batch.add(one.ids, seed=one.seed, **one.settings) == number
+            ages[number] = 0
+        for id, new, reason in batch.step():
+            assert id not in finished
+            assert id not in broken
+            texts[id] += new
+            if reason is not None:
+                finished[id] = reason
+        most = max(most, batch.num_running)
+        for id in batch.ids:
+            ages[id] += 1
+            if breaks.get(id, 1000) < ages[id]:
+                assert batch.cancel(id)
+                assert not batch.cancel(id)
+                broken.add(id)
+    for number, one in enumerate(requests):
+        if number in broken:
+            assert texts[number] == one.truth[: len(texts[number])]
+            continue
+        assert texts[number] == one.truth, f"request {number} of {one.ids.shape[1]} tokens"
+        ends = one.truth[-1] in one.settings["eos_token_id"]
+        assert finished[number] == ("stop" if ends else "length")
+    assert batch.num_running == batch.num_waiting == 0
+    return {"answered": len(finished), "broken": len(broken), "most": most}
