@@ -95,7 +95,10 @@ class Oracle:
                 }
             ids = self.model.generate(**inputs, **settings, tokenizer=self.tokenizer)
             new = ids[0, inputs["input_ids"].shape[1] :]
-            self.known[key] = str(self.tokenizer.decode(new, skip_special_tokens=True))
+            text = str(self.tokenizer.decode(new, skip_special_tokens=True))
+            for stop in request.get("stop", []):
+                text = text.partition(stop)[0]
+            self.known[key] = text
         return self.known[key]
 
 
@@ -124,7 +127,6 @@ def answer(client: OpenAI, request: dict[str, Any], expected: str) -> str:
         ]
     else:
         texts = [client.chat.completions.create(**sent).choices[0].message.content]
-        expected = expected.strip()  # as the library's handler does
     return (
         "right"
         if "".join(texts) == expected

@@ -70,6 +70,8 @@ DISTRIBUTIONS = {
     "math_verify": "math-verify",
     "starlette": "gradio",
     "uvicorn": "transformers[serving]",
+    "regex": "transformers",
+    "tokenizers": "transformers",
     "yaml": "pyyaml",
 }
 

@@ -24,6 +24,7 @@ from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
+from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.server import served_answers
 from helpers.served import Served
@@ -45,7 +46,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert server.ended_by(signal.SIGTERM) == 0, server.log
     with pytest.raises(APIError) as caught:
         list(pieces)
-    assert caught.value.body == "the server stops"
+    assert caught.value.message == "the server stops"
+    assert caught.value.type == "server_error"
     assert "then Ended: the server stops" in server.log
     assert "Traceback" not in server.log
 
@@ -81,23 +83,19 @@ def joined(pieces: Any) -> tuple[str, str, int]:
     """The text of a stream, why it ended, and its number of tokens."""
     text, reason, num_tokens = "", "", 0
     for piece in pieces:
-        text += piece.choices[0].delta.content or ""
-        reason = piece.choices[0].finish_reason or reason
+        for choice in piece.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
         num_tokens = piece.usage.completion_tokens if piece.usage else num_tokens
     return text, reason, num_tokens
 
 
 def both_ways(server: Served, messages: Messages, **options: Any) -> tuple[str, str, int]:
-    """What [`joined`] returns, of an answer that came in pieces and came whole.
-
-    Of what comes whole the library's handler strips the text, where it knows a family's markup.
-    """
-    found = joined(ask(server, messages, stream=True, **options))
+    """What [`joined`] returns, of an answer that came in pieces and came whole."""
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    found = joined(ask(server, messages, **with_usage, **options))
     whole = ask(server, messages, **options)
-    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (
-        found[0].strip(),
-        found[1],
-    )
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == found[:2]
     assert whole.usage.completion_tokens == found[2]
     return found
 
@@ -164,12 +162,20 @@ def test_without_a_limit_an_answer_may_fill_the_context(text: Served) -> None:
 @pytest.mark.parametrize("stop", ["Step 2", ["carry", "Step 3:"], ["\n"], "nowhere"])
 def test_stops_are_those_of_generate(text: Served, stop: str | list[str]) -> None:
     expected, num_tokens = generated("text", ADDS, stop_strings=stop)
+    for one in [stop] if isinstance(stop, str) else stop:
+        expected = expected.partition(one)[0]
     assert both_ways(text, ADDS, stop=stop) == (expected, "stop", num_tokens)
 
 
 def test_penalties_and_biases_are_those_of_generate(text: Served) -> None:
-    expected, _ = generated("text", ADDS, repetition_penalty=1.25, max_new_tokens=64)
-    assert both_ways(text, ADDS, frequency_penalty=0.25, max_tokens=64)[0] == expected
+    length = encode_prompt(pair("text")[2], ADDS, torch.device("cpu"))["input_ids"].shape[1]
+    free, _ = generated("text", ADDS, max_new_tokens=64)
+    for frequency, presence in ((-1.0, 0.5), (0.5, 0.0), (2.0, 2.0)):
+        penalty = SaidPenalty(frequency, presence, length)
+        expected, _ = generated("text", ADDS, logits_processor=[penalty], max_new_tokens=64)
+        sent = {"frequency_penalty": frequency, "presence_penalty": presence}
+        assert both_ways(text, ADDS, **sent, max_tokens=64)[0] == expected
+    assert expected != free, "a strong penalty changes the text"
     token = int(tokenizer_of(pair("text")[2])("Step", add_special_tokens=False)["input_ids"][0])
     expected, _ = generated("text", ADDS, sequence_bias={(token,): -100.0}, max_new_tokens=64)
     assert "Step" not in expected
@@ -212,6 +218,7 @@ def test_plain_completions(text: Served) -> None:
             template=False,
             **{names[name]: value for name, value in settings.items()},
         )
+        expected = expected.partition(str(settings.get("stop", "\0")))[0]
         options: Any = settings
         whole = text.client.completions.create(model=text.name, prompt=prompt, **options)
         assert whole.usage is not None
@@ -232,7 +239,6 @@ def test_parts_nulls_and_fields_without_effect(text: Served) -> None:
         "presence_penalty": 0,
         "user": "me",
         "stop": None,
-        "stream_options": None,
         "logprobs": False,
     }
     assert both_ways(text, parts, **neutral)[0] == generated("text", ADDS)[0]
@@ -303,7 +309,7 @@ def test_stops_where_a_processor_encodes(vision: Served) -> None:
     )
     messages = [{**turn, "content": with_images(turn["content"])} for turn in row["messages"]]
     assert (
-        both_ways(vision, messages, stop=["."])[0]
+        both_ways(vision, messages, stop=["."])[0] + "."
         == generated("vision", row["messages"], stop_strings=["."])[0]
     )
 
@@ -448,7 +454,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"top_p": 1.01}, 400, "expected top_p as a number from 0 to 1"),
     ({"seed": -1}, 400, "expected seed as a whole number from 0 to 4294967295, got -1"),
     ({"seed": 2**70}, 400, "expected seed as a whole number"),
-    ({"frequency_penalty": -2}, 400, "expected frequency_penalty as a number from 0 to 2"),
+    ({"frequency_penalty": -2.5}, 400, "expected frequency_penalty as a number from -2 to 2"),
     ({"stop": ""}, 400, "expected a text as each stop, got ''"),
     ({"stop": [""]}, 400, "expected a text as each stop, got ''"),
     ({"stop": 5}, 400, "expected stop as a text or a list of at most 16, got 5"),
@@ -480,8 +486,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         400,
         "expected options that the chat template has in",
     ),
-    ({"n": 2}, 400, "expected n, if at all, as 1, got 2"),
-    ({"logprobs": True}, 400, "expected logprobs, if at all, as False, got True"),
+    ({"n": 17}, 400, "expected n as a whole number from 1 to 16, got 17"),
+    ({"logprobs": 2}, 400, "expected logprobs as true or false, got 2"),
     (
         {"response_format": {"type": "json_object"}},
         400,

@@ -1,4 +1,4 @@
-"""`dflash-hf serve`: a pair behind OpenAI's interface, on Transformers' own server."""
+"""`dflash-hf serve`: a pair behind OpenAI's interface, on Starlette and Uvicorn."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def serve(
                 *loaded, name=name, encoding=encoding, note=lambda line: typer.echo(line, err=True)
             )
             # In the thread that will answer
-            served.generation.submit(warm_up, *loaded, "Hello.").result()
+            served.engine.call(warm_up, *loaded, "Hello.")
         if no_thinking and "enable_thinking" not in served.template:
             typer.echo("the chat template has no enable_thinking: it is left as it is", err=True)
         address = f"[{host}]" if ":" in host else host
@@ -92,7 +92,7 @@ def server_parts() -> Any:
         return import_module("dflash_hf.serve.app")
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or str(error.name).startswith("transformers"):
-            what = "a Transformers whose server takes handlers one by one (5.16 to 5.24 do)"
+            what = "a Transformers whose server has a thread for runs (5.16 to 5.24 do)"
             found = f"{transformers.__version__} ({one_line(error)})"
             raise ValueError(f"expected {what}, got {found}; install one of them") from error
         sentence = (

@@ -1,1 +1,1 @@
-"""An OpenAI-style server for a pair: Transformers' own handlers, whose `generate` gets the draft."""
+"""An OpenAI-style server for a pair, whose `generate` gets the draft."""

@@ -1,355 +1,402 @@
-"""What clients may ask: every field is looked at before anything runs, and what is wrong refused in a sentence.
-
-Transformers' handlers take a body as it is: what is malformed, or not done, shows as a `KeyError` or not at all.
-"""
+"""What clients may ask: every field is looked at before anything runs, and what is wrong or not done is refused."""
 
 from __future__ import annotations
 
-import base64
 import json
 import re
-import threading
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
-from transformers.cli.serving.utils import GenerateManager
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 
-from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
-from dflash_hf.errors import is_a, require, shown
-from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.pair.answers import Processor, tokenizer_of
+from dflash_hf.errors import is_a, one_line, shown
+from dflash_hf.serve.engine import Sampling
+from dflash_hf.serve.messages import check_text, has_name, read_messages, without_nulls
+from dflash_hf.serve.pair import Pair
+from dflash_hf.serve.penalties import SaidPenalty
+from dflash_hf.serve.refusal import FIX, Refusal, need
 
 MAX_BODY = 64 * 2**20  # bytes
 MAX_CHARACTERS = 4_000_000  # of all texts: a tokenizer reads them before anyone else is answered
-MAX_IMAGES = 16
+MAX_TOOLS = 262_144  # letters of all tools: templates write them token by token
 MAX_STOPS = 16
+MAX_CHOICES = 16
+MAX_TOP = 20  # log-probabilities at each place
+MAX_LOGIT_BYTES = 2**31  # of the scores that are kept for log-probabilities
 MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**32 - 1
-ROLES = ("system", "developer", "user", "assistant", "tool")
-FIX = "correct the request"
 
 # Field -> lowest and highest number, and whether it is a whole one.
 NUMBERS = {
     "max_tokens": (1, MAX_TOKENS, True),
     "max_completion_tokens": (1, MAX_TOKENS, True),
+    "n": (1, MAX_CHOICES, True),
     "seed": (0, MAX_SEED, True),
     "temperature": (0, 2, False),
     "top_p": (0, 1, False),
-    "frequency_penalty": (0, 2, False),  # Transformers' handlers make it repetition_penalty - 1
+    "frequency_penalty": (-2, 2, False),
+    "presence_penalty": (-2, 2, False),
 }
 COMMON = frozenset(
-    ("model", "stream", "stop", "max_tokens", "seed", "temperature", "top_p", "frequency_penalty")
+    (*NUMBERS, "model", "stream", "stream_options", "stop", "logit_bias", "logprobs")
 )
-CHAT = COMMON | {"messages", "tools", "logit_bias", "max_completion_tokens", "chat_template_kwargs"}
-COMPLETION = COMMON | {"prompt"}
+CHAT = COMMON | {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs"}
+COMPLETION = (COMMON | {"prompt"}) - {"max_completion_tokens"}
 LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
-# Fields that nothing here heeds, with the values at which nothing needs to; any, where the text does not depend on it.
-NEUTRAL: dict[str, tuple[Any, ...] | None] = {
-    "n": (1,),
+# Fields that are not done -> the values at which nothing needs to be done.
+NOT_DONE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
+    "suffix": ("",),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    # The last is vLLM's: who sends it does without.
-    **dict.fromkeys(
-        (
-            "user",
-            "metadata",
-            "store",
-            "service_tier",
-            "stream_options",
-            "safety_identifier",
-            "return_token_ids",
-        )
-    ),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
 }
+# Fields on which no text depends. The last one is vLLM's: who sends it does without.
+WITHOUT_EFFECT = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "return_token_ids",
+    )
+)
+STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 # Names of a chat template's that are not its options.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
-class Refusal(ValueError):
-    """A request that is not answered: `status` is that of the response, `code` OpenAI's word for the reason."""
-
-    def __init__(self, sentence: str, status: int = 400, code: str | None = None) -> None:
-        super().__init__(sentence)
-        self.status = status
-        self.code = code
-
-
-class Pair:
-    """A target with its draft and its tokenizer or processor, as clients ask for it.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request that can be answered.
 
     Args:
-        target, draft, processor: The pair.
-        name (`str`): What clients call it.
-        encoding (`dict`): Options of the chat template, where a request has none.
-        note (callable): Gets a line about each request.
+        is_chat (`bool`): Whether it is a chat, else a plain completion.
+        inputs (`dict[str, torch.Tensor]`): The prompt, one row, on the target's device.
+        sampling (`list[Sampling]`): Of each choice.
+        is_streamed (`bool`): Whether the answer comes in pieces.
+        has_usage (`bool`): Whether a stream ends with its usage.
+        tools (`list`): Tools that the target may call.
+        num_top (`int`): How many log-probabilities are told at each place; -1 for none at all.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        draft: DFlashDraftModel,
-        processor: Processor,
-        *,
-        name: str,
-        encoding: dict[str, Any],
-        note: Callable[[str], None],
-    ) -> None:
-        self.target: Any = target
-        self.draft = draft
-        self.processor = processor
-        self.tokenizer = tokenizer_of(processor)
-        self.name = name
-        self.encoding = encoding
-        self.note = note
-        config = target.config.get_text_config(decoder=True)
-        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
-        self.vocab_size = int(config.vocab_size)
-        self.template = str(
-            getattr(processor, "chat_template", None) or self.tokenizer.chat_template or ""
-        )
-        self.takes_images = processor is not self.tokenizer
-        self.stopping = threading.Event()  # once set, every run ends
-        self.generation: Any = GenerateManager()  # has the thread
+    is_chat: bool
+    inputs: dict[str, Tensor]
+    sampling: list[Sampling]
+    is_streamed: bool
+    has_usage: bool
+    tools: list[Any]
+    num_top: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.inputs["input_ids"].shape[1])
 
 
-def check(data: bytes, fields: frozenset[str], pair: Pair) -> dict[str, Any]:
-    """Returns what a body asks, in fields that Transformers' handler takes, images read.
+def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
+    """Returns what a body asks, the prompt encoded and images read.
 
     Args:
         data (`bytes`): The body.
-        fields (`frozenset[str]`): Those of the endpoint, `CHAT` or `COMPLETION`.
+        is_chat (`bool`): Whether it came to `/v1/chat/completions`, else to `/v1/completions`.
         pair (`Pair`): Who is asked.
 
     Raises:
-        Refusal: With status 404, if another model is asked for.
-        ValueError: If anything else is wrong.
+        Refusal: If it cannot be answered; with status 404, if another model is asked for.
     """
+    body = _read_body(data)
+    fields = COMPLETION
+    if is_chat:
+        fields = CHAT
+    _check_fields(body, fields, pair)
+    _check_numbers(body)
+    is_streamed = body.get("stream", False)
+    need(isinstance(is_streamed, bool), "stream", "stream as true or false", is_streamed)
+    tools: list[Any] = []
+    if is_chat:
+        tools = _tools(body, pair)
+        messages = read_messages(body.get("messages"), pair)
+        options = _template_options(body, pair)
+        _check_length(body)
+        inputs = _encoded_chat(messages, tools, options, pair)
+    else:
+        check_text(body.get("prompt"), "prompt", "prompt")
+        _check_length(body)
+        inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
+    device = pair.target.device
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    num_top = _num_top(body, is_chat)
+    limit = _limit(body, inputs, pair)
+    if num_top >= 0:
+        num_bytes = limit * pair.vocab_size * 4
+        what = f"at most {MAX_LOGIT_BYTES // (pair.vocab_size * 4)} tokens beside logprobs"
+        need(num_bytes <= MAX_LOGIT_BYTES, "logprobs", what, limit, "lower the limit")
+    num_columns = int(inputs["input_ids"].shape[1])
+    return Asked(
+        is_chat=is_chat,
+        inputs=inputs,
+        sampling=_sampling(body, pair, limit, num_top, num_columns),
+        is_streamed=is_streamed,
+        has_usage=_has_usage(body.get("stream_options"), is_streamed),
+        tools=tools,
+        num_top=num_top,
+    )
+
+
+def _read_body(data: bytes) -> dict[str, Any]:
     try:
         body: Any = json.loads(data)
         # Halves of a character, which no tokenizer reads, end here
         json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise ValueError(
-            f"expected JSON of whole characters as the body, got {shown(data[:80])}; {FIX}"
+        what = "JSON of whole characters as the body"
+        raise Refusal(
+            f"expected {what}, got {shown(data[:80])}; {FIX}", 400, "invalid_json"
         ) from None
-    require(isinstance(body, dict), "a JSON object as the body", body, FIX)
-    asked = _common(_without_nulls(body), fields, pair)
-    if fields is CHAT:
-        _check_chat(asked, pair)
-    else:
-        _check_text(asked.get("prompt"), "prompt")
-    length = len(str(asked))  # images have been read, and are short here
-    require(
-        length <= MAX_CHARACTERS,
-        f"at most {MAX_CHARACTERS} characters of text",
-        length,
-        "shorten it",
-    )
-    return _without_nulls(asked)
+    if not isinstance(body, dict):
+        raise Refusal(f"expected a JSON object as the body, got {shown(body)}; {FIX}")
+    return without_nulls(body)
 
 
-def _check_chat(asked: dict[str, Any], pair: Pair) -> None:
-    """What only chats have; messages and biases become what the handler takes."""
-    require(bool(pair.template), "a target with a chat template", "none", "ask /v1/completions")
-    asked["messages"] = _messages(asked.get("messages"), pair)
-    tools = asked.get("tools")
-    if tools:
-        require(isinstance(tools, list), "tools as a list", tools, FIX)
-        good = all(isinstance(tool, dict) and _has_name(tool.get("function")) for tool in tools)
-        require(good, "tools with a function that has a name", tools, FIX)
-        require(
-            _mentions(pair.template, "tools"),
-            "no tools, of which the chat template knows none",
-            tools,
-            FIX,
-        )
-    options = asked.get("chat_template_kwargs", {})
-    require(isinstance(options, dict), "chat_template_kwargs as an object", options, FIX)
-    for name in options:
-        good = name not in RESERVED and _mentions(pair.template, name)
-        require(good, "options that the chat template has in chat_template_kwargs", name, FIX)
-    if "logit_bias" in asked:
-        asked["logit_bias"] = _biases(asked["logit_bias"], pair.vocab_size)
-
-
-def _common(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> dict[str, Any]:
-    """The fields that are heeded, after what both endpoints have in common has been looked at."""
+def _check_fields(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> None:
+    """Refuses another model, fields that are not done, and unknown ones."""
     model = body.get("model", pair.name)
     if model != pair.name:
-        raise Refusal(
-            f"expected {pair.name!r} as model, got {shown(model)}; {FIX}", 404, "model_not_found"
-        )
+        sentence = f"expected {pair.name!r} as model, got {shown(model)}; {FIX}"
+        raise Refusal(sentence, 404, "model_not_found", "model")
     for name, value in body.items():
-        if name in fields:
+        if name in fields or name in WITHOUT_EFFECT:
             continue
-        require(name in NEUTRAL, "fields that this server has", name, "leave it out")
-        values = NEUTRAL[name]
+        what = "fields that this server has"
+        need(name in NOT_DONE, name, what, name, "leave it out", "unknown_parameter")
+        values = NOT_DONE[name]
         # By their texts: True is equal to 1.
-        is_neutral = values is None or json.dumps(value) in map(json.dumps, values)
-        require(
-            is_neutral, f"{name}, if at all, as {values and values[0]!r}", value, "leave it out"
-        )
-    asked = {name: value for name, value in body.items() if name in fields} | {"model": pair.name}
+        is_neutral = json.dumps(value) in map(json.dumps, values)
+        what = f"no {name}"
+        if values:
+            what = f"{name}, if at all, as {values[0]!r}"
+        need(is_neutral, name, what, value, "leave it out", "unsupported_parameter")
+
+
+def _check_numbers(body: dict[str, Any]) -> None:
     for name, (low, high, is_whole) in NUMBERS.items():
-        value: Any = asked.get(name, low)
-        good = is_a(value, int, float)
+        value: Any = body.get(name, low)
+        is_number = is_a(value, int, float)
         kind = "a number"
         if is_whole:
-            good = is_a(value, int)
+            is_number = is_a(value, int)
             kind = "a whole number"
-        require(good and low <= value <= high, f"{name} as {kind} from {low} to {high}", value, FIX)
-    # By the older name, which the handlers of every Transformers know
-    if "max_completion_tokens" in asked:
-        asked["max_tokens"] = asked.pop("max_completion_tokens")
-    temperature: Any = asked.get("temperature", 0)
-    good = temperature == 0 or temperature >= LOWEST_TEMPERATURE
-    require(good, f"temperature as 0 or at least {LOWEST_TEMPERATURE}", temperature, FIX)
-    require(
-        isinstance(asked.get("stream", False), bool),
-        "stream as true or false",
-        asked.get("stream"),
-        FIX,
-    )
-    if "stop" in asked:
-        stops = asked["stop"]
-        if isinstance(stops, str):
-            stops = [stops]
-        good = isinstance(stops, list) and len(stops) <= MAX_STOPS
-        require(good, f"stop as a text or a list of at most {MAX_STOPS}", stops, FIX)
-        for stop in stops:
-            _check_text(stop, "each stop")
-        asked["stop"] = stops or None
-    return asked
+        is_good = is_number and low <= value <= high
+        need(is_good, name, f"{name} as {kind} from {low} to {high}", value)
+    temperature: Any = body.get("temperature", 0)
+    is_good = temperature == 0 or temperature >= LOWEST_TEMPERATURE
+    what = f"temperature as 0 or at least {LOWEST_TEMPERATURE}"
+    need(is_good, "temperature", what, temperature)
+    limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
+    what = "the same max_tokens and max_completion_tokens"
+    need(len(limits) <= 1, "max_tokens", what, sorted(limits), "leave one out")
 
 
-def _messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
-    """The conversation, with images in the place of their addresses."""
-    require(
-        isinstance(messages, list) and bool(messages), "messages, a list of turns", messages, FIX
-    )
-    turns: list[dict[str, Any]] = []
-    num_images = 0
-    for message in messages:
-        require(isinstance(message, dict), "turns with role and content in messages", message, FIX)
-        turn = _without_nulls(message)
-        require(
-            turn.get("role") in ROLES,
-            f"role of each turn among {', '.join(ROLES)}",
-            turn.get("role"),
-            FIX,
+def _check_length(body: dict[str, Any]) -> None:
+    """Refuses texts that a tokenizer would read for long."""
+    # Images have been looked at, and their letters are no text.
+    letters = [
+        re.sub(r"base64,[A-Za-z0-9+/=]+", "", str(body.get(name, "")))
+        for name in ("messages", "prompt", "tools", "chat_template_kwargs")
+    ]
+    length = sum(map(len, letters))
+    what = f"at most {MAX_CHARACTERS} characters of text"
+    need(length <= MAX_CHARACTERS, "messages", what, length, "shorten it")
+
+
+def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
+    """The tools that may be called: none under `tool_choice` none."""
+    tools = body.get("tools", [])
+    need(isinstance(tools, list), "tools", "tools as a list", tools)
+    are_named = all(isinstance(tool, dict) and has_name(tool.get("function")) for tool in tools)
+    need(are_named, "tools", "tools with a function that has a name", tools)
+    knows_tools = _mentions(pair.template, "tools")
+    what = "no tools, of which the chat template knows none"
+    need(not tools or knows_tools, "tools", what, tools, FIX, "unsupported_parameter")
+    length = len(json.dumps(tools))
+    what = f"tools of at most {MAX_TOOLS} letters"
+    need(length <= MAX_TOOLS, "tools", what, length, "shorten them")
+    choice = body.get("tool_choice", "auto")
+    is_done = choice in ("auto", "none")
+    what = "tool_choice as auto or none"
+    need(is_done, "tool_choice", what, choice, "leave it out", "unsupported_value")
+    if choice == "none":
+        return []
+    return tools
+
+
+def _template_options(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
+    what = "a target with a chat template"
+    need(bool(pair.template), "messages", what, "none", "ask /v1/completions")
+    param = "chat_template_kwargs"
+    options = body.get(param, {})
+    need(isinstance(options, dict), param, "chat_template_kwargs as an object", options)
+    for name in options:
+        is_known = name not in RESERVED and _mentions(pair.template, name)
+        need(is_known, param, "options that the chat template has in chat_template_kwargs", name)
+    return {**pair.encoding, **options}
+
+
+def _encoded_chat(
+    messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any], pair: Pair
+) -> dict[str, Tensor]:
+    try:
+        encoded = pair.processor.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tools=tools or None,
+            return_tensors="pt",
+            return_dict=True,
+            tokenize=True,
+            **options,
         )
-        content = turn.get("content")
-        calls = _tool_calls(turn.pop("tool_calls", []))
-        if calls:
-            turn["tool_calls"] = calls
-            content = turn.get("content", "")
-        if isinstance(content, list):
-            num_images += sum(
-                isinstance(part, dict) and part.get("type") == "image_url" for part in content
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except ValueError as error:
+        raise Refusal(one_line(error), 400, "invalid_value", "messages") from error
+    # A template that refuses a role, or what a tool looks like
+    except Exception as error:
+        got = f"{type(error).__name__}: {one_line(error)}"
+        sentence = f"expected a conversation that the chat template takes, got {got}; change it"
+        raise Refusal(sentence, 400, "invalid_value", "messages") from error
+    return dict(encoded)
+
+
+def _limit(body: dict[str, Any], inputs: dict[str, Tensor], pair: Pair) -> int:
+    """The most tokens of an answer, if the prompt leaves room for it."""
+    num_tokens = int(inputs["input_ids"].shape[1])
+    room = pair.max_length - num_tokens
+    asked = body.get("max_completion_tokens", body.get("max_tokens", 0))
+    if not num_tokens or room < max(asked, 1):
+        wanted = ""
+        if asked:
+            wanted = f" beside an answer of {asked}"
+        raise Refusal(
+            f"expected a prompt and an answer of together at most {pair.max_length} tokens, got a prompt of "
+            f"{num_tokens}{wanted}; shorten the prompt or lower the limit",
+            400,
+            "context_length_exceeded",
+            "messages",
+        )
+    return asked or min(pair.default_tokens, room)
+
+
+def _sampling(
+    body: dict[str, Any], pair: Pair, limit: int, num_top: int, num_columns: int
+) -> list[Sampling]:
+    """How the tokens of each choice are chosen; choice i of a seed has the seed plus i."""
+    options: dict[str, Any] = {}
+    temperature: Any = body.get("temperature")
+    if temperature == 0:
+        options["do_sample"] = False
+    elif temperature is not None:
+        options["do_sample"] = True
+        options["temperature"] = float(temperature)
+    if "top_p" in body and temperature != 0:
+        options["top_p"] = float(body["top_p"])
+    biases = _biases(body.get("logit_bias", {}), pair.vocab_size)
+    if biases:
+        options["sequence_bias"] = biases
+    processors: tuple[LogitsProcessor, ...] = ()
+    frequency = float(body.get("frequency_penalty", 0))
+    presence = float(body.get("presence_penalty", 0))
+    if frequency or presence:
+        processors = (SaidPenalty(frequency, presence, num_columns),)
+    stops = _stops(body.get("stop", []))
+    found: list[Sampling] = []
+    for index in range(body.get("n", 1)):
+        seed = body.get("seed")
+        if seed is not None:
+            seed = (seed + index) % (MAX_SEED + 1)
+        found.append(
+            Sampling(
+                max_new_tokens=limit,
+                options=options,
+                processors=processors,
+                stops=stops,
+                seed=seed,
+                num_logprobs=num_top,
             )
-            require(
-                num_images <= MAX_IMAGES, f"at most {MAX_IMAGES} images", num_images, "send fewer"
-            )
-            turn["content"] = [_part(part, pair) for part in content]
-        else:
-            _check_text(content, "content of each turn (or a list of parts)", may_be_empty=True)
-        turns.append(turn)
-    return turns
+        )
+    return found
 
 
-def _part(part: Any, pair: Pair) -> dict[str, Any]:
-    """A part of a message, its image read."""
-    is_known = isinstance(part, dict) and part.get("type") in ("text", "image_url")
-    require(is_known, "parts of type text or image_url", part, FIX)
-    if part["type"] == "text":
-        _check_text(part.get("text"), "text of each part of type text", may_be_empty=True)
-        return part
-    require(
-        pair.takes_images, "texts, which are all that this target reads", "an image", "leave it out"
-    )
-    url = part.get("image_url")
-    if isinstance(url, dict):
-        url = url.get("url")
-    kind = ""
-    code = ""
-    if isinstance(url, str):
-        kind, _, code = url.partition(",")
-    # Neither files nor addresses: which ones the server may read is not for clients to say.
-    is_data = re.fullmatch(r"data:[\w/+.-]*;base64", kind) is not None
-    require(is_data, "each image as data:image/...;base64,...", url, "send what is in it")
-    limit = MAX_FILE_BYTES // 3 * 4 + 4
-    require(
-        len(code) <= limit,
-        f"at most {limit} letters of base64 for each image",
-        len(code),
-        "shrink it",
-    )
-    try:
-        data = base64.b64decode(code, validate=True)
-    except ValueError:
-        raise ValueError(
-            f"expected base64 in each image, got {shown(code)}; encode it anew"
-        ) from None
-    return {"type": "image_url", "image_url": {"url": read_image(Path("an image"), data).image}}
+def _stops(stops: Any) -> tuple[str, ...]:
+    if isinstance(stops, str):
+        stops = [stops]
+    is_good = isinstance(stops, list) and len(stops) <= MAX_STOPS
+    need(is_good, "stop", f"stop as a text or a list of at most {MAX_STOPS}", stops)
+    for stop in stops:
+        check_text(stop, "stop", "each stop")
+    return tuple(stops)
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls of a turn, with arguments that are an object."""
-    require(isinstance(calls, list), "tool_calls as a list", calls, FIX)
-    for call in calls:
-        good = isinstance(call, dict) and _has_name(call.get("function"))
-        require(good, "tool_calls with a function that has a name", call, FIX)
-        arguments = call["function"].get("arguments")
-        read = arguments
-        if isinstance(arguments, str):
-            read = _read_json(arguments)
-        good = isinstance(read, dict)
-        require(good, "arguments of each of tool_calls as an object in JSON", arguments, FIX)
-    return calls
-
-
-def _read_json(text: str) -> Any:
-    """What a text says in JSON; None where it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _biases(biases: Any, vocab_size: int) -> dict[str, float] | None:
+def _biases(biases: Any, vocab_size: int) -> dict[tuple[int, ...], float]:
     """Token id -> what is added to its score."""
-    require(isinstance(biases, dict), "logit_bias as an object", biases, FIX)
+    param = "logit_bias"
+    need(isinstance(biases, dict), param, "logit_bias as an object", biases)
     for token, bias in biases.items():
-        good = re.fullmatch(r"\d{1,9}", token) is not None and int(token) < vocab_size
-        require(good, f"token ids below {vocab_size} in logit_bias", token, FIX)
-        good = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
-        require(good, "numbers from -100 to 100 in logit_bias", bias, FIX)
-    return {token: float(bias) for token, bias in biases.items()} or None
+        is_token = re.fullmatch(r"\d{1,9}", token) is not None and int(token) < vocab_size
+        need(is_token, param, f"token ids below {vocab_size} in logit_bias", token)
+        is_bias = is_a(bias, int, float) and -100 <= bias <= 100
+        need(is_bias, param, "numbers from -100 to 100 in logit_bias", bias)
+    return {(int(token),): float(bias) for token, bias in biases.items()}
 
 
-def _check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
-    """Raises unless it is a text."""
-    require(isinstance(text, str) and (bool(text) or may_be_empty), f"a text as {what}", text, FIX)
+def _num_top(body: dict[str, Any], is_chat: bool) -> int:
+    """How many log-probabilities are told at each place: OpenAI's two endpoints say it differently."""
+    wanted = body.get("logprobs", False)
+    if not is_chat:
+        if wanted is False:
+            return -1
+        is_good = is_a(wanted, int) and 0 <= wanted <= MAX_TOP
+        need(is_good, "logprobs", f"logprobs as a whole number from 0 to {MAX_TOP}", wanted)
+        return wanted
+    need(isinstance(wanted, bool), "logprobs", "logprobs as true or false", wanted)
+    top = body.get("top_logprobs", 0)
+    is_good = is_a(top, int) and 0 <= top <= MAX_TOP
+    need(is_good, "top_logprobs", f"top_logprobs as a whole number from 0 to {MAX_TOP}", top)
+    need(wanted or not top, "top_logprobs", "top_logprobs beside logprobs", top, "set logprobs")
+    if not wanted:
+        return -1
+    return top
 
 
-def _has_name(function: Any) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def _has_usage(options: Any, is_streamed: bool) -> bool:
+    """Whether a stream ends with its usage."""
+    param = "stream_options"
+    if options is None:
+        return False
+    need(is_streamed, param, "stream_options beside stream alone", options, "leave it out")
+    need(isinstance(options, dict), param, "stream_options as an object", options)
+    for name, value in options.items():
+        is_known = name in STREAM_OPTIONS
+        need(is_known, param, f"stream_options among {', '.join(STREAM_OPTIONS)}", name)
+        is_flag = value is None or isinstance(value, bool)
+        need(is_flag, param, f"{name} as true or false", value)
+        is_done = name == "include_usage" or not value
+        need(is_done, param, f"no {name}", value, "leave it out", "unsupported_parameter")
+    return bool(options.get("include_usage"))
 
 
 def _mentions(template: str, name: str) -> bool:
     """Whether a chat template has a word in it."""
     return name in re.findall(r"\w+", template)
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """As if what is null had been left out."""
-    return {name: value for name, value in fields.items() if value is not None}

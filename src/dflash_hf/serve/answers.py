@@ -1,0 +1,161 @@
+"""An answer as text: tokens in, pieces out, the same ones whether they are sent as they come or all together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+from dflash_hf.serve.markup import MarkupReader, Piece, marks_of
+
+
+class TextReader:
+    """The text of tokens as they come, whole characters at a time.
+
+    Args:
+        tokenizer: What decodes.
+        markup (`dict`): The response template, whose marks stay in the text also where they are special
+            tokens. Other special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) -> None:
+        either: Any = tokenizer
+        self.tokenizer = either._tokenizer
+        marks = marks_of(markup)
+        self.hidden = {
+            token_id
+            for token, token_id in zip(
+                tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True
+            )
+            if token not in marks
+        }
+        self.stream = DecodeStream([], skip_special_tokens=False)
+        self.ids: list[int] = []
+        self.num_told = 0  # letters
+
+    def add(self, token_id: int) -> str:
+        """Returns what one more token adds to the text."""
+        if token_id in self.hidden:
+            return ""
+        self.ids.append(token_id)
+        text = self.stream.step(self.tokenizer, token_id) or ""
+        self.num_told += len(text)
+        return text
+
+    def end(self) -> str:
+        """Returns the rest: a character that is not whole, as `decode` writes it."""
+        whole = self.tokenizer.decode(self.ids, skip_special_tokens=False)
+        return whole[self.num_told :]
+
+
+@dataclass
+class StopReader:
+    """Cuts a text off before the first of some texts.
+
+    Args:
+        stops (sequence of `str`): The texts.
+    """
+
+    stops: Sequence[str]
+    held: str = ""
+    is_stopped: bool = False
+
+    def add(self, text: str) -> str:
+        """Returns what can be told after some more text: what may be the beginning of a stop is held back."""
+        if self.is_stopped or not self.stops:
+            return "" if self.is_stopped else text
+        text = self.held + text
+        places = [text.find(stop) for stop in self.stops]
+        found = [place for place in places if place >= 0]
+        if found:
+            self.is_stopped = True
+            self.held = ""
+            return text[: min(found)]
+        num_held = max(_overlap(text, stop) for stop in self.stops)
+        self.held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def end(self) -> str:
+        """Returns what is held back."""
+        rest = self.held
+        self.held = ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many letters at the end of a text are the beginning of a stop."""
+    for number in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-number:]):
+            return number
+    return 0
+
+
+@dataclass
+class Answer:
+    """One answer while it comes.
+
+    Args:
+        text (`TextReader`): Reads its tokens.
+        stops (`StopReader`): Ends it.
+        markup (`MarkupReader`): Splits it.
+    """
+
+    text: TextReader
+    stops: StopReader
+    markup: MarkupReader
+    ids: list[int] = field(default_factory=list[int])
+    offsets: list[int] = field(default_factory=list[int])  # letters before each token
+    num_letters: int = 0  # of all tokens so far
+    num_kept: int = 0  # of those before a stop text
+    has_calls: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop text has ended it."""
+        return self.stops.is_stopped
+
+    def add(self, ids: Sequence[int]) -> list[Piece]:
+        """Returns the pieces that some more tokens complete; those behind a stop text are not looked at."""
+        pieces: list[Piece] = []
+        for token_id in ids:
+            if self.is_stopped:
+                break
+            self.ids.append(token_id)
+            self.offsets.append(self.num_letters)
+            self._tell(pieces, self.text.add(token_id))
+        return self._noted(pieces)
+
+    def end(self) -> list[Piece]:
+        """Returns the last pieces."""
+        pieces: list[Piece] = []
+        if not self.is_stopped:
+            self._tell(pieces, self.text.end())
+        self._keep(pieces, self.stops.end())
+        pieces += self.markup.end()
+        return self._noted(pieces)
+
+    def _tell(self, pieces: list[Piece], text: str) -> None:
+        self.num_letters += len(text)
+        self._keep(pieces, self.stops.add(text))
+
+    def _keep(self, pieces: list[Piece], text: str) -> None:
+        self.num_kept += len(text)
+        pieces += self.markup.add(text)
+
+    def _noted(self, pieces: list[Piece]) -> list[Piece]:
+        self.has_calls |= any(piece.kind == "call" for piece in pieces)
+        return _joined(pieces)
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """The pieces, neighbours of the same kind as one; every call stays one of its own."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        is_same = bool(joined) and joined[-1].kind == piece.kind != "call"
+        if is_same:
+            piece = replace(piece, text=joined.pop().text + piece.text)
+        joined.append(piece)
+    return joined

@@ -1,0 +1,356 @@
+"""What generates: jobs in, their tokens out.
+
+The server knows an [`Engine`] only by its methods: jobs are submitted, and each gets its events from the engine's
+thread. [`OneAtATime`] answers one job after the other by the target's `generate`. An engine that decodes several jobs
+together can stand in its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.cli.serving.utils import InferenceThread
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf.errors import one_line
+from dflash_hf.modeling_dflash import DFlashDraftModel
+
+
+class Ended(Exception):
+    """Raised inside `generate` to end it: the client has gone, or the server stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a job's tokens are chosen.
+
+    Args:
+        max_new_tokens (`int`): Most tokens of the answer.
+        options (`dict[str, Any]`): Further options of `generate`, by its names.
+        processors (`tuple[LogitsProcessor, ...]`): Processors beside those of `generate`.
+        stops (`tuple[str, ...]`): Texts that end the answer.
+        seed (`int`, *optional*): Seed of the random numbers; without one each answer is another.
+        num_logprobs (`int`): How many of the most likely tokens are told at each place; -1 for no log-probabilities.
+    """
+
+    max_new_tokens: int
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    processors: tuple[LogitsProcessor, ...] = ()
+    stops: tuple[str, ...] = ()
+    seed: int | None = None
+    num_logprobs: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """Log-probabilities at one place, of the target's own scores, before temperature and biases.
+
+    Args:
+        logprob (`float`): That of the answer's token.
+        top (`list[tuple[int, float]]`): The most likely tokens, the first one first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a job's verifies came to.
+
+    Args:
+        committed (`tuple[int, ...]`): Tokens committed by each verify, the bonus token included.
+        accepted (`tuple[int, ...]`): Proposals that each verify accepted.
+        proposed (`tuple[int, ...]`): Proposals that each verify checked.
+    """
+
+    committed: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    proposed: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens committed per verify, the bonus token included; None if nothing was verified."""
+        if not self.committed:
+            return None
+        return sum(self.committed) / len(self.committed)
+
+    @property
+    def num_used(self) -> int:
+        """Proposals that became tokens of the answer."""
+        kept = zip(self.accepted, self.committed, strict=True)
+        return sum(min(accepted, committed) for accepted, committed in kept)
+
+    @property
+    def num_rejected(self) -> int:
+        """Proposals that did not."""
+        return sum(self.proposed) - self.num_used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """New tokens of a job."""
+
+    ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """The end of a job that went well.
+
+    Args:
+        is_cut (`bool`): Whether the limit ended it, and not an end token or a stop text.
+        counts (`Counts`): What its verifies came to.
+        logprobs (`list[TokenLogprob]`): Of every token, where the job asks for them.
+    """
+
+    is_cut: bool
+    counts: Counts
+    logprobs: list[TokenLogprob]
+
+
+Event = Tokens | Done | Exception
+
+
+class Job:
+    """One answer to generate.
+
+    Args:
+        name (`str`): What the log calls it.
+        inputs (`dict[str, torch.Tensor]`): The prompt, one row, as `generate` takes it.
+        sampling (`Sampling`): How its tokens are chosen.
+        receive (callable): Gets its events, in the engine's thread: `Tokens` any number of times, then `Done` or what
+            was raised, once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: dict[str, Tensor],
+        sampling: Sampling,
+        receive: Callable[[Event], None],
+    ) -> None:
+        self.name = name
+        self.inputs = inputs
+        self.sampling = sampling
+        self.receive = receive
+        self.gone = threading.Event()  # once set, it ends at the next step, or before its first
+        self.submitted = time.perf_counter()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.inputs["input_ids"].shape[1])
+
+
+class Engine(Protocol):
+    """What the server asks for answers."""
+
+    def submit(self, job: Job) -> None:
+        """Takes a job; what becomes of it the job's `receive` is told."""
+        ...
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in the engine's thread, behind what waits there, and returns its result."""
+        ...
+
+    def stop(self) -> None:
+        """Ends all jobs at the next step, and those that still come."""
+        ...
+
+
+class OneAtATime:
+    """Answers one job after the other by the target's `generate` with the draft, in a thread of its own.
+
+    Args:
+        target, draft, tokenizer: The pair.
+        note (callable): Gets a line about each job.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        note: Callable[[str], None],
+    ) -> None:
+        self.target: Any = target
+        self.draft = draft
+        self.tokenizer = tokenizer
+        self.note = note
+        self.stopping = threading.Event()
+        self.thread = InferenceThread()
+
+    def submit(self, job: Job) -> None:
+        """Queues a job."""
+        self.thread.submit(self._run, job)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in the thread of the jobs, behind those that wait."""
+        return self.thread.submit(function, *args).result()
+
+    def stop(self) -> None:
+        """Ends the running job at its next step, and all that wait."""
+        self.stopping.set()
+
+    def _run(self, job: Job) -> None:
+        feed = _Feed(job, self.stopping)
+        started = time.perf_counter()
+        try:
+            done = self._generate(job, feed)
+            how = _told(done.counts)
+            job.receive(done)
+        except Exception as error:
+            how = f"then {type(error).__name__}: {one_line(error)}"
+            if not isinstance(error, Ended | ValueError):
+                self.note(traceback.format_exc())
+            job.receive(error)
+        seconds = time.perf_counter() - started
+        self.note(f"{job.name}: {feed.num_tokens} tokens in {seconds:.2f} s, {how}")
+
+    def _generate(self, job: Job, feed: _Feed) -> Done:
+        feed.check()
+        sampling = job.sampling
+        options = dict(sampling.options)
+        if sampling.processors:
+            options["logits_processor"] = list(sampling.processors)
+        if sampling.stops:
+            stop = StopsAt(self.tokenizer, sampling.stops, job.num_prompt_tokens)
+            options["stopping_criteria"] = [stop]
+        wants_logprobs = sampling.num_logprobs >= 0
+        if wants_logprobs:
+            options |= {"return_dict_in_generate": True, "output_logits": True}
+        if sampling.seed is None:
+            torch.seed()  # not what the seed of the job before makes of it
+        else:
+            torch.manual_seed(sampling.seed)
+        output = self.target.generate(
+            **job.inputs,
+            **options,
+            max_new_tokens=sampling.max_new_tokens,
+            assistant_model=self.draft,
+            streamer=feed,
+        )
+        ids = output
+        logprobs: list[TokenLogprob] = []
+        if wants_logprobs:
+            ids = output.sequences
+            new_ids = ids[0, job.num_prompt_tokens :]
+            logprobs = logprobs_of(output.logits, new_ids, sampling.num_logprobs)
+        new = ids[0, job.num_prompt_tokens :].tolist()
+        is_ended = new[-1] in self._end_tokens() or is_said(self.tokenizer, new, sampling.stops)
+        is_full = len(new) >= sampling.max_new_tokens
+        return Done(is_cut=is_full and not is_ended, counts=self._counts(), logprobs=logprobs)
+
+    def _end_tokens(self) -> list[int]:
+        ids = self.target.generation_config.eos_token_id
+        if ids is None:
+            return []
+        if isinstance(ids, int):
+            return [ids]
+        return list(ids)
+
+    def _counts(self) -> Counts:
+        stats: Any = self.draft.last_stats
+        committed = stats.num_committed[0]
+        widths = stats.verify_widths or [stats.num_proposed + 1] * len(committed)
+        return Counts(
+            committed=tuple(committed),
+            accepted=tuple(stats.num_accepted[0]),
+            proposed=tuple(width - 1 for width in widths[: len(committed)]),
+        )
+
+
+def _told(counts: Counts) -> str:
+    length = counts.acceptance_length or 0.0
+    return f"{len(counts.committed) + 1} forwards, acceptance length {length:.2f}"
+
+
+class _Feed(BaseStreamer):
+    """Hands a job's tokens on as they come, and ends its run where nobody wants more."""
+
+    def __init__(self, job: Job, stopping: threading.Event) -> None:
+        self.job = job
+        self.stopping = stopping
+        self.has_begun = False
+        self.num_tokens = 0
+
+    def check(self) -> None:
+        """Raises `Ended` if nobody wants more."""
+        if self.stopping.is_set():
+            raise Ended("the server stops")
+        if self.job.gone.is_set():
+            raise Ended("the client has gone")
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt, then every accepted run; raises `Ended` if this was the last step."""
+        self.check()
+        if not self.has_begun:
+            self.has_begun = True
+            return
+        ids: list[int] = value.reshape(-1).tolist()
+        self.num_tokens += len(ids)
+        self.job.receive(Tokens(ids=ids))
+
+    def end(self) -> None:
+        """Nothing to do: the job is told its end."""
+
+
+class StopsAt(StoppingCriteria):
+    """Ends a row whose answer has one of some texts in it; the prompt is not looked at.
+
+    Args:
+        tokenizer: What decodes.
+        stops (`tuple[str, ...]`): The texts.
+        num_columns (`int`): Columns of the prompt.
+    """
+
+    is_row_wise = True
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: tuple[str, ...], num_columns: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stops = stops
+        self.num_columns = num_columns
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        """Returns which rows stop `[B]`; `input_ids` are the tokens so far `[B, T]`."""
+        rows = input_ids[:, self.num_columns :].tolist()
+        stops = [is_said(self.tokenizer, row, self.stops) for row in rows]
+        return cast(torch.BoolTensor, torch.tensor(stops, device=input_ids.device))
+
+
+def is_said(tokenizer: PreTrainedTokenizerBase, ids: list[int], stops: tuple[str, ...]) -> bool:
+    """Returns whether one of some texts ends within the last of some tokens."""
+    if not stops:
+        return False
+    # A token has one byte at least; some more for special tokens, which have no text.
+    num_last = max(len(stop.encode()) for stop in stops) + 4
+    text = str(tokenizer.decode(ids[-num_last:], skip_special_tokens=True))
+    return any(stop in text for stop in stops)
+
+
+def logprobs_of(logits: tuple[Tensor, ...], ids: Tensor, num_top: int) -> list[TokenLogprob]:
+    """Returns the log-probabilities of an answer's tokens.
+
+    Args:
+        logits (tuple of `torch.Tensor` of shape `[1, V]`): The target's own, one per token.
+        ids (`torch.Tensor` of shape `[T]`, int64): The tokens.
+        num_top (`int`): How many of the most likely tokens are told beside.
+    """
+    found: list[TokenLogprob] = []
+    for scores, token in zip(logits, ids, strict=True):
+        logprobs = torch.log_softmax(scores[0].float(), dim=-1)
+        top = torch.topk(logprobs, num_top)
+        pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        found.append(TokenLogprob(logprob=float(logprobs[token]), top=pairs))
+    return found

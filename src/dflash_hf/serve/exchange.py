@@ -1,0 +1,119 @@
+"""One request and its answers: jobs go to the engine, pieces come back, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from dflash_hf.serve.answers import Answer, StopReader, TextReader
+from dflash_hf.serve.engine import Done, Event, Job, Tokens
+from dflash_hf.serve.markup import MarkupReader, Piece
+from dflash_hf.serve.pair import Pair
+from dflash_hf.serve.replies import DONE, Choice, Reply, event
+from dflash_hf.serve.requests import Asked
+
+Progress = tuple[Choice, list[Piece]]
+
+
+class Exchange:
+    """The answers to one request.
+
+    Args:
+        pair (`Pair`): Who answers.
+        asked (`Asked`): The request.
+        name (`str`): Its id.
+    """
+
+    def __init__(self, pair: Pair, asked: Asked, name: str) -> None:
+        self.pair = pair
+        self.asked = asked
+        self.reply = Reply(name, pair.name, asked.is_chat, pair.tokenizer, asked.num_top)
+        self.choices: list[Choice] = []
+        self.jobs: list[Job] = []
+        # Events of all choices, each with the choice's number.
+        self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        markup: dict[str, Any] = {}
+        prefix = ""
+        if asked.is_chat:
+            markup = pair.markup
+            prefix = str(pair.tokenizer.decode(asked.inputs["input_ids"][0]))
+        for index, sampling in enumerate(asked.sampling):
+            answer = Answer(
+                text=TextReader(pair.tokenizer, markup),
+                stops=StopReader(sampling.stops),
+                markup=MarkupReader(markup, prefix, asked.tools),
+            )
+            self.choices.append(Choice(index=index, answer=answer))
+            receive = functools.partial(self._receive, loop, index)
+            self.jobs.append(Job(name, asked.inputs, sampling, receive))
+
+    def submit(self) -> None:
+        """Hands the jobs to the engine."""
+        for job in self.jobs:
+            self.pair.engine.submit(job)
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        for job in self.jobs:
+            job.gone.set()
+
+    def _receive(self, loop: asyncio.AbstractEventLoop, index: int, event: Event) -> None:
+        """Takes an event in the engine's thread."""
+        # With the loop its readers are gone too.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
+
+    async def progress(self) -> AsyncGenerator[Progress]:
+        """Yields what comes, piece by piece; a choice that has ended has its `finish_reason`.
+
+        Raises whatever a job ended with.
+        """
+        num_running = len(self.jobs)
+        while num_running:
+            index, event = await self.events.get()
+            choice = self.choices[index]
+            pieces: list[Piece] = []
+            if isinstance(event, Tokens):
+                pieces = choice.answer.add(event.ids)
+                if choice.answer.is_stopped:
+                    self.jobs[index].gone.set()
+            elif isinstance(event, Done):
+                choice.counts = event.counts
+                choice.logprobs = event.logprobs
+                pieces = choice.end(event.is_cut)
+                num_running -= 1
+            else:
+                raise event
+            choice.pieces += pieces
+            yield choice, pieces
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns all answers at once."""
+        async for _ in self.progress():
+            pass
+        return self.reply.whole(self.choices, self.asked.num_prompt_tokens)
+
+    async def stream(self) -> AsyncGenerator[str]:
+        """Yields the events of a stream; raises what a job ended with."""
+        for choice in self.choices:
+            begun = self.reply.first(choice)
+            if begun is not None:
+                yield self._event(begun)
+        async for choice, pieces in self.progress():
+            told = [self.reply.piece(choice, piece) for piece in pieces]
+            if choice.finish_reason:
+                told.append(self.reply.last(choice))
+            if told:
+                yield "".join(self._event(chunk) for chunk in told)
+        if self.asked.has_usage:
+            yield event(self.reply.usage_chunk(self.choices, self.asked.num_prompt_tokens))
+        yield DONE
+
+    def _event(self, chunk: dict[str, Any]) -> str:
+        """A chunk as an event; where a usage comes at the end, all before it say that they have none."""
+        if self.asked.has_usage:
+            chunk["usage"] = None
+        return event(chunk)

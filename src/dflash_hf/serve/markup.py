@@ -1,0 +1,289 @@
+"""Thoughts, text and calls of tools in an answer, told apart while it grows.
+
+How a family marks them is said by Transformers' response templates, and calls are read by its `parse_response`. This
+reader adds what that parser leaves open: a call counts only once it is closed and can be read, anything else is text,
+and white space beside marks is no text.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import regex
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from dflash_hf.errors import is_a
+
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names of the field in response templates
+CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A piece of an answer.
+
+    Args:
+        kind (`str`): What it is.
+        text (`str`): Its text; of a call the arguments, as JSON.
+        name (`str`): Of a call, the function's.
+        call_id (`str`): Of a call, its id.
+    """
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    name: str = ""
+    call_id: str = ""
+
+
+@dataclass
+class Region:
+    """A marked part of an answer that is not closed yet."""
+
+    field: Any
+    opened: str  # the mark that opened it
+    body: str = ""
+
+
+@dataclass
+class Trimmed:
+    """Text of one kind whose white space at both ends is held back.
+
+    At its beginning it is dropped, at its end until more text comes.
+    """
+
+    held: str = ""
+    has_text: bool = False
+    keeps_start: bool = False
+
+    def add(self, text: str) -> str:
+        """Returns what can be told after some more text."""
+        text = self.held + text
+        if not self.has_text and not self.keeps_start:
+            text = text.lstrip()
+        told = text.rstrip()
+        self.held = text[len(told) :]
+        if told:
+            self.has_text = True
+        return told
+
+
+@dataclass
+class MarkupReader:
+    """Splits the text of an answer into pieces.
+
+    Args:
+        template (`dict`): The response template of the target's family; with an empty one all is content.
+        prefix (`str`): The prompt, whose end may open a region: some chat templates write `<think>` themselves.
+        tools (`list`): The request's tools; without any, calls are text.
+    """
+
+    template: dict[str, Any]
+    prefix: str
+    tools: Sequence[Any]
+    buffer: str = ""
+    region: Region | None = None
+    is_marked: bool = False  # whether a mark has been read
+    last: str = ""  # the letter before the buffer
+    content: Trimmed = field(default_factory=lambda: Trimmed(keeps_start=True))
+    reasoning: Trimmed = field(default_factory=Trimmed)
+
+    def __post_init__(self) -> None:
+        self.fields: list[Any] = []
+        if not self.template:
+            return
+        read = load_response_template(self.template)
+        for name, one in read.fields.items():
+            is_wanted = name in REASONING or (name == CALLS and bool(self.tools))
+            if is_wanted and one.open_re is not None:
+                self.fields.append(one)
+        # What the prompt has of this answer moves the state, and is no part of it.
+        begun = read.truncate_past_last_anchor(self.prefix)
+        if begun != self.prefix:
+            self.add(begun)
+            self.content = Trimmed(keeps_start=not self.is_marked)
+            self.reasoning = Trimmed()
+
+    def add(self, text: str) -> list[Piece]:
+        """Returns the pieces that are complete after some more text."""
+        self.buffer += text
+        return self._read(is_end=False)
+
+    def end(self) -> list[Piece]:
+        """Returns the last pieces: a call that is not closed is text."""
+        pieces = self._read(is_end=True)
+        if self.content.held and not self.is_marked:
+            pieces.append(Piece(kind="content", text=self.content.held))
+        return pieces
+
+    def _read(self, is_end: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        is_going_on = True
+        while is_going_on:
+            if self.region is None:
+                is_going_on = self._read_content(pieces, is_end)
+            elif self.region.field.name == CALLS:
+                is_going_on = self._read_call(pieces, self.region, is_end)
+            else:
+                is_going_on = self._read_reasoning(pieces, self.region, is_end)
+        return pieces
+
+    def _read_content(self, pieces: list[Piece], is_end: bool) -> bool:
+        """Reads up to the next mark; returns whether there was one."""
+        hold = len(self.buffer)
+        best: tuple[int, Any, Any] | None = None
+        for one in self.fields:
+            is_late = one.name != CALLS and (self.content.has_text or self.is_marked)
+            if is_late:
+                continue
+            match = one.open_re.search(self.buffer, partial=not is_end)
+            if match is None:
+                continue
+            is_at_edge = match.end() == len(self.buffer) and one.open_literals is None
+            can_grow = is_at_edge and not is_end
+            if match.partial or can_grow:
+                hold = min(hold, match.start())
+            elif best is None or match.start() < best[0]:
+                best = (match.start(), one, match)
+        if best is None or best[0] > hold:
+            self._tell(pieces, self.buffer[:hold])
+            self._drop(hold)
+            return False
+        start, one, match = best
+        before = self.buffer[:start]
+        quotes = match.group().lstrip().startswith("<") and (before or self.last).endswith("`")
+        if quotes:
+            self._tell(pieces, self.buffer[: match.end()])
+            self._drop(match.end())
+            return True
+        self._tell(pieces, before)
+        self.region = Region(field=one, opened=match.group())
+        self._drop(match.end())
+        return True
+
+    def _read_reasoning(self, pieces: list[Piece], region: Region, is_end: bool) -> bool:
+        """Reads up to the end of the thoughts; returns whether it was there."""
+        self.is_marked = True
+        match = region.field.close_re.search(self.buffer, partial=not is_end)
+        end = len(self.buffer)
+        is_closed = match is not None and not match.partial
+        if match is not None:
+            end = match.start()
+        text = self.reasoning.add(self.buffer[:end])
+        if text:
+            pieces.append(Piece(kind="reasoning", text=text))
+        if not is_closed:
+            self._drop(end)
+            return False
+        assert match is not None
+        self._drop(match.end())
+        self.region = None
+        self.content.keeps_start = False
+        return True
+
+    def _read_call(self, pieces: list[Piece], region: Region, is_end: bool) -> bool:
+        """Reads a call once it is closed; returns whether the state has changed."""
+        match = region.field.close_re.search(self.buffer)
+        body = self.buffer
+        if match is not None:
+            body = self.buffer[: match.start()]
+        can_be_json = not body.strip() or body.lstrip().startswith(("{", "["))
+        is_hopeless = region.field.content == "json" and not can_be_json
+        if match is None and not is_end and not is_hopeless:
+            return False
+        calls: list[Piece] = []
+        if match is not None:
+            calls = self._calls(region, body, match.group())
+        if not calls:
+            # Only the mark becomes text: a call may follow behind it.
+            self.region = None
+            self._tell(pieces, region.opened)
+            return True
+        assert match is not None
+        pieces.extend(calls)
+        # White space before a call separates it from the text, and is no text.
+        self.content.held = ""
+        self.content.keeps_start = False
+        self.is_marked = True
+        self.region = None
+        self._drop(match.end())
+        return True
+
+    def _calls(self, region: Region, body: str, closed: str) -> list[Piece]:
+        """The calls of a closed region; none if it cannot be read."""
+        pattern = region.field.content_args.get("tag_pattern")
+        if pattern and regex.sub(pattern, "", body, flags=regex.DOTALL).strip():
+            return []
+        try:
+            raw = region.opened + _with_arguments(body) + closed
+            message = parse_response(raw, self.template, prefix="", tools=list(self.tools))
+        except (ValueError, KeyError, TypeError):
+            return []
+        pieces: list[Piece] = []
+        for call in message.get(CALLS) or []:
+            piece = _call_of(call)
+            if piece is None:
+                return []
+            pieces.append(piece)
+        return pieces
+
+    def _tell(self, pieces: list[Piece], text: str) -> None:
+        """Adds a piece of content."""
+        told = self.content.add(text)
+        if told:
+            pieces.append(Piece(kind="content", text=told))
+
+    def _drop(self, end: int) -> None:
+        """Forgets the beginning of the buffer."""
+        self.last = self.buffer[max(end - 1, 0) : end] or self.last
+        self.buffer = self.buffer[end:]
+
+
+def _with_arguments(body: str) -> str:
+    """The body of a call in JSON, with arguments where it has none."""
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    if isinstance(call, dict) and call.get("arguments") is None:
+        return json.dumps({**call, "arguments": {}}, ensure_ascii=False)
+    return body
+
+
+def _call_of(call: Any) -> Piece | None:
+    """A call as a piece; None if it has no name, or arguments that are no object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return None
+    name = function.get("name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not is_a(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    text = json.dumps(arguments, ensure_ascii=False)
+    return Piece(kind="call", text=text, name=name, call_id=f"call_{uuid.uuid4().hex[:24]}")
+
+
+def marks_of(template: dict[str, Any]) -> str:
+    """Returns all marks of a response template in one text, to look tokens up in; none of an empty one."""
+    marks: list[str] = []
+    for name, one in template.get("fields", {}).items():
+        if name != "content":
+            values = [
+                one.get(key, "") for key in ("open", "close", "open_pattern", "close_pattern")
+            ]
+            marks.extend(str(value).replace("\\", "") for value in values)
+            marks.append(str(one.get("content_args", "")))
+    return "\n".join(marks)

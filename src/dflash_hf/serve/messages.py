@@ -1,0 +1,168 @@
+"""The conversation of a request: every turn is looked at, and becomes what the chat template takes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
+from dflash_hf.errors import one_line
+from dflash_hf.serve.pair import Pair
+from dflash_hf.serve.refusal import FIX, Refusal, need
+
+MAX_IMAGES = 16
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of a turn that reach the chat template; others are refused.
+TURN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
+PARAM = "messages"
+
+
+def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
+    """Returns the turns as the chat template takes them, with images in the place of their addresses.
+
+    Raises:
+        Refusal: If one is not as OpenAI has it, or has what this server or this target does not do.
+    """
+    is_list = isinstance(messages, list) and bool(messages)
+    need(is_list, PARAM, "messages, a list of turns", messages)
+    turns: list[dict[str, Any]] = []
+    num_images = 0
+    for message in messages:
+        is_turn = isinstance(message, dict)
+        need(is_turn, PARAM, "turns with role and content in messages", message)
+        turn = without_nulls(message)
+        role = turn.get("role")
+        need(role in ROLES, PARAM, f"role of each turn among {', '.join(ROLES)}", role)
+        turn = _known(turn)
+        calls = _tool_calls(turn.pop("tool_calls", []))
+        if calls:
+            turn["tool_calls"] = calls
+            turn.setdefault("content", "")
+        _read_reasoning(turn)
+        content = turn.get("content")
+        if isinstance(content, list):
+            num_images += sum(_is_image(part) for part in content)
+            what = f"at most {MAX_IMAGES} images"
+            need(num_images <= MAX_IMAGES, PARAM, what, num_images, "send fewer")
+            turn["content"] = _joined([_part(part, pair) for part in content], pair)
+        else:
+            what = "content of each turn (or a list of parts)"
+            check_text(content, PARAM, what, may_be_empty=True)
+        turns.append(turn)
+    return turns
+
+
+def _known(turn: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a turn, of which clients send back empty ones that they were sent."""
+    for name, value in turn.items():
+        is_known = name in TURN or value in ([], "")
+        what = f"turns of {', '.join(TURN)}"
+        need(is_known, PARAM, what, name, "leave it out", "unknown_parameter")
+    for name in ("name", "tool_call_id"):
+        if name in turn:
+            check_text(turn[name], PARAM, f"{name} of a turn", may_be_empty=True)
+    return {name: value for name, value in turn.items() if name in TURN}
+
+
+def _read_reasoning(turn: dict[str, Any]) -> None:
+    """Gives the thoughts of a turn both names that templates know them by."""
+    thoughts = [turn[name] for name in ("reasoning", "reasoning_content") if name in turn]
+    for thought in thoughts:
+        check_text(thought, PARAM, "reasoning of a turn", may_be_empty=True)
+    if thoughts:
+        is_one = len(set(thoughts)) == 1
+        need(is_one, PARAM, "the same reasoning and reasoning_content", thoughts)
+        turn["reasoning"] = thoughts[0]
+        turn["reasoning_content"] = thoughts[0]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def _joined(parts: list[dict[str, Any]], pair: Pair) -> Any:
+    """The parts, or for a template that takes texts only their text, one per line."""
+    if pair.takes_parts:
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Any, pair: Pair) -> dict[str, Any]:
+    """A part of a message, its image read."""
+    is_known = isinstance(part, dict) and part.get("type") in ("text", "image_url")
+    need(is_known, PARAM, "parts of type text or image_url", part)
+    if part["type"] == "text":
+        text = part.get("text")
+        check_text(text, PARAM, "text of each part of type text", may_be_empty=True)
+        return {"type": "text", "text": text}
+    what = "texts, which are all that this target reads"
+    need(pair.takes_images, PARAM, what, "an image", "leave it out")
+    url = part.get("image_url")
+    if isinstance(url, dict):
+        url = url.get("url")
+    kind = ""
+    code = ""
+    if isinstance(url, str):
+        kind, _, code = url.partition(",")
+    # Neither files nor addresses: which ones the server may read is not for clients to say.
+    is_data = re.fullmatch(r"data:[\w/+.-]*;base64", kind) is not None
+    what = "each image as data:image/...;base64,..."
+    need(is_data, PARAM, what, url, "send what is in it")
+    limit = MAX_FILE_BYTES // 3 * 4 + 4
+    what = f"at most {limit} letters of base64 for each image"
+    need(len(code) <= limit, PARAM, what, len(code), "shrink it")
+    try:
+        data = base64.b64decode(code, validate=True)
+    except ValueError:
+        need(False, PARAM, "base64 in each image", code, "encode it anew")
+        raise
+    try:
+        image = read_image(Path("an image"), data).image
+    except ValueError as error:
+        raise Refusal(one_line(error), 400, "invalid_image", PARAM) from error
+    return {"type": "image", "image": image}
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    """The calls of a turn, with arguments that are an object, as templates take them."""
+    need(isinstance(calls, list), PARAM, "tool_calls as a list", calls)
+    read: list[dict[str, Any]] = []
+    for call in calls:
+        is_named = isinstance(call, dict) and has_name(call.get("function"))
+        need(is_named, PARAM, "tool_calls with a function that has a name", call)
+        function = call["function"]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _read_json(arguments)
+        is_object = isinstance(arguments, dict)
+        what = "arguments of each of tool_calls as an object in JSON"
+        need(is_object, PARAM, what, function.get("arguments"))
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
+
+
+def _read_json(text: str) -> Any:
+    """What a text says in JSON; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def check_text(text: Any, param: str, what: str, may_be_empty: bool = False) -> None:
+    """Raises a `Refusal` unless it is a text."""
+    is_text = isinstance(text, str) and (bool(text) or may_be_empty)
+    need(is_text, param, f"a text as {what}", text, FIX)
+
+
+def has_name(function: Any) -> bool:
+    """Returns whether a function has a name."""
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields as if what is null had been left out."""
+    return {name: value for name, value in fields.items() if value is not None}

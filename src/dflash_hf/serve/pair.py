@@ -1,0 +1,72 @@
+"""The pair that is served, and what a request needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedModel
+from transformers.cli.serving.utils import get_response_template
+
+from dflash_hf.errors import is_a
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.pair.answers import Processor, tokenizer_of
+from dflash_hf.serve.engine import Engine, OneAtATime
+
+DEFAULT_TOKENS = 1024  # of an answer, where neither the request nor the target says more
+PROBE = "one part of a turn"
+
+
+class Pair:
+    """A target with its draft and its tokenizer or processor, as clients ask for it.
+
+    Args:
+        target, draft, processor: The pair.
+        name (`str`): What clients call it.
+        encoding (`dict`): Options of the chat template, where a request has none.
+        note (callable): Gets a line about each request.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        processor: Processor,
+        *,
+        name: str,
+        encoding: dict[str, Any],
+        note: Callable[[str], None],
+    ) -> None:
+        self.target: Any = target
+        self.processor: Any = processor
+        self.tokenizer = tokenizer_of(processor)
+        self.name = name
+        self.encoding = encoding
+        self.note = note
+        config = target.config.get_text_config(decoder=True)
+        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
+        self.vocab_size = int(config.vocab_size)
+        self.template = str(
+            getattr(processor, "chat_template", None) or self.tokenizer.chat_template or ""
+        )
+        self.takes_images = processor is not self.tokenizer
+        self.takes_parts = self.takes_images or self._renders_parts()
+        # How thoughts and calls of tools are marked in an answer; empty where nothing is known of it.
+        self.markup: dict[str, Any] = get_response_template(processor, target) or {}
+        own_limit: Any = self.target.generation_config.max_new_tokens
+        self.default_tokens = DEFAULT_TOKENS
+        if is_a(own_limit, int) and own_limit > DEFAULT_TOKENS:
+            self.default_tokens = own_limit
+        self.engine: Engine = OneAtATime(target, draft, self.tokenizer, note)
+
+    def _renders_parts(self) -> bool:
+        """Whether the chat template renders a list of text parts itself, and not as Python would print it."""
+        if not self.template:
+            return False
+        turn = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
+        try:
+            text = str(self.processor.apply_chat_template([turn], tokenize=False))
+        except (TypeError, ValueError, AttributeError, TemplateError):
+            return False
+        return PROBE in text and "'type'" not in text and '"type"' not in text

@@ -1,0 +1,230 @@
+"""What is sent back, in OpenAI's form: whole answers, chunks of a stream, usage, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from dflash_hf.serve.answers import Answer
+from dflash_hf.serve.engine import Counts, TokenLogprob
+from dflash_hf.serve.markup import Piece
+
+DONE = "data: [DONE]\n\n"
+BROKEN = "\ufffd"  # what decoding writes for bytes that are no whole character
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+@dataclass(kw_only=True)
+class Choice:
+    """One of a request's answers: what has come of it, and how it ended.
+
+    Args:
+        index (`int`): Which one.
+        answer (`Answer`): Reads its tokens.
+    """
+
+    index: int
+    answer: Answer
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    finish_reason: str = ""
+    counts: Counts = field(default_factory=Counts)
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    num_calls: int = 0
+
+    def end(self, is_cut: bool) -> list[Piece]:
+        """Ends it; returns its last pieces. A call that the limit has cut is text by now, and the reason `length`."""
+        pieces = self.answer.end()
+        self.finish_reason = "stop"
+        if is_cut and not self.answer.is_stopped:
+            self.finish_reason = "length"
+        elif self.answer.has_calls:
+            self.finish_reason = "tool_calls"
+        return pieces
+
+    def text_of(self, kind: str) -> str:
+        """Returns the text of all pieces of a kind."""
+        return "".join(piece.text for piece in self.pieces if piece.kind == kind)
+
+
+class Reply:
+    """The form of one request's answers.
+
+    Args:
+        name (`str`): Id of the request.
+        model (`str`): What clients call the model.
+        is_chat (`bool`): Whether it is a chat, else a plain completion.
+        tokenizer: What decodes single tokens.
+        num_top (`int`): How many log-probabilities are told at each place; -1 for none at all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        is_chat: bool,
+        tokenizer: PreTrainedTokenizerBase,
+        num_top: int,
+    ) -> None:
+        self.is_chat = is_chat
+        self.tokenizer = tokenizer
+        self.num_top = num_top
+        self.head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": model}
+
+    def whole(self, choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
+        """Returns the answers in one piece."""
+        kind = "text_completion"
+        told = [self._text(choice) for choice in choices]
+        if self.is_chat:
+            kind = "chat.completion"
+            told = [self._message(choice) for choice in choices]
+        return {
+            **self.head,
+            "object": kind,
+            "choices": told,
+            "usage": usage(choices, num_prompt_tokens),
+        }
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        content: str | None = choice.text_of("content")
+        calls = [piece for piece in choice.pieces if piece.kind == "call"]
+        if calls and not content:
+            content = None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        reasoning = choice.text_of("reasoning")
+        if reasoning:
+            message["reasoning"] = reasoning
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        return {"index": choice.index, "message": message, **self._end(choice)}
+
+    def _text(self, choice: Choice) -> dict[str, Any]:
+        return {"index": choice.index, "text": choice.text_of("content"), **self._end(choice)}
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish_reason,
+            "acceptance_length": choice.counts.acceptance_length,
+        }
+
+    # ---- chunks of a stream
+
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """Returns the chunk that begins an answer; plain completions have none."""
+        if not self.is_chat:
+            return None
+        return self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """Returns the chunk of one piece."""
+        delta: dict[str, Any] = {piece.kind: piece.text}
+        if piece.kind == "call":
+            delta = {"tool_calls": [{"index": choice.num_calls, **_call(piece)}]}
+            choice.num_calls += 1
+        return self._chunk(choice, delta)
+
+    def last(self, choice: Choice) -> dict[str, Any]:
+        """Returns the chunk that ends an answer, with all its log-probabilities."""
+        chunk = self._chunk(choice, {})
+        chunk["choices"][0] |= self._end(choice)
+        return chunk
+
+    def usage_chunk(self, choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
+        """Returns the chunk behind all answers that has their usage."""
+        return {**self._chunk_head(), "choices": [], "usage": usage(choices, num_prompt_tokens)}
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        told: dict[str, Any] = {"index": choice.index, "logprobs": None, "finish_reason": None}
+        if self.is_chat:
+            told["delta"] = delta
+        else:
+            told["text"] = delta.get("content", "")
+        return {**self._chunk_head(), "choices": [told]}
+
+    def _chunk_head(self) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk"
+        return {**self.head, "object": kind}
+
+    # ---- log-probabilities
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if self.num_top < 0:
+            return None
+        answer = choice.answer
+        kept: list[tuple[int, int, TokenLogprob]] = []
+        for token_id, offset, logprob in zip(
+            answer.ids, answer.offsets, choice.logprobs, strict=False
+        ):
+            is_cut_off = answer.is_stopped and offset >= answer.num_kept
+            if token_id not in answer.text.hidden and not is_cut_off:
+                kept.append((token_id, offset, logprob))
+        if self.is_chat:
+            return {"content": [self._token(*entry) for entry in kept], "refusal": None}
+        return {
+            "tokens": [self._said(token_id) for token_id, _, _ in kept],
+            "token_logprobs": [logprob.logprob for _, _, logprob in kept],
+            "top_logprobs": [
+                {self._said(token_id): value for token_id, value in logprob.top}
+                for _, _, logprob in kept
+            ],
+            "text_offset": [offset for _, offset, _ in kept],
+        }
+
+    def _token(self, token_id: int, offset: int, logprob: TokenLogprob) -> dict[str, Any]:
+        top = [self._entry(other, value) for other, value in logprob.top]
+        return {**self._entry(token_id, logprob.logprob), "top_logprobs": top}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._said(token_id),
+            "logprob": logprob,
+            "bytes": token_bytes(self.tokenizer, token_id),
+        }
+
+    def _said(self, token_id: int) -> str:
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _call(piece: Piece) -> dict[str, Any]:
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"id": piece.call_id, "type": "function", "function": function}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> list[int] | None:
+    """Returns the bytes of a token; None where the tokenizer does not tell those of a part of a character."""
+    text = str(tokenizer.decode([token_id], skip_special_tokens=False))
+    if BROKEN not in text:
+        return list(text.encode())
+    token: Any = tokenizer.convert_ids_to_tokens(token_id)
+    if len(token) == 6 and token.startswith("<0x"):
+        return [int(token[3:5], 16)]
+    if all(letter in BYTES for letter in token):
+        return [BYTES[letter] for letter in token]
+    return None
+
+
+def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
+    """Returns the tokens of a request, and how many of the draft's proposals became some."""
+    num_tokens = sum(len(choice.answer.ids) for choice in choices)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(choice.counts.num_used for choice in choices),
+            "rejected_prediction_tokens": sum(choice.counts.num_rejected for choice in choices),
+        },
+    }
+
+
+def event(content: dict[str, Any]) -> str:
+    """Returns an event of a stream."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

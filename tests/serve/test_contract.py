@@ -1,0 +1,417 @@
+"""OpenAI's contract, case by case: each asked by OpenAI's client and by raw HTTP, streamed and whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import APIError
+from transformers.cli.serving.utils import get_response_template
+
+from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.serve.engine import Job, Tokens
+from dflash_hf.serve.messages import read_messages
+from dflash_hf.serve.pair import Pair
+from helpers.scripted_server import Found, InProcess, Script
+
+# A template that renders everything that a turn may have.
+RICH = """{% for tool in tools or [] %}<|im_start|>tool {{ tool | tojson }}<|im_end|>{% endfor -%}
+{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif -%}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif -%}
+{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello."}]
+ADDS: list[dict[str, Any]] = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}, "dry": {"type": "boolean"}},
+            },
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"path": "/", "dry": true}}\n</tool_call>'
+PARAMETERS = "<parameter=path>\n/\n</parameter>\n<parameter=dry>\ntrue\n</parameter>"
+XML = f"<tool_call>\n<function=f>\n{PARAMETERS}\n</function>\n</tool_call>"
+BARE = '<tool_call>\n{"name": "f"}\n</tool_call>'
+GEMMA = '<|tool_call>call:f{path:<|"|>/<|"|>,dry:true}<tool_call|>'
+ARGUMENTS = {"path": "/", "dry": True}
+ENDS = {"logit_bias": {"2": 100}}  # the end token, whatever is asked
+BYTE = {"logit_bias": {"131": 100}}  # the first byte of a character, and never the rest
+WAYS = [(way, streamed) for way in ("openai", "http") for streamed in (False, True)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is said or asked, and what has to come; only what is expected is looked at."""
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    says: str = ""  # by the script; empty asks the bundled pair
+    markup: str = "qwen3"
+    expected: dict[str, Any] = field(default_factory=dict[str, Any])
+    is_chat: bool = True
+    streams_only: bool = False
+    cut: str = ""  # what of it the limit lets pass
+
+
+def scripted(name: str, says: str, content: str, reason: str = "stop", **more: Any) -> Case:
+    """A case with tools, in which the script says something."""
+    fields = {"messages": HELLO, "tools": TOOLS, **more.pop("fields", {})}
+    markup = more.pop("markup", "qwen3")
+    cut = more.pop("cut", "")
+    expected = {"content": content, "reasons": [reason], "calls": [], "reasoning": "", **more}
+    return Case(name, fields, says, markup, expected, cut=cut)
+
+
+def refused(name: str, fields: dict[str, Any], param: str, code: str, is_chat: bool = True) -> Case:
+    """A case that is refused with status 400."""
+    prompt: dict[str, Any] = {"messages": HELLO} if is_chat else {"prompt": "Hello."}
+    expected = {"status": 400, "param": param, "code": code}
+    return Case(name, {**prompt, **fields}, expected=expected, is_chat=is_chat)
+
+
+CALLED = {"calls": [("f", ARGUMENTS)]}
+TWICE = {"calls": [("f", ARGUMENTS), ("f", ARGUMENTS)]}
+CASES = [
+    # ---- why an answer ends
+    Case("end_token_alone", {"messages": HELLO, "max_tokens": 1, **ENDS},
+         expected={"content": "", "reasons": ["stop"], "completion_tokens": 1}),
+    Case("end_token_of_a_completion", {"prompt": "Hello.", "max_tokens": 1, **ENDS},
+         expected={"content": "", "reasons": ["stop"]}, is_chat=False),
+    Case("limit_of_one", {"messages": ADDS, "max_tokens": 1},
+         expected={"reasons": ["length"], "completion_tokens": 1}),
+    Case("max_completion_tokens", {"messages": ADDS, "max_completion_tokens": 5},
+         expected={"reasons": ["length"], "completion_tokens": 5}),
+    scripted("limit_before_the_end_token", "one two", "one two", "length", cut="one two"),
+    # ---- characters that are cut
+    Case("one_broken_byte", {"messages": HELLO, "max_tokens": 1, **BYTE},
+         expected={"content": "\ufffd", "reasons": ["length"]}),
+    Case("three_broken_bytes", {"messages": HELLO, "max_tokens": 3, **BYTE},
+         expected={"content": "\ufffd" * 3, "completion_tokens": 3}),
+    Case("broken_bytes_of_a_completion", {"prompt": "Hello.", "max_tokens": 2, **BYTE},
+         expected={"content": "\ufffd" * 2}, is_chat=False),
+    scripted("cut_within_a_character", "a\u6f22", "a\ufffd", "length", fields={"max_tokens": 2}),
+    # ---- stop texts
+    scripted("stop_is_cut_off", "one two three", "one ", fields={"stop": "two"}),
+    scripted("first_of_several_stops", "one two three", "one ", fields={"stop": ["three", "two"]}),
+    scripted("stop_over_tokens", "x The final answer y", "x The fi", fields={"stop": ["nal answer"]}),
+    scripted("stop_at_the_beginning", "one two", "", fields={"stop": ["one"]}),
+    scripted("beginning_of_a_stop_is_text", "one twoo", "one twoo", fields={"stop": ["twooo"]}),
+    scripted("stop_within_a_word", "abcabcabd", "abc", fields={"stop": ["abcabd"]}),
+    scripted("stop_is_the_last_allowed", "one two and", "one ", fields={"stop": "two"}, cut="one two"),
+    Case("stop_is_not_looked_for_in_the_prompt", {"prompt": "Step", "stop": [" 1x", "Step"], "max_tokens": 3},
+         expected={"completion_tokens": 3, "reasons": ["length"]}, is_chat=False),
+    # ---- usage
+    Case("no_stream_options", {"messages": HELLO, "max_tokens": 2}, expected={"stream_usage": False}),
+    Case("null_stream_options", {"messages": HELLO, "max_tokens": 2, "stream_options": None},
+         expected={"stream_usage": False}),
+    Case("empty_stream_options", {"messages": HELLO, "max_tokens": 2, "stream_options": {}},
+         expected={"stream_usage": False}, streams_only=True),
+    Case("usage_wanted", {"messages": HELLO, "max_tokens": 2, "stream_options": {"include_usage": True}},
+         expected={"stream_usage": True}, streams_only=True),
+    Case("null_include_usage", {"messages": HELLO, "max_tokens": 2, "stream_options": {"include_usage": None}},
+         expected={"stream_usage": False}, streams_only=True),
+    Case("usage_of_a_completion", {"prompt": "Hello.", "max_tokens": 2, "stream_options": {"include_usage": True}},
+         expected={"stream_usage": True}, is_chat=False, streams_only=True),
+    # ---- several answers
+    Case("two_choices", {"messages": HELLO, "max_tokens": 4, "n": 2},
+         expected={"reasons": ["length"] * 2, "completion_tokens": 8}),
+    Case("three_completions", {"prompt": "Hello.", "max_tokens": 4, "n": 3},
+         expected={"reasons": ["length"] * 3}, is_chat=False),
+    # ---- log-probabilities
+    Case("logprobs", {"messages": ADDS, "max_tokens": 4, "logprobs": True, "top_logprobs": 2},
+         expected={"num_logprobs": 4}),
+    Case("logprobs_of_a_completion", {"prompt": "Hello.", "max_tokens": 4, "logprobs": 1},
+         expected={"num_logprobs": 4}, is_chat=False),
+    Case("no_logprobs", {"messages": ADDS, "max_tokens": 4, "logprobs": False}, expected={"num_logprobs": 0}),
+    # ---- calls of tools
+    scripted("a_call", CALL, "", "tool_calls", **CALLED),
+    scripted("a_call_in_xml", XML, "", "tool_calls", markup="qwen3_5", **CALLED),
+    scripted("a_call_of_gemma", GEMMA, "", "tool_calls", markup="gemma4", **CALLED),
+    scripted("two_calls", f"{CALL}\n{CALL}", "", "tool_calls", **TWICE),
+    scripted("text_around_a_call", f"A\n{CALL}\nB", "A\nB", "tool_calls", **CALLED),
+    scripted("text_around_a_call_in_xml", f"A\n{XML}\nB", "A\nB", "tool_calls", markup="qwen3_5", **CALLED),
+    scripted("white_space_behind_a_call", f"{CALL}\n", "", "tool_calls", **CALLED),
+    scripted("a_call_without_arguments", BARE, "", "tool_calls", calls=[("f", {})]),
+    scripted("a_call_without_json", "<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>"),
+    scripted("a_call_without_a_name", '<tool_call>{"x": 1}</tool_call>', '<tool_call>{"x": 1}</tool_call>'),
+    scripted("a_quoted_mark", "Write `<tool_call>` to call.", "Write `<tool_call>` to call."),
+    scripted("a_quoted_mark_before_a_call", f"No `<tool_call>`:\n{CALL}", "No `<tool_call>`:", "tool_calls", **CALLED),
+    scripted("a_call_that_is_not_closed", CALL[:-12], CALL[:-12]),
+    scripted("calls_are_text_without_tools", CALL, CALL, fields={"tools": []}),
+    scripted("calls_are_text_under_tool_choice_none", CALL, CALL, fields={"tool_choice": "none"}),
+    scripted("limit_behind_a_whole_call", f"{CALL}\n{CALL}", "<tool_call>", "length", cut=f"{CALL}\n<tool_call>",
+             **CALLED),
+    # ---- thoughts
+    scripted("thoughts", "<think>\nso\n</think>\n\n4", "4", reasoning="so"),
+    scripted("thoughts_that_are_cut", "<think>\nso it is", "", "length", reasoning="so it", cut="<think>\nso it"),
+    scripted("empty_thoughts_before_a_call", f"<think>\n\n</think>\n\n{CALL}", "", "tool_calls", **CALLED),
+    scripted("a_mark_of_thoughts_in_the_text", "Use <think> tags.", "Use <think> tags."),
+    # ---- what is refused, by name
+    refused("unknown_field", {"nonsense": 1}, "nonsense", "unknown_parameter"),
+    refused("response_format", {"response_format": {"type": "xml"}}, "response_format", "unsupported_parameter"),
+    refused("parallel_tool_calls", {"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
+    refused("echo", {"echo": True}, "echo", "unsupported_parameter", is_chat=False),
+    refused("audio", {"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+    refused("stream_options_as_a_number", {"stream_options": 5}, "stream_options", "invalid_value"),
+    refused("stream_options_of_another_kind", {"stream_options": {"nonsense": 1}}, "stream_options", "invalid_value"),
+    refused("top_logprobs_alone", {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    refused("too_many_choices", {"n": 17}, "n", "invalid_value"),
+    refused("a_field_of_a_turn", {"messages": [{**HELLO[0], "audio": {"id": "x"}}]}, "messages", "unknown_parameter"),
+    refused("a_limit_beyond_the_context", {"max_tokens": 5000}, "messages", "context_length_exceeded"),
+    refused("a_seed_of_a_text", {"seed": "x"}, "seed", "invalid_value"),
+    refused("two_limits", {"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[InProcess]:
+    target, draft, tokenizer = load_pair(*named_pair("text"))
+    tokenizer.chat_template = RICH
+    pair = Pair(target, draft, tokenizer, name="text", encoding={}, note=str)
+    running = InProcess(pair)
+    yield running
+    running.close()
+
+
+def prepare(server: InProcess, case: Case) -> dict[str, Any]:
+    """Puts the engine and the markup of a case in place; returns its fields."""
+    pair = server.pair
+    pair.markup = markup_of(case.markup)
+    if not case.says:
+        pair.engine = server.real
+        return case.fields
+    script = Script(pair.tokenizer)
+    pair.engine = script
+    limit = script.say(case.cut, case.says.removeprefix(case.cut))
+    if case.cut:
+        limit = script.say(case.cut) - 1
+        script.say(case.cut, case.says.removeprefix(case.cut))
+    return {"max_tokens": limit, **case.fields}
+
+
+def markup_of(family: str) -> dict[str, Any]:
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type=family))
+    return get_response_template(None, model) or {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_contract(server: InProcess, case: Case) -> None:
+    fields = prepare(server, case)
+    answers: list[Found] = []
+    for way, is_streamed in WAYS:
+        if is_streamed or not case.streams_only:
+            found = server.ask(way, is_streamed, case.is_chat, fields)
+            check(found, case.expected, is_streamed)
+            answers.append(found)
+    # The same in all ways, but for the usage that a stream need not have.
+    told = [(one.content, one.reasoning, one.calls, one.reasons) for one in answers]
+    assert told == [told[0]] * len(told)
+    lengths = [one.acceptance for one in answers]
+    assert lengths == [lengths[0]] * len(lengths)
+
+
+def check(found: Found, expected: dict[str, Any], is_streamed: bool) -> None:
+    """Compares an answer with what a case expects."""
+    if "param" in expected:
+        told = (found.status, found.error["param"], found.error["code"])
+        assert told == (expected["status"], expected["param"], expected["code"]), found.error
+        assert found.error["type"] == "invalid_request_error"
+        assert found.error["message"].startswith("expected ")
+        return
+    assert found.status == 200, found.error
+    for name in ("content", "reasoning", "calls", "reasons"):
+        if name in expected:
+            assert getattr(found, name) == expected[name], name
+    if is_streamed and "stream_usage" in expected:
+        assert (found.usage is not None) == expected["stream_usage"]
+    if found.usage is not None and "completion_tokens" in expected:
+        assert found.usage["completion_tokens"] == expected["completion_tokens"]
+    if "num_logprobs" in expected:
+        assert len(found.logprobs) == expected["num_logprobs"]
+
+
+@pytest.mark.parametrize(("markup", "says"), [("qwen3", CALL), ("qwen3_5", XML), ("gemma4", GEMMA)])
+def test_a_cut_call_is_text_at_every_limit(server: InProcess, markup: str, says: str) -> None:
+    case = Case("cut", {"messages": HELLO, "tools": TOOLS}, f"A\n{says}", markup)
+    fields = prepare(server, case)
+    script: Any = server.pair.engine
+    for limit in range(1, len(script.ids)):
+        cut = {**fields, "max_tokens": limit}
+        whole = server.ask("http", False, True, cut)
+        streamed = server.ask("http", True, True, cut)
+        for found in (whole, streamed):
+            is_complete = limit == len(script.ids) - 1
+            assert found.calls == ([("f", ARGUMENTS)] if is_complete else []), limit
+            assert found.reasons == ["length"], limit
+        assert streamed.content == whole.content
+
+
+@pytest.mark.parametrize("run", [1, 2, 7, 1000])
+def test_pieces_do_not_depend_on_the_runs(server: InProcess, run: int) -> None:
+    for says, markup in ((f"A\n{CALL}\nB", "qwen3"), (f"A {XML}", "qwen3_5"), (GEMMA, "gemma4")):
+        fields = prepare(server, Case("run", {"messages": HELLO, "tools": TOOLS}, says, markup))
+        script: Any = server.pair.engine
+        script.run = run
+        found = server.ask("http", True, True, fields)
+        assert found.calls == [("f", ARGUMENTS)]
+        assert found.content == says.split("<")[0].strip() + "\nB" * says.endswith("B")
+
+
+STOPS: list[list[str]] = [[], ["Step 2"], ["carry"], ["\n"]]
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize("stop", STOPS, ids=["end_token", "Step 2", "carry", "line_break"])
+def test_the_last_allowed_token_may_end_it(
+    server: InProcess, stop: list[str], is_chat: bool
+) -> None:
+    fields: dict[str, Any] = {
+        "prompt": "<|im_start|>user\nCompute 41 + 80.<|im_end|>\n<|im_start|>assistant\n"
+    }
+    if is_chat:
+        fields = {"messages": ADDS}
+    fields["stop"] = stop
+    fields = prepare(server, Case("last", fields))
+    free = server.ask("http", False, is_chat, fields)
+    number = free.usage["completion_tokens"]
+    for limit, reason in ((number - 1, "length"), (number, "stop"), (number + 1, "stop")):
+        for way, is_streamed in WAYS:
+            found = server.ask(way, is_streamed, is_chat, {**fields, "max_tokens": limit})
+            assert found.reasons == [reason], (limit, way, is_streamed)
+            assert limit < number or found.content == free.content
+
+
+LOOKS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+RUNS = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "3"}
+PARTS = [{"type": "text", "text": "Compute 41"}, {"type": "text", "text": " + 80."}]
+HISTORIES: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": PARTS}],
+    [*ADDS, {"role": "assistant", "content": "22", "reasoning_content": "so"}, *HELLO],
+    [*ADDS, {"role": "assistant", "content": "Let me look.", "tool_calls": LOOKS}, FOUND],
+    [
+        *ADDS,
+        {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": RUNS},
+        {"role": "tool", "name": "f", "content": "3"},
+    ],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "name": "Ann", "content": "Hi"}],
+    [{"role": "developer", "content": "Be brief."}, *HELLO],
+    [*ADDS, {"role": "assistant", "content": ""}, *HELLO],
+]
+
+
+@pytest.mark.parametrize("messages", HISTORIES)
+def test_a_history_gives_the_templates_own_prompt(
+    server: InProcess, messages: list[dict[str, Any]]
+) -> None:
+    fields = prepare(server, Case("history", {}, "ok"))
+    ids = server.pair.processor.apply_chat_template(messages, add_generation_prompt=True)[
+        "input_ids"
+    ]
+    for reasoning in ("reasoning_content", "reasoning"):
+        sent = json.loads(json.dumps(messages).replace("reasoning_content", reasoning))
+        for turn in sent:
+            for call in turn.get("tool_calls", []):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        found = server.ask("openai", False, True, {**fields, "messages": sent})
+        assert found.usage["prompt_tokens"] == len(ids)
+        script: Any = server.pair.engine
+        assert script.prompt == ids
+
+
+def test_parts_for_a_template_of_texts_are_lines() -> None:
+    target, draft, tokenizer = load_pair(*named_pair("text"))
+    pair = Pair(target, draft, tokenizer, name="text", encoding={}, note=str)
+    assert not pair.takes_parts
+    parts = [{"type": "text", "text": text} for text in ("Compute 41", "+ 80.")]
+    turns = read_messages([{"role": "user", "content": parts}], pair)
+    assert turns == [{"role": "user", "content": "Compute 41\n+ 80."}]
+
+
+def test_log_probabilities_are_the_targets_own(server: InProcess) -> None:
+    asked = {"messages": ADDS, "max_tokens": 6, "temperature": 1.5, "seed": 3}
+    fields = prepare(server, Case("x", {**asked, "logprobs": True, "top_logprobs": 3}))
+    found = server.ask("http", False, True, fields)
+    pair = server.pair
+    encoded = pair.processor.apply_chat_template(
+        ADDS, add_generation_prompt=True, return_tensors="pt"
+    )
+    said = b"".join(bytes(entry["bytes"]) for entry in found.logprobs).decode()
+    ids = pair.tokenizer(said, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(found.logprobs) == 6
+    both = torch.cat([encoded["input_ids"], torch.tensor([ids])], dim=1)
+    with torch.no_grad():
+        logits = pair.target(both).logits[0, encoded["input_ids"].shape[1] - 1 : -1]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    for place, (token, entry) in enumerate(zip(ids, found.logprobs, strict=True)):
+        assert entry["logprob"] == pytest.approx(float(logprobs[place, token]), abs=1e-4)
+        best = logprobs[place].topk(3).values.tolist()
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(best, abs=1e-4)
+        assert entry["token"].encode() == bytes(entry["bytes"])
+
+
+def test_a_choice_has_the_seed_plus_its_number(server: InProcess) -> None:
+    fields = {"messages": HELLO, "max_tokens": 12, "temperature": 1.5}
+    fields = prepare(server, Case("n", fields))
+    texts = [
+        server.ask("http", False, True, {**fields, "seed": seed}).content for seed in (7, 8, 9)
+    ]
+    reply = httpx.post(
+        f"{server.url}/chat/completions", json={**fields, "seed": 7, "n": 3}, timeout=60
+    )
+    choices = reply.json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == texts
+    assert len(set(texts)) > 1
+
+
+def test_acceptance_is_told_whole_and_streamed(server: InProcess) -> None:
+    fields = prepare(server, Case("acceptance", {"messages": ADDS}))
+    sent = {**fields, "stream_options": {"include_usage": True}}
+    streamed = server.ask("http", True, True, sent)
+    whole = server.ask("http", False, True, fields)
+    for found in (streamed, whole):
+        details = found.usage["completion_tokens_details"]
+        assert 0 < details["accepted_prediction_tokens"] < found.usage["completion_tokens"]
+        assert details["rejected_prediction_tokens"] >= 0
+        assert found.acceptance[0] > 4
+    assert streamed.acceptance == whole.acceptance
+
+
+def test_an_error_in_a_stream_is_one_object_and_the_end(server: InProcess) -> None:
+    class Fails(Script):
+        def submit(self, job: Job) -> None:
+            job.receive(Tokens(ids=self.ids[:1]))
+            job.receive(RuntimeError('no "memory" \\ left'))
+
+    script = Fails(server.pair.tokenizer)
+    script.say("one two")
+    server.pair.engine = script
+    for path, sent in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "x"})):
+        whole = httpx.post(f"{server.url}/{path}", json=sent, timeout=60)
+        assert whole.status_code == 500
+        reply = httpx.post(f"{server.url}/{path}", json={**sent, "stream": True}, timeout=60)
+        events = reply.text.strip().split("\n\n")
+        assert json.loads(events[-1].removeprefix("data: ")) == whole.json()
+        assert sum('"error"' in one for one in events) == 1
+    sent_messages: Any = HELLO
+    chats = server.client.chat.completions
+    stream = chats.create(model="text", messages=sent_messages, stream=True)
+    with pytest.raises(APIError) as caught:
+        list(stream)
+    assert caught.value.message == 'RuntimeError: no "memory" \\ left'
+    assert caught.value.type == "server_error"
