@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ import torch
 from openai import APIError
 from transformers.cli.serving.utils import get_response_template
 
+from dflash_hf.bench.server import counters
 from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.serve.engine import Job, Tokens
 from dflash_hf.serve.messages import read_messages
 from dflash_hf.serve.pair import Pair
@@ -415,3 +419,87 @@ def test_an_error_in_a_stream_is_one_object_and_the_end(server: InProcess) -> No
         list(stream)
     assert caught.value.message == 'RuntimeError: no "memory" \\ left'
     assert caught.value.type == "server_error"
+
+
+def test_metrics_have_vllms_names(server: InProcess) -> None:
+    fields = prepare(server, Case("metrics", {"messages": ADDS}))
+    address = server.url.removesuffix("/v1")
+    client = OpenAIClient(address)
+    before = counters(client)
+    found = server.ask("http", False, True, fields)
+    after = counters(client)
+    moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    details = found.usage["completion_tokens_details"]
+    both = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    assert moved["num_draft_tokens"] == both
+    assert moved["num_accepted_tokens"] >= details["accepted_prediction_tokens"]
+    assert moved["num_accepted_tokens_at_pos_0"] <= moved["num_drafts"]
+    page = httpx.get(f"{address}/metrics").text
+    labels = 'engine="0",model_name="text"'
+    assert f"vllm:num_requests_running{{{labels}}} 0.0" in page
+    assert f"vllm:num_requests_waiting{{{labels}}} 0.0" in page
+    for name in ("generation_tokens_total", "prompt_tokens_total", "request_success_total"):
+        assert f"vllm:{name}{{" in page
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert f"vllm:{name}_count{{{labels}}}" in page
+
+
+def half_a_request(server: InProcess, body: bytes, length: int) -> socket.socket:
+    """Sends the beginning of a request that says how long it will be."""
+    head = (
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        "",
+        "",
+    )
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall("\r\n".join(head).encode() + body)
+    return connection
+
+
+def test_half_a_body_is_answered_and_others_go_on(server: InProcess) -> None:
+    fields = prepare(server, Case("half", {"messages": HELLO, "max_tokens": 4}))
+    began = time.monotonic()
+    with half_a_request(server, b'{"messages": [', 5000) as connection:
+        found = server.ask("http", False, True, fields)
+        assert found.status == 200
+        reply = "".join(iter(lambda: connection.recv(65536).decode(), ""))
+    assert time.monotonic() - began < 5
+    assert reply.startswith("HTTP/1.1 408 ")
+    error = json.loads(reply.partition("\r\n\r\n")[2])["error"]
+    assert error["code"] == "request_timeout"
+    assert error["message"].startswith("expected the rest of the body within 1 s, got 14 bytes")
+
+
+def test_who_reads_slowly_holds_up_nobody(server: InProcess) -> None:
+    fields = prepare(server, Case("slow", {"messages": HELLO, "n": 16}, says="one two " * 400))
+    body = json.dumps({**fields, "stream": True}).encode()
+    with half_a_request(server, body, len(body)) as connection:
+        # Nothing of its answers is read, more of them than any buffer of a connection holds.
+        assert connection.recv(1) == b"H"
+        began = time.monotonic()
+        found = server.ask("http", False, True, {**fields, "n": 1})
+        assert found.reasons == ["stop"]
+        assert time.monotonic() - began < 10
+
+
+TOO_MUCH: list[dict[str, Any]] = [
+    {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 300_000}}]},
+    {"tools": [{"type": "function", "function": {"name": "f"}}] * 9000},
+    {"messages": [{"role": "user", "content": "x" * 4_000_001}]},
+    {"messages": [{"role": "user", "content": "word " * 700_000}]},
+    {"stop": ["x"] * 17},
+    {"n": 10**6},
+    {"max_tokens": 10**9},
+]
+
+
+@pytest.mark.parametrize("fields", TOO_MUCH, ids=lambda fields: next(iter(fields)))
+def test_too_much_is_refused_at_once(server: InProcess, fields: dict[str, Any]) -> None:
+    began = time.monotonic()
+    found = server.ask("http", True, True, {"messages": HELLO, **fields})
+    assert found.status == 400
+    assert found.error["message"].startswith("expected ")
+    assert time.monotonic() - began < 5

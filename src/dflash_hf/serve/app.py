@@ -31,7 +31,11 @@ from dflash_hf.serve.refusal import Refusal, error_object
 from dflash_hf.serve.replies import event
 from dflash_hf.serve.requests import MAX_BODY, read_request
 
-PAGES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health"
+PAGES = (
+    "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, "
+    "GET /metrics, GET /health"
+)
+UNREAD = (408, 413, 415)  # what is left of a body that was not read ends with its connection
 PATIENCE = 1.0  # seconds without a byte of a body that is not complete
 
 
@@ -64,7 +68,10 @@ class Endpoint:
                 return
             except Exception as error:
                 status, content = self.failed(error, name)
-                response = JSONResponse(content, status)
+                headers: dict[str, str] = {}
+                if status in UNREAD:
+                    headers["connection"] = "close"
+                response = JSONResponse(content, status, headers)
             await response(scope, receive, send)
         finally:
             if exchange is not None:
@@ -186,6 +193,7 @@ def build_app(pair: Pair) -> Starlette:
         Route("/v1/completions", Endpoint(pair, is_chat=False), methods=["POST"]),
         Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": [model]})),
         Route("/v1/models/{name:path}", one_model),
+        Route("/metrics", pair.metrics.page),
         Route("/health", lambda _: JSONResponse({"status": "ok"})),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: no_page})

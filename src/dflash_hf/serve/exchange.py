@@ -10,6 +10,7 @@ from typing import Any
 from dflash_hf.serve.answers import Answer, StopReader, TextReader
 from dflash_hf.serve.engine import Done, Event, Job, Tokens
 from dflash_hf.serve.markup import MarkupReader, Piece
+from dflash_hf.serve.metrics import Tracked
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.replies import DONE, Choice, Reply, event
 from dflash_hf.serve.requests import Asked
@@ -32,6 +33,7 @@ class Exchange:
         self.reply = Reply(name, pair.name, asked.is_chat, pair.tokenizer, asked.num_top)
         self.choices: list[Choice] = []
         self.jobs: list[Job] = []
+        self.tracked: list[Tracked] = []
         # Events of all choices, each with the choice's number.
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -53,12 +55,15 @@ class Exchange:
     def submit(self) -> None:
         """Hands the jobs to the engine."""
         for job in self.jobs:
+            self.tracked.append(Tracked(self.pair.metrics))
             self.pair.engine.submit(job)
 
     def end(self) -> None:
         """Ends what still runs."""
         for job in self.jobs:
             job.gone.set()
+        for tracked in self.tracked:
+            tracked.abort()
 
     def _receive(self, loop: asyncio.AbstractEventLoop, index: int, event: Event) -> None:
         """Takes an event in the engine's thread."""
@@ -77,6 +82,7 @@ class Exchange:
             choice = self.choices[index]
             pieces: list[Piece] = []
             if isinstance(event, Tokens):
+                self.tracked[index].begin()
                 pieces = choice.answer.add(event.ids)
                 if choice.answer.is_stopped:
                     self.jobs[index].gone.set()
@@ -84,6 +90,11 @@ class Exchange:
                 choice.counts = event.counts
                 choice.logprobs = event.logprobs
                 pieces = choice.end(event.is_cut)
+                num_prompt_tokens = self.asked.num_prompt_tokens
+                num_tokens = len(choice.answer.ids)
+                self.tracked[index].end(
+                    choice.finish_reason, num_prompt_tokens, num_tokens, event.counts
+                )
                 num_running -= 1
             else:
                 raise event

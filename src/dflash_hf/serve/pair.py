@@ -13,6 +13,7 @@ from dflash_hf.errors import is_a
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.serve.engine import Engine, OneAtATime
+from dflash_hf.serve.metrics import Metrics
 
 DEFAULT_TOKENS = 1024  # of an answer, where neither the request nor the target says more
 PROBE = "one part of a turn"
@@ -47,6 +48,8 @@ class Pair:
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.vocab_size = int(config.vocab_size)
+        # More letters are more tokens than the target takes; that need not be found out by reading them.
+        self.max_letters = self.max_length * max(map(len, self.tokenizer.get_vocab()))
         self.template = str(
             getattr(processor, "chat_template", None) or self.tokenizer.chat_template or ""
         )
@@ -58,6 +61,7 @@ class Pair:
         self.default_tokens = DEFAULT_TOKENS
         if is_a(own_limit, int) and own_limit > DEFAULT_TOKENS:
             self.default_tokens = own_limit
+        self.metrics = Metrics(name)
         self.engine: Engine = OneAtATime(target, draft, self.tokenizer, note)
 
     def _renders_parts(self) -> bool:

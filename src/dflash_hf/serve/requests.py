@@ -130,11 +130,11 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         tools = _tools(body, pair)
         messages = read_messages(body.get("messages"), pair)
         options = _template_options(body, pair)
-        _check_length(body)
+        _check_length(body, pair)
         inputs = _encoded_chat(messages, tools, options, pair)
     else:
         check_text(body.get("prompt"), "prompt", "prompt")
-        _check_length(body)
+        _check_length(body, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
     device = pair.target.device
     inputs = {name: value.to(device) for name, value in inputs.items()}
@@ -210,16 +210,27 @@ def _check_numbers(body: dict[str, Any]) -> None:
     need(len(limits) <= 1, "max_tokens", what, sorted(limits), "leave one out")
 
 
-def _check_length(body: dict[str, Any]) -> None:
-    """Refuses texts that a tokenizer would read for long."""
-    # Images have been looked at, and their letters are no text.
-    letters = [
-        re.sub(r"base64,[A-Za-z0-9+/=]+", "", str(body.get(name, "")))
-        for name in ("messages", "prompt", "tools", "chat_template_kwargs")
-    ]
-    length = sum(map(len, letters))
+def _check_length(body: dict[str, Any], pair: Pair) -> None:
+    """Refuses texts that a tokenizer would read for long, and those that cannot fit into the context."""
+    length = _num_letters(body.get("messages", body.get("prompt")))
+    length += len(str(body.get("chat_template_kwargs", "")))
     what = f"at most {MAX_CHARACTERS} characters of text"
     need(length <= MAX_CHARACTERS, "messages", what, length, "shorten it")
+    what = f"a text for a context of {pair.max_length} tokens"
+    got = f"{length} characters"
+    is_short = length <= pair.max_letters
+    need(is_short, "messages", what, got, "shorten it", "context_length_exceeded")
+
+
+def _num_letters(value: Any) -> int:
+    """How many letters the texts in a value have, images left out: those have been looked at."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return sum(map(_num_letters, value))
+    if isinstance(value, dict):
+        return sum(_num_letters(part) for name, part in value.items() if name != "image_url")
+    return 0
 
 
 def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
