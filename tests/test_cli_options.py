@@ -87,6 +87,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--max-new-tokens",
         "--no-thinking",
         "--num-tree-nodes",
+        "--pair",
         "--proposal",
         "--raw",
         "--seed",

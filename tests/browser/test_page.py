@@ -162,6 +162,16 @@ def test_page_can_be_read(
     )
 
 
+@pytest.mark.parametrize("is_mobile", [False, True])
+def test_a_phone_shows_the_headline_first(
+    is_mobile: bool, bundled: Server, open_chat: Callable[..., Chat]
+) -> None:
+    page = open_chat(bundled, width=390, height=844, is_mobile=is_mobile).page
+    page.wait_for_timeout(1500)  # Gradio scrolls as far as it will by then
+    assert page.evaluate("scrollY") == 0
+    assert page.evaluate("document.querySelector('h1').getBoundingClientRect().bottom") < 844
+
+
 def test_theme_can_be_switched(bundled: Server, open_page: Callable[..., Page]) -> None:
     page = open_page(bundled)
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import dflash_hf
 from dflash_hf.cli.main import app
+from dflash_hf.cli.pair import ABOUT
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"
@@ -262,8 +263,9 @@ def test_tables_fit_the_terminal(columns: int) -> None:
         assert max(map(len, shown.splitlines())) <= columns
         assert "…" not in shown
     assert re.search(
-        r"structured *(\(1\))? +yes +6 +\d+ +\d+\.\d\d +\d+\.\d\d +\d+\.\d\d +\d+\.\d\dx", table
+        r"structured *(\(1\))? +yes +6 +\d+ +\d+\.\d\d( +\d+\.\d\d){2} +\d+\.\d\dx", table
     ), table
+    assert re.search(r"\d\.\d\dx that of this package without the draft", words(table)), table
     assert re.search(r"all \(\d+\) +yes ", table), table
     said = words(doctor.stdout)
     assert "what generate has on 1 prompt and 16 tokens of answers" in said
@@ -273,8 +275,9 @@ def test_tables_fit_the_terminal(columns: int) -> None:
 def test_the_answer_is_all_that_stands_on_stdout(tmp_path: Path) -> None:
     result = run("generate", PROMPT)
     assert result.exit_code == 0, result.stderr
-    said = re.fullmatch(
-        r"(\d+) tokens in [\d.]+ s \([\d.]+/s\), (\d+) forwards, acceptance length [\d.]+",
+    assert ABOUT["text"] in words(result.stderr), "who asks a toy is told so"
+    said = re.search(
+        r"(\d+) tokens in [\d.]+ s \([\d.]+/s\), (\d+) forwards, acceptance length [\d.]+$",
         words(result.stderr),
     )
     assert said, result.stderr
@@ -354,4 +357,5 @@ def test_the_drafted_answer_is_first_and_compared_on_request(
     row = json.loads(run(*asked, "--compare", "--json").stdout)
     assert row["identical"] is True
     assert row["ratio"] == row["plain_seconds"] / row["seconds"]
+    assert row["draft_ratio"] == row["undrafted_seconds"] / row["seconds"]
     assert row["draft_seconds"] < row["seconds"]

@@ -440,7 +440,7 @@ def test_the_verdict() -> None:
             chooser.observe(width, [min(right, width - 1)], 0.0)
         said.append(chooser.verdict())
     bad, good = said
-    assert bad.startswith("1.0 tokens per verify: this draft slows you down")
+    assert bad.startswith("1.0 tokens per verify: the draft does not pay here")
     assert not good
 
 

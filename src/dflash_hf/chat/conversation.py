@@ -95,6 +95,8 @@ class Answer:
     num_cached_tokens: int = 0  # of the prompt, that were in the cache already
     stats: SpeculativeStats | None = None  # the run's own, once it has ended with a draft
     agreement: Agreement | None = None  # with plain `generate`'s, at the end of a race
+    # What this package's own loop takes without the draft, at the end of a race; before it 0
+    undrafted_seconds: float = 0.0
     error: str = ""  # why it failed
 
     @property
@@ -123,6 +125,13 @@ class Answer:
         from_text = self.stats.num_accepted_from_text
         off_branch = sum(run.tried.num_off_branch for run in self.runs if run.tried)
         return total - off_branch - from_text, off_branch, from_text
+
+    @property
+    def num_drafted_steps(self) -> int:
+        """Steps for which the draft guessed: `generate` leaves it out of a step where it would not pay."""
+        if self.stats is None or not self.stats.verify_widths:
+            return len(self.runs[1:])
+        return sum(width > 1 for width in self.stats.verify_widths)
 
     @property
     def tokens_per_second(self) -> float:

@@ -28,7 +28,7 @@ from dflash_hf.data.image_files import ChatImage, ImageError
 from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.agreement import agreement
-from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of
+from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of, without_draft
 
 MAX_CHARACTERS = 200_000
 MAX_IMAGES = 16  # of a conversation
@@ -254,7 +254,8 @@ class ChatModel:
         """Answers the newest of some turns again, by plain `generate` and then with the draft; yields both, growing.
 
         Greedy (Transformers' own sampler uses other random numbers), and without a cache of earlier turns; the
-        conversation's `stop` ends it. Raises `ValueError` at the call if there is no question yet.
+        conversation's `stop` ends it. This package's own loop without the draft is timed as well. Raises `ValueError`
+        at the call if there is no question yet.
         """
         if not turns:
             raise ValueError(
@@ -310,6 +311,7 @@ class ChatModel:
             if cache is not None:
                 conversation.cache = cache, ids[:, : cache.get_seq_length()]
             if plain is not None:  # not in the time of the call
+                answer.undrafted_seconds = self._undrafted_seconds(inputs, options, streamer.stop)
                 own = ids[0, answer.num_prompt_tokens :].tolist()
                 answer.agreement = agreement(self.target, inputs, plain.ids, own, do_sample=False)
 
@@ -317,6 +319,17 @@ class ChatModel:
         if is_turn:
             tick = TICK
         return in_turn(self.thread, streamer, call, tick)
+
+    def _undrafted_seconds(
+        self, inputs: dict[str, Tensor], options: dict[str, Any], stop: threading.Event
+    ) -> float:
+        """Returns the seconds of the same call where no step has a draft; `CancelledError` if it is stopped."""
+        ignored = Answer(drafted=True, block_size=1)
+        streamer = RunStreamer(ignored, stop, self.tokenizer)
+        with without_draft(self.draft):
+            started = time.perf_counter()
+            self.target.generate(**inputs, **options, streamer=streamer).cpu()
+            return time.perf_counter() - started
 
     def _cache_for(self, conversation: Conversation, inputs: dict[str, Tensor]) -> DynamicCache:
         """The conversation's cache, if the new inputs go on from it, else an empty one.

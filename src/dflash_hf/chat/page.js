@@ -3,6 +3,17 @@ element.addEventListener("click", (event) => {
   const example = event.target.closest("[data-df-example]");
   if (example) trigger("click", { text: example.dataset.dfExample });
 });
+// Gradio's own autofocus scrolls a phone past the headline; there it would open a keyboard, too.
+const hasRoom = matchMedia("(min-width: 901px)").matches;
+const focusBox = () => {
+  const box = document.querySelector("#df-box textarea");
+  box?.focus({ preventScroll: true });
+  return box !== null;
+};
+if (hasRoom && !focusBox()) {
+  const wait = new MutationObserver(() => focusBox() && wait.disconnect());
+  wait.observe(document.body, { childList: true, subtree: true });
+}
 // The same message twice is never meant.
 document.addEventListener("click", (event) => {
   if (event.detail > 1 && event.target.closest("#df-box .submit-button")) event.stopImmediatePropagation();
@@ -36,8 +47,9 @@ const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
 
 const place = () => {
   const box = step.getBoundingClientRect(), own = shown.getBoundingClientRect();
-  const above = box.top - own.height - 4;
-  shown.style.top = `${above >= 4 ? above : box.bottom + 4}px`;
+  const below = box.bottom + 4; // so that the text before it, and the headline, stay readable
+  const fits = below + own.height <= innerHeight - 4;
+  shown.style.top = `${fits ? below : Math.max(4, box.top - own.height - 4)}px`;
   shown.style.left = `${Math.max(8, Math.min(box.left, innerWidth - own.width - 8))}px`;
 };
 const hide = () => {

@@ -120,7 +120,6 @@ class Page:
                         file_count="multiple",
                         # A long text stays one: it never becomes a file
                         max_plain_text_length=10**6,
-                        autofocus=True,
                     )
                     with gr.Row(elem_id="df-settings"):
                         draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")

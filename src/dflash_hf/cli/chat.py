@@ -19,6 +19,7 @@ from dflash_hf.cli.pair import (
     IS_CLONE,
     MAX_TOKENS,
     about,
+    check_one_pair,
     default_pair,
     given_or_bundled,
     load_pair,
@@ -74,10 +75,9 @@ def chat(
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
     """Chat with a pair, about images too if the target sees them, and see why the answers are fast."""
-    if pair is not None and (target, draft) != (None, None):
-        raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
+    check_one_pair(pair, target, draft)
     chosen = pair or default_pair()
-    target, draft = given_or_bundled(target, draft, chosen)
+    target, draft = given_or_bundled(target, draft, chosen, dtype)
     note = about(target, draft)
     if note and IS_CLONE and not pair and chosen != "smollm2":
         note += " For a real model: make real, and start the chat again."

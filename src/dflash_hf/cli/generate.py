@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +18,8 @@ from rich.status import Status
 from dflash_hf.cli.pair import (
     MAX_SEED,
     MAX_TOKENS,
+    about,
+    check_one_pair,
     given_or_bundled,
     load_pair,
     template_options,
@@ -65,6 +71,12 @@ def generate(
     draft: Annotated[
         str | None,
         typer.Option(help="Folder or Hub id of its draft; by default of the bundled pair."),
+    ] = None,
+    pair: Annotated[
+        str | None,
+        typer.Option(
+            help="A bundled pair: text (default); in an editable install vision, hybrid and smollm2 too."
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
@@ -119,19 +131,24 @@ def generate(
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     options = draft_options(block_size, verify_width, num_tree_nodes, proposal, engine)
-    target, draft = given_or_bundled(target, draft, "vision" if image else "text")
+    check_one_pair(pair, target, draft)
+    usual = "vision" if image else "text"
+    target, draft = given_or_bundled(target, draft, pair or usual, dtype)
     import torch
 
     from dflash_hf.pair.answers import Comparison
 
     console = Console(stderr=True)
     with console.status("loading the pair"):
-        pair = load_pair(target, draft, dtype, device)
+        loaded = load_pair(target, draft, dtype, device)
+    note = about(target, draft)
+    if note and not as_json:
+        console.print(note, style="dim", highlight=False)
     for name, value in options.items():
-        setattr(pair[1].generation_config, name, value)
+        setattr(loaded[1].generation_config, name, value)
     torch.manual_seed(seed)
     row = show_answer(
-        console, pair, asked, encoding, settings, is_compared=is_compared, as_json=as_json
+        console, loaded, asked, encoding, settings, is_compared=is_compared, as_json=as_json
     )
     if isinstance(row, Comparison) and not row.agreement.holds:
         raise typer.Exit(1)
@@ -232,9 +249,10 @@ def show_answer(
         console.print(prompt_line(asked), highlight=False)
     with console.status("reading the prompt") as status:
         streamer = None if as_json else text_streamer(processor, status)
-        row = answer(
-            model, assistant, processor, asked, streamer=streamer, encoding=encoding, **settings
-        )
+        with logs_held_back():
+            row = answer(
+                model, assistant, processor, asked, streamer=streamer, encoding=encoding, **settings
+            )
     if not as_json:
         console.print(
             f"{row.num_tokens} tokens in {row.seconds:.2f} s ({row.num_tokens / row.seconds:.1f}/s), "
@@ -250,6 +268,23 @@ def show_answer(
     if as_json:
         typer.echo(json.dumps(row.to_dict()))
     return row
+
+
+@contextmanager
+def logs_held_back() -> Generator[None]:
+    """Holds back what this package logs until the block is left, so that no line stands within a streamed answer."""
+    package = logging.getLogger("dflash_hf")
+    held = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
+    before = package.propagate
+    package.addHandler(held)
+    package.propagate = False
+    try:
+        yield
+    finally:
+        package.removeHandler(held)
+        package.propagate = before
+        for record in held.buffer:
+            package.handle(record)
 
 
 def text_streamer(processor: Processor, status: Status) -> TextStreamer:

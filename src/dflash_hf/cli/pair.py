@@ -6,13 +6,16 @@ Subcommands import torch and Transformers when they run: `--help` and a wrong op
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_hf.errors import require
-from dflash_hf.pair.loading import load_pair
+from dflash_hf.pair.loading import has_bfloat16_instructions, load_pair
+
+logger = logging.getLogger(__name__)
 
 # If the package is read where it was written: `pip install -e`, the tests
 CLONE = Path(__file__).resolve().parents[3]
@@ -35,15 +38,40 @@ MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
 
 
-def _folders(name: str) -> tuple[Path, Path]:
-    if name == "smollm2":  # in float32, as its numbers were measured
-        return CLONE / "build" / "smollm2" / "target", CLONE / "demos" / "smollm2" / "draft"
+def _folders(name: str, dtype: str = "float32") -> tuple[Path, Path]:
+    """Returns the folders of a pair; SmolLM2 was saved in two dtypes, each in a folder of its own."""
+    if name == "smollm2":
+        fetched = CLONE / "build" / "smollm2"
+        target = fetched / "target"
+        if dtype == "bfloat16":
+            target = fetched / "target-bf16"
+        return target, CLONE / "demos" / "smollm2" / "draft"
     folder = BUNDLED if name == "text" else CLONE / "demos" / "toy" / name
     return folder / "target", folder / "draft"
 
 
-def named_pair(name: str) -> tuple[str, str]:
-    """Returns the folders of target and draft of a pair of `ABOUT`.
+def _quicker_dtype() -> str:
+    """Returns the dtype in which SmolLM2 answers quicker on this machine, and logs it.
+
+    On a CPU with instructions for bfloat16 it answers quicker in that, on others in float32 (docs/speed.md). On an
+    accelerator bfloat16 reads half the bytes.
+    """
+    from dflash_hf.devices import accelerator
+
+    if accelerator() is not None or has_bfloat16_instructions():
+        logger.warning(
+            "SmolLM2 is loaded in bfloat16, in which it is quicker here; --dtype float32 loads the other one."
+        )
+        return "bfloat16"
+    logger.warning(
+        "SmolLM2 is loaded in float32, because this CPU has no instructions for bfloat16; --dtype bfloat16 loads the "
+        "other one."
+    )
+    return "float32"
+
+
+def named_pair(name: str, dtype: str = "auto") -> tuple[str, str]:
+    """Returns the folders of target and draft of a pair of `ABOUT`, of smollm2 those of a dtype.
 
     Raises `ValueError` for another name, for a pair that comes with a clone only where there is none, and for one that
     is not there: of smollm2 a clone has the draft, and `make real` fetches its target.
@@ -60,7 +88,9 @@ def named_pair(name: str) -> tuple[str, str]:
             f"expected a clone for the pair {name}, got an installed package, which has the pair text only; run "
             "`pip install -e .` in a clone, or give --target and --draft"
         )
-    target, draft = _folders(name)
+    if name == "smollm2" and dtype == "auto":
+        dtype = _quicker_dtype()
+    target, draft = _folders(name, dtype)
     if name == "smollm2":
         require(
             target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it"
@@ -70,14 +100,22 @@ def named_pair(name: str) -> tuple[str, str]:
     return str(target), str(draft)
 
 
-def given_or_bundled(target: str | None, draft: str | None, name: str) -> tuple[str, str]:
+def check_one_pair(pair: str | None, target: str | None, draft: str | None) -> None:
+    """Raises `ValueError` if a pair is named beside a target or a draft of the user's own."""
+    if pair is not None and (target, draft) != (None, None):
+        raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
+
+
+def given_or_bundled(
+    target: str | None, draft: str | None, name: str, dtype: str = "auto"
+) -> tuple[str, str]:
     """Returns target and draft as they are given, and for one that is not that of the pair `name`.
 
     Raises `ValueError` as [`named_pair`] does, if it is asked for.
     """
     if target and draft:
         return target, draft
-    bundled_target, bundled_draft = named_pair(name)
+    bundled_target, bundled_draft = named_pair(name, dtype)
     return target or bundled_target, draft or bundled_draft
 
 
@@ -94,8 +132,9 @@ def about(target: str, draft: str) -> str:
     """Returns a sentence on what a bundled pair can be asked, and none about other pairs."""
     given = [Path(target).resolve(), Path(draft).resolve()]
     for name, text in ABOUT.items():
-        if [path.resolve() for path in _folders(name)] == given:
-            return text
+        for dtype in ("float32", "bfloat16"):
+            if [path.resolve() for path in _folders(name, dtype)] == given:
+                return text
     return ""
 
 
@@ -122,6 +161,7 @@ __all__ = [
     "BUNDLED",
     "IS_CLONE",
     "about",
+    "check_one_pair",
     "default_pair",
     "given_or_bundled",
     "load_pair",

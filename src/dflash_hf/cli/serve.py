@@ -12,7 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, given_or_bundled, load_pair, template_options
+from dflash_hf.cli.pair import (
+    BUNDLED,
+    check_one_pair,
+    given_or_bundled,
+    load_pair,
+    template_options,
+)
 from dflash_hf.errors import one_line
 
 
@@ -47,15 +53,14 @@ def serve(
 
     The model's name is that of the pair or of the target, as given here. One request is answered after the other.
     """
-    if pair is not None and (target, draft) != (None, None):
-        raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
+    check_one_pair(pair, target, draft)
     if (target is None) != (draft is None):
         raise ValueError(
             "expected --target and --draft, got one of them; give the other, or --pair"
         )
     encoding = template_options(chat_template_kwargs, no_thinking)
     name = target or pair or "text"
-    target, draft = given_or_bundled(target, draft, name)
+    target, draft = given_or_bundled(target, draft, name, dtype)
     with listen(host, port) as listening:
         parts = server_parts()
         import torch

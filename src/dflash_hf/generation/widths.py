@@ -469,8 +469,8 @@ class WidthChooser:
         if mean * costs[1] > min(cost for width, cost in costs.items() if width != 1):
             return ""
         return (
-            f"{mean:.1f} tokens per verify: this draft slows you down, so most tokens were decoded without it; see "
-            "dflash-hf doctor"
+            f"{mean:.1f} tokens per verify: the draft does not pay here, so most tokens were decoded without it; "
+            "dflash-hf doctor checks its settings"
         )
 
 

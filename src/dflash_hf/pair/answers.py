@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -48,6 +48,8 @@ class Comparison(Answer):
     kind: str  # what sort of prompt it was; groups rows of a report
     agreement: Agreement
     plain_seconds: float  # wall time of the `generate` call without the draft, prefill included
+    # The same of this package's own loop, which verifies one token at a step and runs no draft
+    undrafted_seconds: float
 
     @property
     def identical(self) -> bool:
@@ -62,7 +64,9 @@ class Comparison(Answer):
             "identical": self.identical,
             "difference": self.agreement.to_dict(),
             "plain_seconds": self.plain_seconds,
+            "undrafted_seconds": self.undrafted_seconds,
             "ratio": self.plain_seconds / self.seconds,
+            "draft_ratio": self.undrafted_seconds / self.seconds,
         }
 
 
@@ -219,23 +223,31 @@ def compare_with_plain(
 ) -> Comparison:
     """Answers a prompt again, without the draft, under the same settings of `generate`, and compares.
 
-    Sampled answers are compared with the draft at block size 1, which is plain sampling with the same keyed noise:
-    Transformers' own sampler draws its noise in another order. See [`check_comparable`].
+    It is answered by plain `generate`, and by this package's own loop without a draft, of which only the time counts:
+    what lies between the two is no merit of the draft. Sampled answers are compared with the second, which is plain
+    sampling with the same keyed noise: Transformers' own sampler draws its noise in another order. See
+    [`check_comparable`].
     """
     check_comparable(draft, settings)
     inputs = answered.inputs
-    if settings.get("do_sample"):
-        with changed(draft.generation_config, block_size=1, verify_width=None, num_tree_nodes=None):
-            torch.manual_seed(answered.seed)
-            ids, seconds = _timed(target, inputs, **settings, assistant_model=draft)
-    else:
+    torch.manual_seed(answered.seed)
+    with without_draft(draft):
+        ids, undrafted_seconds = _timed(target, inputs, **settings, assistant_model=draft)
+    seconds = undrafted_seconds
+    if not settings.get("do_sample"):
         ids, seconds = _timed(target, inputs, **settings)
     return Comparison(
         **{column.name: getattr(answered, column.name) for column in fields(Answer)},
         kind=kind,
         agreement=agreement(target, inputs, ids, answered.ids, seed=answered.seed, **settings),
         plain_seconds=seconds,
+        undrafted_seconds=undrafted_seconds,
     )
+
+
+def without_draft(draft: DFlashDraftModel) -> AbstractContextManager[None]:
+    """Lets calls with a draft decode without it, one token at a step, until the block is left."""
+    return changed(draft.generation_config, block_size=1, verify_width=None, num_tree_nodes=None)
 
 
 def _timed(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> tuple[list[int], float]:
@@ -282,9 +294,9 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
         raise ValueError("expected at least one comparison, got none; answer a prompt first")
     verifies = sum(row.stats.num_verifies for row in rows)
     committed = sum(sum(sum(r) for r in row.stats.num_committed) for row in rows)
-    plain, drafted = (
-        sum(getattr(row, name) for row in rows) for name in ("plain_seconds", "seconds")
-    )
+    plain = sum(row.plain_seconds for row in rows)
+    undrafted = sum(row.undrafted_seconds for row in rows)
+    drafted = sum(row.seconds for row in rows)
     return {
         "prompts": len(rows),
         "identical": all(row.identical for row in rows),
@@ -293,6 +305,8 @@ def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
         "num_target_forwards": sum(row.stats.num_target_forwards for row in rows),
         "acceptance_length": committed / verifies if verifies else 0.0,
         "plain_seconds": plain,
+        "undrafted_seconds": undrafted,
         "seconds": drafted,
         "ratio": plain / drafted,
+        "draft_ratio": undrafted / drafted,
     }

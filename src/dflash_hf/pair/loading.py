@@ -5,6 +5,7 @@ torch and Transformers are imported when something is loaded: `--help` and a wro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from dflash_hf.modeling_dflash import DFlashDraftModel
     from dflash_hf.pair.answers import Processor
 
+logger = logging.getLogger(__name__)
+
 Loaded = TypeVar("Loaded")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+# Of x86 and of ARM
+BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -84,12 +89,14 @@ def load_target(
 
     Args:
         target (`str`): Where it is.
-        dtype (`str`): A torch dtype's name, or `"auto"` for what the checkpoint says.
+        dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
         device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
 
     Raises `ValueError` if it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype
     or device, or no Pillow for a target that takes images.
     """
+    import torch
+
     check_place("--target", target)
     require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
     _check_device(device)
@@ -136,7 +143,27 @@ def load_target(
         target,
         lambda: model_class.from_pretrained(target, dtype=dtype, device_map=device),
     )
+    is_half = model.dtype in (torch.bfloat16, torch.float16)
+    is_slow = is_half and model.device.type == "cpu" and not has_bfloat16_instructions()
+    if is_slow and dtype == "auto":
+        saved = str(model.dtype).removeprefix("torch.")
+        logger.warning(
+            f"The target is loaded in {saved}, in which it was saved, and this CPU has no instructions for bfloat16; "
+            "--dtype float32 takes twice the memory, and a verify is quicker."
+        )
     return model, processor
+
+
+def has_bfloat16_instructions() -> bool:
+    """Returns True if the CPU multiplies in bfloat16 by instructions of its own, by the names that Linux has for them.
+
+    False where the system does not say, as on macOS and Windows.
+    """
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return False
+    features = info.read_text(encoding="utf-8", errors="replace").split()
+    return not BFLOAT16_FEATURES.isdisjoint(features)
 
 
 def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
@@ -160,7 +187,10 @@ def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
 def load_pair(
     target: str, draft: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
-    """Loads a target, its draft and what encodes its prompts; see [`load_target`], also for what it raises."""
+    """Loads a target, its draft in the target's dtype, and what encodes its prompts.
+
+    See [`load_target`], also for what it raises.
+    """
     check_place("--draft", draft)
     model, processor = load_target(target, dtype, device)
     from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -168,6 +198,6 @@ def load_pair(
     assistant = _loaded(
         "a draft",
         draft,
-        lambda: DFlashDraftModel.from_pretrained(draft, dtype=dtype, device_map=device),
+        lambda: DFlashDraftModel.from_pretrained(draft, dtype=model.dtype, device_map=device),
     )
     return model, assistant, processor
