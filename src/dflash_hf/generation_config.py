@@ -165,10 +165,10 @@ class DFlashGenerationConfig(GenerationConfig):
         draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers
             and of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's; a
             few fewer proposals may be accepted. Left out, the weights are used as they are. Not timed on a GPU yet.
-        draft_window (`int`, *optional*): The draft sees only so many of the newest tokens of a text, in layers whose own
-            window is wider or that have none. A draft with full attention that was trained on short texts can be right
-            more often on long ones then, and its cache is smaller. The text stays the target's. Left out, each layer
-            sees what it was trained with.
+        draft_window (`int`, *optional*): The draft sees only so many of the newest tokens of a text, in layers whose
+            own window is wider or that have none. A draft with full attention that was trained on short texts is right
+            more often on long ones then (docs/log.md), and its cache is smaller. The text stays the target's. Left
+            out, each layer sees what it was trained with.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].
