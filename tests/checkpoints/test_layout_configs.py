@@ -176,7 +176,7 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"is_neox_style": False}, "is_neox_style"),
         ({"dflash_config": {"aaa": 1}, "bbb": 2}, r"got also \['bbb', 'dflash_config.aaa'\]"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "an unquantised draft, got .*'fp8'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "or 'fp8' in .*, got 'gptq'"),
         ({"draft_vocab_size": 32}, "draft_vocab_size 32"),
         ({"hidden_size": None}, "expected hidden_size in the checkpoint's config.json"),
         (

@@ -393,11 +393,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         with_section(
             QWEN3_8B | {"quantization_config": {"quant_algo": "NVFP4"}}, attention_sink_bias=True
         ),
-        "unquantised draft, got .*NVFP4",
-    ),
-    "tcclaviger, Qwen3.8-27B-DFlash2-FP8": (
-        {**DFLASH2, "quantization_config": {"quant_method": "fp8"}},
-        "unquantised draft, got .*fp8",
+        "quant_method 'compressed-tensors' or 'fp8' in quantization_config",
     ),
 }
 

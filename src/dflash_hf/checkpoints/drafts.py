@@ -49,7 +49,8 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
 
     Returns:
         `dict[str, Any]`: Plain values: `format`, `is_dflash2`, `num_parameters`, `num_bytes`, `dtypes` (as safetensors
-        spells them), `num_proposals`, `target` (what the config, or the model card, names; else `None`), and fields of
+        spells them), `quantised_bits` (of a number in the files, `None` where weights are stored as they are),
+        `num_proposals`, `target` (what the config, or the model card, names; else `None`), and fields of
         [`DFlashConfig`]. What is refused, and how, is as in [`DFlashDraftModel.from_pretrained`].
     """
     found = DFlashDraftModel._checked(path_or_repo, {}, {})
@@ -74,6 +75,7 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
         ),
         "num_bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
         "dtypes": sorted({tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}),
+        "quantised_bits": found.quantised_bits,
         "num_proposals": config.num_proposals(config.block_size),
         "target": _named_target(path_or_repo, found.raw),
         **{name: getattr(config, name) for name in names},

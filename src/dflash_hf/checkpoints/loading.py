@@ -22,7 +22,6 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.checkpoints.files import (
     FLOAT_DTYPES,
     PathOrRepo,
-    StoredTensor,
     find_file,
     read_config,
     read_json,
@@ -31,6 +30,7 @@ from dflash_hf.checkpoints.files import (
 )
 from dflash_hf.checkpoints.formats import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.checkpoints.fresh import Tokenizer, fresh_config, set_first_values
+from dflash_hf.checkpoints.quantised import Stored, dequantised, scheme_of
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation_config import DFlashGenerationConfig
@@ -67,8 +67,11 @@ class Checkpoint(NamedTuple):
     raw: dict[str, Any]  # its config.json
     form: CheckpointFormat
     config: DFlashConfig  # with the caller's overrides
-    stored: dict[str, StoredTensor]  # all that is there, by the names there
-    found: dict[str, StoredTensor]  # what is loaded, by our names
+    stored: dict[str, Stored]  # all that is there, by the names there
+    found: dict[str, Stored]  # what is loaded, by our names
+    quantised_bits: (
+        int | None
+    )  # of a number in the files; `None` where weights are stored as they are
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -142,7 +145,17 @@ class DFlashPreTrainedModel(PreTrainedModel):
             "key_mapping": renamed or None,
             "use_safetensors": True,
         }
-        result: Any = super().from_pretrained(path, *model_args, **kwargs)
+        files: PathOrRepo | None = path
+        if checkpoint.quantised_bits is not None:
+            # Transformers would look for a quantiser; here the weights are ordinary ones from now on.
+            kwargs |= {
+                "key_mapping": None,
+                "state_dict": {name: one.read() for name, one in checkpoint.found.items()},
+            }
+            for name in (*HUB_ARGUMENTS, "variant"):
+                kwargs.pop(name, None)
+            files = None
+        result: Any = super().from_pretrained(files, *model_args, **kwargs)
         draft = result
         if kwargs.get("output_loading_info"):
             draft = result[0]
@@ -173,10 +186,16 @@ class DFlashPreTrainedModel(PreTrainedModel):
         if isinstance(given, str | PathLike):
             source = given
         raw = read_config(source, hub)
-        stored = stored_tensors(path, hub, kwargs.get("variant"))
+        in_files = stored_tensors(path, hub, kwargs.get("variant"))
+        stored: dict[str, Stored] = {**in_files}
         try:
+            scheme = scheme_of(raw)
+            quantised_bits = None
+            if scheme is not None:
+                stored = dequantised(in_files, scheme, path)
+                quantised_bits = scheme.num_bits
             form = detect_format(raw)
-            found = dict[str, StoredTensor]()
+            found = dict[str, Stored]()
             renamed: dict[str, str] = kwargs.pop("key_mapping", None) or {}
             for name, tensor in stored.items():
                 for pattern, replacement in renamed.items():
@@ -196,7 +215,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
             raise ValueError(f"{error} (in config.json of {source})") from error
         _check_weights(found, cls._shapes(config, model_args), form, path)
         _check_vocabulary(stored, config, path)
-        return Checkpoint(raw, form, config, stored, found)
+        return Checkpoint(raw, form, config, stored, found, quantised_bits)
 
     @classmethod
     def _shapes(
@@ -281,7 +300,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
 
 def _check_weights(
-    found: Mapping[str, StoredTensor],
+    found: Mapping[str, Stored],
     expected: Mapping[str, tuple[int, ...]],
     form: CheckpointFormat,
     path: PathOrRepo,
@@ -314,15 +333,13 @@ def _check_weights(
         )
 
 
-def _is_quantised(tensor: StoredTensor) -> bool:
+def _is_quantised(tensor: Stored) -> bool:
     """True for a weight of a quantised layer, or what belongs to one: its scales, its shape."""
     last = tensor.name.rpartition(".")[2]
     return last in QUANTISED or (last == "weight" and tensor.dtype not in FLOAT_DTYPES)
 
 
-def _check_vocabulary(
-    stored: Mapping[str, StoredTensor], config: DFlashConfig, path: PathOrRepo
-) -> None:
+def _check_vocabulary(stored: Mapping[str, Stored], config: DFlashConfig, path: PathOrRepo) -> None:
     """Raises unless `d2t` names different tokens of the target's vocabulary, and `t2d`, if there, the same ones."""
     if "d2t" not in stored:
         return

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dflash_hf.checkpoints.files import FLOAT_DTYPES
+from dflash_hf.checkpoints.quantised import scheme_of
 from dflash_hf.configuration_dflash import MAX_LAYERS, DFlashConfig
 from dflash_hf.errors import is_a, one_line, require, shown
 
@@ -272,9 +273,8 @@ class CheckpointFormat:
 
         Raises `ValueError` if a key is unknown, missing, contradicts another or belongs to an unsupported variant.
         """
-        what = "an unquantised draft"
-        quantised = config.get("quantization_config")
-        require(not quantised, what, quantised, "take the draft in bfloat16 or float32")
+        # Known schemes are undone as the weights are read; others are refused.
+        scheme_of(config)
         reader = ConfigReader(config, self.section, weights)
         reader.unread -= self.ignored
         for key, allowed in self.neutral.items():
@@ -396,6 +396,7 @@ COMMON_IGNORED = frozenset(
         ),
         *(
             "torch_dtype",
+            "quantization_config",  # read before, by `scheme_of`
             "transformers_version",
             "bos_token_id",
             "eos_token_id",

@@ -70,6 +70,9 @@ def described(found: dict[str, Any]) -> dict[str, str]:
         own.append("embedding")
     if found["own_lm_head"]:
         own.append("head")
+    dtype = ", ".join(found["dtypes"])
+    if found["quantised_bits"]:
+        dtype += f", quantised to {found['quantised_bits']} bits in the files"
     return {
         "format": form,
         "target": ", ".join(wanted),
@@ -79,6 +82,6 @@ def described(found: dict[str, Any]) -> dict[str, str]:
         "layers": layers,
         "vocabulary": vocabulary,
         "its own": " and ".join(own) or "neither embedding nor head: the target's",
-        "dtype": ", ".join(found["dtypes"]),
+        "dtype": dtype,
         "size": f"{found['num_parameters']:,} parameters, {found['num_bytes'] / 2**20:,.1f} MB",
     }
