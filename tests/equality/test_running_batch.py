@@ -331,6 +331,79 @@ def test_a_row_that_has_left_leaves_nothing_behind() -> None:
     assert texts[2] == requests[2].truth
 
 
+# ---- kept prefixes
+
+
+def answered(batch: RunningBatch, ids: list[int], **settings: Any) -> tuple[list[int], int]:
+    """Returns the answer to one request, and how many tokens of its prompt were taken from an earlier text."""
+    id = batch.add(ids, **settings)
+    text: list[int] = []
+    while id in batch.ids:
+        for new in batch.step():
+            if new.id == id:
+                text += new.token_ids
+    return text, batch.ended[id].num_kept_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED | {"seed": 3}], ids=["greedy", "sampled"])
+def test_a_next_turn_goes_on_from_the_last_one(family: str, settings: dict[str, Any]) -> None:
+    target = tiny_target(family, **LONG)
+    draft = tiny_draft(target)
+    plain = RunningBatch(target, draft)
+    batch = RunningBatch(target, draft, max_kept_bytes=2**30, prefill_chunk_size=30)
+    conversation = asked([70], 21)[0].ids[0].tolist()
+    num_cached = 0
+    for turn in range(4):
+        text, num_kept = answered(batch, conversation, max_new_tokens=20, **settings)
+        assert num_kept == num_cached
+        # The last token of a text is in no cache.
+        num_cached = len(conversation) + len(text) - 1
+        assert answered(plain, conversation, max_new_tokens=20, **settings) == (text, 0)
+        conversation += text + asked([5 + 40 * turn], 22 + turn)[0].ids[0].tolist()
+
+
+def test_a_system_prompt_is_prefilled_once() -> None:
+    target = tiny_target("qwen3", **LONG)
+    system = asked([200], 23)[0].ids[0]
+    requests = asked([3, 9, 1, 30, 12], 24)
+    for one in requests:
+        one.ids = torch.cat([system, one.ids[0]])[None]
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30, prefill_chunk_size=90)
+    kept: dict[int, int] = {}
+    step = batch.step
+
+    def noted() -> Any:
+        new = step()
+        kept.update({id: stats.num_kept_tokens for id, stats in batch.ended.items()})
+        return new
+
+    batch.step = noted
+    drive(batch, requests, 0)
+    assert kept[0] == 0
+    assert min(kept[id] for id in range(1, 5)) >= 200
+
+
+def test_kept_texts_stay_within_their_budget() -> None:
+    target = tiny_target("qwen3-sliding", **LONG)
+    draft = tiny_draft(target)
+    batch = RunningBatch(target, draft, max_kept_bytes=2**30)
+    prompts = [one.ids[0].tolist() for one in asked([60, 60, 60, 60], 25)]
+    answered(batch, prompts[0], max_new_tokens=8, **GREEDY)
+    size = batch._kept.num_bytes
+    batch = RunningBatch(target, draft, max_kept_bytes=int(2.5 * size))
+    for prompt in prompts:
+        answered(batch, prompt, max_new_tokens=8, **GREEDY)
+        assert 0 < batch._kept.num_bytes <= 2.5 * size
+    # The least recently used one has gone.
+    assert [one.ids[:60].tolist() for one in batch._kept.kept] == prompts[2:]
+    assert answered(batch, [*prompts[0], 5, 6], max_new_tokens=8, **GREEDY)[1] == 0
+    none = RunningBatch(target, draft, max_kept_bytes=size // 4)
+    answered(none, prompts[0], max_new_tokens=8, **GREEDY)
+    assert none._kept.kept == []
+
+
 # ---- generate_batch
 
 
@@ -407,7 +480,7 @@ def test_200_prompts_of_5_to_800_tokens(cancelled: float) -> None:
     chance = random.Random(0)
     requests = asked([chance.randint(5, 800) for _ in range(200)], 20, num_new=(1, 120))
     answer_alone(target, requests)
-    batch = RunningBatch(target, batch_oracle(target), max_rows=8)
+    batch = RunningBatch(target, batch_oracle(target), max_rows=8, prefill_chunk_size=1000)
     found = drive(batch, requests, 20, cancelled)
     assert found["most"] == 8
     assert found["answered"] + found["broken"] == 200

@@ -64,3 +64,16 @@ def copy_row(source: Tensor, row: Tensor, length: int) -> None:
     positions = torch.arange(length - num_newest, length, device=source.device)
     newest = source.index_select(0, positions % num_slots)
     row.index_copy_(0, positions % num_places, newest)
+
+
+def newest_of_row(row: Tensor, length: int, num: int) -> Tensor:
+    """Returns a copy of the newest `num` tokens of a row `[R, G, E]` of `length` tokens: `[num, G, E]`."""
+    positions = torch.arange(length - num, length, device=row.device)
+    return row.index_select(0, positions % row.shape[0])
+
+
+def with_gap(newest: Tensor, length: int) -> Tensor:
+    """Returns the newest tokens of a row `[m, G, E]` as one of `length` tokens, zeros before them: `[1, G, n, E]`."""
+    num_missing = length - newest.shape[0]
+    row = torch.nn.functional.pad(newest, (0, 0, 0, 0, num_missing, 0))
+    return row.transpose(0, 1)[None]

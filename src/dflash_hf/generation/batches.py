@@ -37,6 +37,7 @@ def generate_batch(
     max_rows: int = 8,
     max_tokens: int | None = None,
     prefill_chunk_size: int = 256,
+    max_kept_bytes: int = 0,
     seed: int | None = None,
     **settings: Any,
 ) -> Generator[BatchAnswer]:
@@ -51,7 +52,7 @@ def generate_batch(
             their own. A list is looked through before anything runs; an iterator is asked when there is room for the
             next prompt.
         max_new_tokens (`int`): Tokens of each answer, at most.
-        max_rows, max_tokens, prefill_chunk_size: As of [`RunningBatch`].
+        max_rows, max_tokens, prefill_chunk_size, max_kept_bytes: As of [`RunningBatch`].
         seed (`int`, *optional*): Of sampled text: prompt `i` is sampled as by `generate` behind
             `torch.manual_seed(seed + i)`. By default seeds are drawn from torch's global generator.
         settings: As of [`RunningBatch.add`], for all prompts.
@@ -68,6 +69,7 @@ def generate_batch(
         max_rows=max_rows,
         max_tokens=max_tokens,
         prefill_chunk_size=prefill_chunk_size,
+        max_kept_bytes=max_kept_bytes,
     )
     common = {**settings, "max_new_tokens": max_new_tokens, "seed": seed}
     require(

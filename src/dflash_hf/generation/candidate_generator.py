@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.tree import TreeBuilder
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache.rows import copy_row
 from dflash_hf.draft_model.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.newest_context import NewestContext
@@ -140,6 +141,13 @@ class DFlashCandidateGenerator:
         if self.has_offset:
             positions = positions - self.offset.to(positions.device)[:, None]
         self.draft.write_prompt(states, positions, self.cache)
+
+    def take_context(self, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies context of the first tokens of a single prompt in: keys and values `[1, G, n, E]` of each layer."""
+        for layer, pair in zip(self.cache.attention.values(), kept, strict=True):
+            for buffer, states in zip(layer.buffers(), pair, strict=True):
+                row = states[0].transpose(0, 1)
+                copy_row(row, buffer[0], row.shape[0])
 
     def begin(self, lengths: Tensor) -> None:
         """Begins a run whose prompts have these `lengths` `[B]`; the offset is set by now."""

@@ -6,7 +6,7 @@ Transformers' own prefill runs them: the user's attention implementation, chunks
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -96,8 +96,18 @@ class Filling:
             for end in range(past + chunk_size, self.num_columns + chunk_size, chunk_size):
                 self._forward(min(end, self.num_columns))
 
+    def go_on_from(self, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Begins behind the first tokens of a single prompt, whose keys and values `[1, G, n, E]` are known.
+
+        Those of each layer, of fewer tokens than the prompt has; zeros where a window has passed them.
+        """
+        cache: Cache = self.inputs[CACHE_NAME]
+        for index, (keys, values) in enumerate(kept):
+            cache.update(keys, values, index)
+        self.seen = kept[0][0].shape[2]
+
     def run_chunk(self, num_tokens: int) -> None:
-        """Runs the target over the next columns, at most so many: prompts of token ids that [`run`] has not begun."""
+        """Runs the target over the next columns, at most so many, of prompts of token ids."""
         end = min(self.seen + num_tokens, self.num_columns)
         with self._tapped():
             self._forward(end)

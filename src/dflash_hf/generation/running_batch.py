@@ -28,6 +28,7 @@ from dflash_hf.generation.cuda_graph import choose_engine
 from dflash_hf.generation.decode import keep_for_next_call, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.joining import RowSettings, begin_batch, join, leave
+from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from dflash_hf.generation.prefill import Prefill, begin_prefill
 from dflash_hf.generation.run import Request, Run
 from dflash_hf.generation.sampling import new_seed
@@ -73,6 +74,7 @@ class RequestStats:
     """How one request went."""
 
     num_prompt_tokens: int = 0
+    num_kept_tokens: int = 0  # of the prompt, which did not go through the target again
     num_new_tokens: int = 0
     num_verifies: int = 0  # steps that the row was part of
     num_proposed: int = 0  # proposals that were verified, nodes of trees included
@@ -123,6 +125,8 @@ class RunningBatch:
         max_tokens (`int`, *optional*): Tokens that the caches hold at once, at most: rows times the longest of them,
             its answer included. A request waits until it fits in beside those that run.
         prefill_chunk_size (`int`): Tokens of prompts between two steps, at most.
+        max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most. A request that
+            begins with the tokens of one goes on from it; where the target has sliding windows, with all of them.
 
     Raises:
         ValueError: If the target, the pair or an argument is refused.
@@ -136,6 +140,7 @@ class RunningBatch:
         max_rows: int = 8,
         max_tokens: int | None = None,
         prefill_chunk_size: int = 256,
+        max_kept_bytes: int = 0,
     ) -> None:
         draft = unwrapped(draft)
         check_is_draft(draft)
@@ -146,6 +151,8 @@ class RunningBatch:
         ):
             is_fine = (name == "max_tokens" and value is None) or _is_count(value)
             require(is_fine, f"{name} of at least 1", value, "pass a whole number")
+        is_size = is_a(max_kept_bytes, int) and max_kept_bytes >= 0
+        require(is_size, "max_kept_bytes of at least 0", max_kept_bytes, "pass a whole number")
         self.model = model
         self.draft = draft
         self.max_rows = max_rows
@@ -154,6 +161,7 @@ class RunningBatch:
         # Statistics of the requests that the last step has ended, by id.
         self.ended: dict[int, RequestStats] = {}
         self._next_id = 0
+        self._kept = KeptPrefixes(max_kept_bytes)
         self._waiting: deque[_Row] = deque()
         self._prefilled: tuple[_Row, Prefill] | None = None
         self._running: list[_Row] = []  # in the order of the run's rows
@@ -332,6 +340,7 @@ class RunningBatch:
         except ValueError as error:
             self._fail(row, error)
             return
+        row.stats.num_kept_tokens = self._kept.go_on(begun)
         row.end_ids = begun.prompts.eos_ids.tolist()
         self._prefilled = (row, begun)
 
@@ -345,6 +354,8 @@ class RunningBatch:
             self._fail(row, error)
             return
         first = int(run.state.anchor[0])
+        # Others may come with the same system prompt before this one ends.
+        self._kept.keep(run, 0, run.state.ids[0].tolist())
         row.stats.first_token_seconds = time.perf_counter() - row.added
         is_last = bool(run.reported.done[0])
         if is_last:
@@ -409,7 +420,10 @@ class RunningBatch:
             row.stats.num_proposed += run.state.width - 1
             row.stats.num_accepted += min(run.reported.accepted[place], committed[place])
             new = tokens[place][: committed[place]]
-            self._report(row, new, bool(run.reported.done[place]))
+            is_last = bool(run.reported.done[place])
+            if is_last:
+                self._kept.keep(run, place, run.state.ids[place].tolist())
+            self._report(row, new, is_last)
         self._drop_finished()
 
     def _drop_finished(self) -> None:

@@ -1,0 +1,139 @@
+"""Keys and values of texts that a running batch has decoded, for requests that begin with the same tokens.
+
+The next turn of a conversation begins with the whole of the one before, and many conversations with one system prompt.
+Their tokens need not go through the target again: keys and values of both caches are copied in, and the prefill goes
+on behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.cache.rows import newest_of_row, with_gap
+from dflash_hf.generation.prefill import Prefill
+from dflash_hf.generation.run import Run
+
+# Fewer tokens are sooner computed than looked up.
+SHORTEST = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptPrefix:
+    """A text whose keys and values are kept."""
+
+    ids: Tensor  # [n], int64, on the host
+    # Keys and values `[m, G, E]` of each layer: of all tokens, or of the newest `m` in a window.
+    target: list[tuple[Tensor, Tensor]]
+    draft: list[tuple[Tensor, Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the copies in bytes."""
+        pairs = [*self.target, *self.draft]
+        return sum(keys.nbytes + values.nbytes for keys, values in pairs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are keys of every token in every layer of the target, so that a part of the text will do."""
+        return all(len(keys) == len(self.ids) for keys, _ in self.target)
+
+    def num_shared(self, prompt: Tensor) -> int:
+        """Returns how many of a prompt's first tokens `[n]` can be taken from here: the last one never is."""
+        longest = min(len(self.ids), len(prompt) - 1)
+        is_same = self.ids[:longest] == prompt[:longest]
+        num_same = int(is_same.long().cumprod(dim=0).sum())
+        # In a window older keys are gone: only the end of the text can be gone on from.
+        if num_same < len(self.ids) and not self.is_whole:
+            return 0
+        return num_same
+
+    def first(self, kept: list[tuple[Tensor, Tensor]], num: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns `target` or `draft` of the first `num` tokens: `[1, G, num, E]`, zeros where nothing is kept."""
+        length = len(self.ids)
+        return [
+            (with_gap(keys, length)[:, :, :num], with_gap(values, length)[:, :, :num])
+            for keys, values in kept
+        ]
+
+
+class KeptPrefixes:
+    """The texts that were used last, within a budget of memory.
+
+    Args:
+        max_bytes (`int`): Size of all copies, at most; 0 keeps none.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        # The least recently used ones first.
+        self.kept: list[KeptPrefix] = []
+
+    def keep(self, run: Run, place: int, ids: Sequence[int]) -> None:
+        """Keeps the first tokens of the row at a place of a run, those that are in its caches.
+
+        Args:
+            run (`Run`): The run, between two steps.
+            place (`int`): The row's.
+            ids (sequence of `int`): The row's text, one token longer at least.
+        """
+        length = run.reported.lengths[place]
+        num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.cache, length)
+        if length < SHORTEST or num_bytes > self.max_bytes:
+            return
+        # The newest tokens are no context of the draft yet.
+        run.generator.flush()
+        prefix = KeptPrefix(
+            ids=torch.tensor(ids[:length], device="cpu"),
+            target=_copies(run.cache, place, length),
+            draft=_copies(run.generator.cache, place, length),
+        )
+        # What is the beginning of this text is of no more use.
+        self.kept = [one for one in self.kept if not _begins(prefix.ids, one.ids)]
+        self.kept.append(prefix)
+        while self.num_bytes > self.max_bytes:
+            del self.kept[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all copies in bytes."""
+        return sum(one.num_bytes for one in self.kept)
+
+    def go_on(self, begun: Prefill) -> int:
+        """Has a prefill begin behind the tokens that are kept of its prompt; returns how many these are."""
+        prompt = begun.request.input_ids[0].cpu()
+        shared = [one.num_shared(prompt) for one in self.kept]
+        num = max(shared, default=0)
+        if num < SHORTEST:
+            return 0
+        index = shared.index(num)
+        prefix = self.kept.pop(index)
+        self.kept.append(prefix)
+        begun.filling.go_on_from(prefix.first(prefix.target, num))
+        begun.generator.take_context(prefix.first(prefix.draft, num))
+        return num
+
+
+def _copies(cache: RaggedCache, place: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns copies of the keys and values of a row's first `length` tokens in every layer."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for layer in cache.attention.values():
+        # Slots of a ring that are out of the window may hold rejected tokens.
+        num = length if layer.shape.window is None else min(length, layer.shape.window)
+        keys, values = (newest_of_row(buffer[place], length, num) for buffer in layer.buffers())
+        found.append((keys, values))
+    return found
+
+
+def _num_bytes(cache: RaggedCache, length: int) -> int:
+    """Returns the size of [`_copies`] in bytes."""
+    return sum(layer.shape.num_bytes(1, length, 0) for layer in cache.attention.values())
+
+
+def _begins(text: Tensor, other: Tensor) -> bool:
+    """Returns True if a text `[n]` begins with all of another one."""
+    return len(other) <= len(text) and bool((text[: len(other)] == other).all())
