@@ -473,7 +473,7 @@ def test_a_draft_that_changes_meanwhile_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cancelled", [0.0, 0.3])
+@pytest.mark.parametrize("cancelled", [0.0, 0.5])
 def test_200_prompts_of_5_to_800_tokens(cancelled: float) -> None:
     target: Any = tiny_target("qwen3-sliding", **LONG)
     target.to(torch.float32)
@@ -484,4 +484,5 @@ def test_200_prompts_of_5_to_800_tokens(cancelled: float) -> None:
     found = drive(batch, requests, 20, cancelled)
     assert found["most"] == 8
     assert found["answered"] + found["broken"] == 200
-    assert (found["broken"] > 40) is (cancelled > 0)
+    # Some of those to be broken off have ended before.
+    assert (found["broken"] >= 60) is (cancelled > 0)

@@ -85,22 +85,24 @@ def drive(
     Returns how many were answered to the end and broken off, and how many rows ran together at most.
     """
     chance = random.Random(seed)
-    # Step at which a request is broken off, counted from its arrival.
-    breaks = {i: chance.randint(0, 30) for i in range(len(requests)) if chance.random() < cancelled}
+    # Tokens of an answer behind which it is broken off; 0 may still wait.
+    breaks = dict[int, int]()
+    for number, one in enumerate(requests):
+        if chance.random() < cancelled:
+            breaks[number] = chance.randrange(len(one.truth))
     if isinstance(batch.draft, BatchOracle):
         batch.draft.batch = batch
         batch.draft.arm([[*one.ids[0].tolist(), *one.truth] for one in requests], seed)
     texts: list[list[int]] = [[] for _ in requests]
     finished = dict[int, str]()
-    ages = dict[int, int]()
+    num_added = 0
     broken = set[int]()
     most = 0
-    while len(ages) < len(requests) or batch.ids:
-        while len(ages) < len(requests) and chance.random() < 0.5:
-            number = len(ages)
-            one = requests[number]
-            assert batch.add(one.ids, seed=one.seed, **one.settings) == number
-            ages[number] = 0
+    while num_added < len(requests) or batch.ids:
+        while num_added < len(requests) and chance.random() < 0.5:
+            one = requests[num_added]
+            assert batch.add(one.ids, seed=one.seed, **one.settings) == num_added
+            num_added += 1
         for id, new, reason in batch.step():
             assert id not in finished
             assert id not in broken
@@ -109,8 +111,7 @@ def drive(
                 finished[id] = reason
         most = max(most, batch.num_running)
         for id in batch.ids:
-            ages[id] += 1
-            if breaks.get(id, 1000) < ages[id]:
+            if id in breaks and len(texts[id]) >= breaks[id]:
                 assert batch.cancel(id)
                 assert not batch.cancel(id)
                 broken.add(id)
