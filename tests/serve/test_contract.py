@@ -167,7 +167,7 @@ CASES = [
     scripted("a_mark_of_thoughts_in_the_text", "Use <think> tags.", "Use <think> tags."),
     # ---- what is refused, by name
     refused("unknown_field", {"nonsense": 1}, "nonsense", "unknown_parameter"),
-    refused("response_format", {"response_format": {"type": "xml"}}, "response_format", "unsupported_parameter"),
+    refused("response_format", {"response_format": {"type": "xml"}}, "response_format", "unsupported_value"),
     refused("parallel_tool_calls", {"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
     refused("echo", {"echo": True}, "echo", "unsupported_parameter", is_chat=False),
     refused("audio", {"modalities": ["audio"]}, "modalities", "unsupported_parameter"),

@@ -489,9 +489,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"n": 17}, 400, "expected n as a whole number from 1 to 16, got 17"),
     ({"logprobs": 2}, 400, "expected logprobs as true or false, got 2"),
     (
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
         400,
-        "expected response_format, if at all, as {'type': 'text'}",
+        "expected the type of response_format among text, json_object, json_schema, got 'xml'",
     ),
     ({"top_k": 5}, 400, "expected fields that this server has, got 'top_k'"),
     (

@@ -276,6 +276,15 @@ def _call_of(call: Any) -> Piece | None:
     return Piece(kind="call", text=text, name=name, call_id=f"call_{uuid.uuid4().hex[:24]}")
 
 
+def open_thoughts(template: dict[str, Any], prompt: str) -> str:
+    """Returns the mark that ends the thoughts which a prompt has begun; empty where it has begun none."""
+    region = MarkupReader(template, prompt, ()).region
+    if region is None:
+        return ""
+    literals: list[str] = region.field.close_literals or [""]
+    return literals[0]
+
+
 def marks_of(template: dict[str, Any]) -> str:
     """Returns all marks of a response template in one text, to look tokens up in; none of an empty one."""
     marks: list[str] = []

@@ -57,6 +57,7 @@ class Pair:
         self.takes_parts = self.takes_images or self._renders_parts()
         # How thoughts and calls of tools are marked in an answer; empty where nothing is known of it.
         self.markup: dict[str, Any] = get_response_template(processor, target) or {}
+        self.vocabulary: Any = None  # llguidance's, made where a form is asked for
         own_limit: Any = self.target.generation_config.max_new_tokens
         self.default_tokens = DEFAULT_TOKENS
         if is_a(own_limit, int) and own_limit > DEFAULT_TOKENS:

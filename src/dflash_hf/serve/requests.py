@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from transformers import LogitsProcessor
 
 from dflash_hf.errors import is_a, one_line, shown
 from dflash_hf.serve.engine import Sampling
+from dflash_hf.serve.grammar import Form, response_form, tool_form
+from dflash_hf.serve.markup import open_thoughts
 from dflash_hf.serve.messages import check_text, has_name, read_messages, without_nulls
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.penalties import SaidPenalty
@@ -39,9 +41,9 @@ NUMBERS = {
     "frequency_penalty": (-2, 2, False),
     "presence_penalty": (-2, 2, False),
 }
-COMMON = frozenset(
-    (*NUMBERS, "model", "stream", "stream_options", "stop", "logit_bias", "logprobs")
-)
+FLAGS = ("stream", "stream_options", "logprobs")
+FORMS = ("response_format", "structured_outputs")
+COMMON = frozenset((*NUMBERS, *FLAGS, *FORMS, "model", "stop", "logit_bias"))
 CHAT = COMMON | {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs"}
 COMPLETION = (COMMON | {"prompt"}) - {"max_completion_tokens"}
 LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
@@ -50,7 +52,6 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -136,6 +137,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         check_text(body.get("prompt"), "prompt", "prompt")
         _check_length(body, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
+    form = _form(body, tools, pair)
     device = pair.target.device
     inputs = {name: value.to(device) for name, value in inputs.items()}
     num_top = _num_top(body, is_chat)
@@ -145,10 +147,16 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         what = f"at most {MAX_LOGIT_BYTES // (pair.vocab_size * 4)} tokens beside logprobs"
         need(num_bytes <= MAX_LOGIT_BYTES, "logprobs", what, limit, "lower the limit")
     num_columns = int(inputs["input_ids"].shape[1])
+    behind = ""
+    if is_chat and form is not None:
+        behind = open_thoughts(pair.markup, str(pair.tokenizer.decode(inputs["input_ids"][0])))
     return Asked(
         is_chat=is_chat,
         inputs=inputs,
-        sampling=_sampling(body, pair, limit, num_top, num_columns),
+        sampling=[
+            _with_form(one, form, num_columns, behind)
+            for one in _sampling(body, pair, limit, num_top, num_columns)
+        ],
         is_streamed=is_streamed,
         has_usage=_has_usage(body.get("stream_options"), is_streamed),
         tools=tools,
@@ -245,13 +253,18 @@ def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
     length = len(json.dumps(tools))
     what = f"tools of at most {MAX_TOOLS} letters"
     need(length <= MAX_TOOLS, "tools", what, length, "shorten them")
-    choice = body.get("tool_choice", "auto")
-    is_done = choice in ("auto", "none")
-    what = "tool_choice as auto or none"
-    need(is_done, "tool_choice", what, choice, "leave it out", "unsupported_value")
-    if choice == "none":
+    if body.get("tool_choice") == "none":
         return []
     return tools
+
+
+def _form(body: dict[str, Any], tools: list[Any], pair: Pair) -> Form | None:
+    """The form that the answer must have, if any."""
+    form = response_form(body, pair)
+    calls = tool_form(body.get("tool_choice", "auto"), tools, pair)
+    is_one = form is None or calls is None
+    need(is_one, "tool_choice", "tool_choice or a form", "both", "leave one out")
+    return form or calls
 
 
 def _template_options(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
@@ -348,6 +361,14 @@ def _sampling(
             )
         )
     return found
+
+
+def _with_form(sampling: Sampling, form: Form | None, num_columns: int, behind: str) -> Sampling:
+    """The same for an answer that must have a form."""
+    if form is None:
+        return sampling
+    processors = (*sampling.processors, form.processor(num_columns, behind))
+    return replace(sampling, processors=processors)
 
 
 def _stops(stops: Any) -> tuple[str, ...]:

@@ -1,0 +1,241 @@
+"""Answers of a given form: a JSON schema, a regular expression, a grammar or a call of a tool.
+
+llguidance makes an automaton of the form, and a mask of the tokens that may come next. It is a wheel without
+dependencies, compiles a schema in milliseconds, says why one cannot be met, and bounds its own work.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from dflash_hf.errors import one_line, shown
+from dflash_hf.serve.pair import Pair
+from dflash_hf.serve.refusal import Refusal, need
+
+MAX_FORM = 262_144  # letters
+# White space between the parts of JSON: one space, or a new line. Without a bound a sample may never go on.
+LAYOUT = {"whitespace_pattern": r" ?|\n {0,32}"}
+OBJECT = {"type": "object"}
+KINDS = ("json", "regex", "choice", "grammar")  # of vLLM's `structured_outputs`
+
+
+class FormProcessor(LogitsProcessor):
+    """Leaves the scores of those tokens alone that the form allows next.
+
+    Args:
+        matcher: llguidance's automaton.
+        num_columns (`int`): Columns of the prompt.
+        tokenizer: What decodes.
+        behind (`str`): A mark that the form begins behind, where the prompt has begun thoughts; mostly empty.
+    """
+
+    def __init__(self, matcher: Any, num_columns: int, tokenizer: Any, behind: str) -> None:
+        self.matcher = matcher
+        self.tokenizer = tokenizer
+        self.behind = behind
+        self.begin = num_columns
+        self.num_columns = num_columns
+        self.read: list[int] = []  # tokens that the automaton has read
+        self.has_begun = not behind
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> torch.FloatTensor:
+        """Returns the scores `[1, V]`, -inf where the form forbids a token; `input_ids` `[1, T]`.
+
+        Raises:
+            ValueError: If the form is too complex for the automaton here.
+        """
+        if not self.has_begun:
+            self._look_for_the_begin(input_ids)
+        if not self.has_begun:
+            return cast(torch.FloatTensor, scores)
+        self._advance(input_ids[0, self.begin :].tolist())
+        mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(mask, bitorder="little")[: scores.shape[1]].astype(bool)
+        error = self.matcher.get_error()
+        if error:
+            what = "a form that the automaton can follow"
+            raise ValueError(f"expected {what}, got {one_line(error)}; make it simpler")
+        is_allowed = torch.from_numpy(allowed).to(scores.device)
+        return cast(torch.FloatTensor, scores.masked_fill(~is_allowed, float("-inf")))
+
+    def _look_for_the_begin(self, input_ids: Tensor) -> None:
+        """Begins behind the tokens that end with the mark."""
+        num_last = len(self.behind.encode()) + 4
+        ids = input_ids[0, self.num_columns :].tolist()
+        said = str(self.tokenizer.decode(ids[-num_last:], skip_special_tokens=False))
+        if self.behind in said:
+            self.has_begun = True
+            self.begin = input_ids.shape[1]
+
+    def _advance(self, ids: list[int]) -> None:
+        """Brings the automaton behind these tokens."""
+        num_same = 0
+        for mine, theirs in zip(self.read, ids, strict=False):
+            if mine != theirs:
+                break
+            num_same += 1
+        if num_same < len(self.read):
+            self.matcher.rollback(len(self.read) - num_same)
+        # An end token is no part of the form.
+        self.matcher.try_consume_tokens(ids[num_same:])
+        self.read = ids
+
+
+class Form:
+    """A form that was compiled once; every answer gets a processor of its own.
+
+    Args:
+        pair (`Pair`): Who answers.
+        grammar (`str`): The form, as llguidance takes it.
+        param (`str`): The field that it came in.
+
+    Raises:
+        Refusal: If it is no form, is too large, or cannot be met.
+    """
+
+    def __init__(self, pair: Pair, grammar: str, param: str) -> None:
+        what = f"a form of at most {MAX_FORM} letters"
+        need(len(grammar) <= MAX_FORM, param, what, len(grammar), "shorten it")
+        self.pair = pair
+        self.matcher = library(param).LLMatcher(vocabulary(pair, param), grammar, log_level=0)
+        error = self.matcher.get_error()
+        if error:
+            sentence = f"expected a form that can be met, got {one_line(error)}; change it"
+            raise Refusal(sentence, 400, "invalid_value", param)
+
+    def processor(self, num_columns: int, behind: str) -> FormProcessor:
+        """Returns a processor for one answer; arguments as of [`FormProcessor`]."""
+        return FormProcessor(self.matcher.deep_copy(), num_columns, self.pair.tokenizer, behind)
+
+
+def library(param: str) -> Any:
+    """Returns llguidance; raises `Refusal` where it is not installed."""
+    try:
+        import_module("llguidance.hf")
+        return import_module("llguidance")
+    except ImportError:
+        sentence = f"expected llguidance for {param}, got none; pip install 'dflash-hf[serve]'"
+        raise Refusal(sentence, 400, "unsupported_parameter", param) from None
+
+
+def vocabulary(pair: Pair, param: str) -> Any:
+    """Returns the target's tokens as llguidance knows them, made once."""
+    if pair.vocabulary is None:
+        ends = pair.target.generation_config.eos_token_id
+        pair.vocabulary = library(param).hf.from_tokenizer(
+            pair.tokenizer, n_vocab=pair.vocab_size, eos_token=ends
+        )
+    return pair.vocabulary
+
+
+def response_form(body: dict[str, Any], pair: Pair) -> Form | None:
+    """Returns the form that `response_format` or `structured_outputs` asks for; None where neither does."""
+    asked = body.get("response_format", {"type": "text"})
+    param = "response_format"
+    need(isinstance(asked, dict), param, "response_format as an object", asked)
+    kind = asked.get("type")
+    kinds = ("text", "json_object", "json_schema")
+    what = f"the type of response_format among {', '.join(kinds)}"
+    need(kind in kinds, param, what, kind, code="unsupported_value")
+    outputs = body.get("structured_outputs")
+    if outputs is not None:
+        need(kind == "text", param, "one form", "two", "leave one out")
+        return _structured(outputs, pair)
+    if kind == "text":
+        return None
+    schema: Any = OBJECT
+    if kind == "json_schema":
+        named = asked.get("json_schema")
+        is_good = isinstance(named, dict) and isinstance(named.get("schema", OBJECT), dict)
+        need(is_good, param, "json_schema with a schema", named)
+        schema = named.get("schema", OBJECT)
+    return Form(pair, json_form(schema, param), param)
+
+
+def _structured(outputs: Any, pair: Pair) -> Form:
+    """The form of vLLM's field: one of a JSON schema, a regular expression, a choice and a Lark grammar."""
+    param = "structured_outputs"
+    is_one = isinstance(outputs, dict) and len(outputs) == 1 and next(iter(outputs)) in KINDS
+    need(is_one, param, f"one of {', '.join(KINDS)} in structured_outputs", outputs)
+    kind, value = next(iter(outputs.items()))
+    if kind == "json":
+        if isinstance(value, str):
+            value = _read(value, param)
+        return Form(pair, json_form(value, param), param)
+    if kind == "choice":
+        is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+        need(is_list and bool(value), param, "choice as a list of texts", value)
+        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+        return Form(pair, f"start: {texts}", param)
+    need(isinstance(value, str) and bool(value), param, f"{kind} as a text", value)
+    if kind == "regex":
+        return Form(pair, library(param).LLMatcher.grammar_from_regex(value), param)
+    return Form(pair, value, param)
+
+
+def _read(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        sentence = f"expected a schema in JSON, got {shown(text)}; correct it"
+        raise Refusal(sentence, 400, "invalid_value", param) from None
+
+
+def json_form(schema: Any, param: str) -> str:
+    """Returns the form of JSON that meets a schema."""
+    need(isinstance(schema, dict), param, "a schema as an object", schema)
+    return library(param).LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+
+
+def tool_form(choice: Any, tools: list[Any], pair: Pair) -> Form | None:
+    """Returns the form of the calls that `tool_choice` asks for; None where it asks for none.
+
+    Raises:
+        Refusal: If the tool is none of the request's, or the target's family marks calls otherwise than by
+            `<tool_call>` and JSON.
+    """
+    param = "tool_choice"
+    if choice in ("auto", "none"):
+        return None
+    chosen = tools
+    if choice != "required":
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        chosen = [tool for tool in tools if tool["function"]["name"] == name]
+        what = "tool_choice as auto, none, required or one of the tools"
+        need(bool(chosen), param, what, choice)
+    need(bool(chosen), param, "tools beside tool_choice", "none")
+    mark: dict[str, Any] = pair.markup.get("fields", {}).get("tool_calls", {})
+    is_known = mark.get("content") == "json" and mark.get("close") == "</tool_call>"
+    what = "tool_choice as auto or none, as calls of this target's family have no form here"
+    need(is_known, param, what, choice, "leave it out", "unsupported_value")
+    calls: list[dict[str, Any]] = []
+    for tool in chosen:
+        function = tool["function"]
+        arguments = function.get("parameters", OBJECT)
+        properties = {"name": {"const": function["name"]}, "arguments": arguments}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {"anyOf": calls, "x-guidance": LAYOUT}
+    repeats = '("\\n" call)*'
+    if choice != "required":
+        repeats = ""
+    lines = (
+        f"start: call {repeats}",
+        'call: "<tool_call>\\n" one "\\n</tool_call>"',
+        f"one: %json {json.dumps(schema)}",
+    )
+    return Form(pair, "\n".join(lines), param)

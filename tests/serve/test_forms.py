@@ -1,0 +1,174 @@
+"""Answers of a given form: valid whatever is sampled, and refused in a sentence where no answer can have it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.serve.grammar import Form
+from dflash_hf.serve.markup import open_thoughts
+from dflash_hf.serve.pair import Pair
+from helpers.scripted_server import Found, InProcess
+
+pytest.importorskip("llguidance")
+validate: Any = pytest.importorskip("jsonschema").validate
+
+HELLO = [{"role": "user", "content": "Hello."}]
+KNOWS_TOOLS = (
+    "{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"dry": {"type": "boolean"}, "mode": {"enum": ["a", "b"]}},
+    "required": ["dry", "mode"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in "fg"
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[InProcess]:
+    target, draft, tokenizer = load_pair(*named_pair("text"))
+    tokenizer.chat_template = KNOWS_TOOLS
+    running = InProcess(Pair(target, draft, tokenizer, name="text", encoding={}, note=str))
+    yield running
+    running.close()
+
+
+def drawn_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema whose answers are short: nested objects, lists, enums, numbers and texts with escapes."""
+    kinds = ["enum", "integer", "boolean", "text", "escaped", "null"]
+    if depth < 2:
+        kinds += ["object", "list", "object"]
+    kind = draw.choice(kinds)
+    if depth == 0:
+        kind = "object"
+    if kind == "object":
+        names = draw.sample(["a", "b c", 'd"e', "f\\g", "\u00e9"], draw.randrange(1, 4))
+        return {
+            "type": "object",
+            "properties": {name: drawn_schema(draw, depth + 1) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+    if kind == "list":
+        return {"type": "array", "items": drawn_schema(draw, depth + 1), "maxItems": 2}
+    plain: dict[str, dict[str, Any]] = {
+        "enum": {"enum": ["x", 5, None, 'say "y"', "a\\b\n"]},
+        "integer": {"type": "integer", "minimum": -20, "maximum": 300},
+        "boolean": {"type": "boolean"},
+        "text": {"type": "string", "maxLength": 8},
+        "escaped": {"type": "string", "pattern": '^[a"\\\\\\n]{1,4}$'},
+        "null": {"type": "null"},
+    }
+    return plain[kind]
+
+
+def asked(server: InProcess, streamed: bool = False, **fields: Any) -> Found:
+    sent = {"messages": HELLO, "temperature": 1.0, "max_tokens": 700, **fields}
+    return server.ask("http", streamed, True, sent)
+
+
+@pytest.mark.parametrize("start", range(0, 100, 25))
+def test_sampled_json_meets_its_schema(server: InProcess, start: int) -> None:
+    for seed in range(start, start + 25):
+        schema = drawn_schema(random.Random(seed))
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        found = asked(server, streamed=bool(seed % 2), response_format=form, seed=seed)
+        assert (found.status, found.reasons) == (200, ["stop"]), (seed, found)
+        validate(json.loads(found.content), schema)
+
+
+def test_any_object_and_other_forms(server: InProcess) -> None:
+    found = asked(server, response_format={"type": "json_object"}, seed=1, temperature=0)
+    assert found.reasons == ["length"] or isinstance(json.loads(found.content), dict)
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"regex": "[ab]{3}-[0-9]{2}"}, "[ab]{3}-[0-9]{2}"),
+        ({"choice": ["yes", "no", 'a "b"']}, 'yes|no|a "b"'),
+        ({"grammar": 'start: "(" /[0-9]{1,3}/ ")"'}, r"\([0-9]{1,3}\)"),
+    ]
+    for form, pattern in forms:
+        for seed in range(4):
+            found = asked(server, structured_outputs=form, seed=seed)
+            assert re.fullmatch(pattern, found.content), (form, found.content)
+            assert found.reasons == ["stop"]
+
+
+def test_a_tool_that_must_be_called_is_called(server: InProcess) -> None:
+    named = {"type": "function", "function": {"name": "g"}}
+    for choice in ("required", named):
+        for streamed in (False, True):
+            found = asked(server, streamed, tools=TOOLS, tool_choice=choice, seed=2)
+            assert found.reasons == ["tool_calls"]
+            assert found.content == ""
+            for name, arguments in found.calls:
+                validate(arguments, PARAMETERS)
+                assert choice == "required" or name == "g"
+            assert choice == "required" or len(found.calls) == 1
+
+
+def schema(**fields: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": fields}}
+    return {"response_format": form}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (schema(allOf=[{"type": "integer"}, {"type": "string"}]), "response_format"),
+    (schema(enum=[]), "response_format"),
+    (schema(type="banana"), "response_format"),
+    (schema(enum=["x" * 300_000]), "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": 5}, "response_format"),
+    ({"structured_outputs": {"regex": "a("}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"structured_outputs": {"nonsense": 1}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"function": {"name": "h"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": 5}, "tool_choice"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_a_form_that_cannot_be_met_is_refused(
+    server: InProcess, fields: dict[str, Any], param: str
+) -> None:
+    for streamed in (False, True):
+        found = asked(server, streamed, **fields)
+        assert (found.status, found.error["param"]) == (400, param), found
+        assert found.error["message"].startswith("expected ")
+
+
+def test_a_form_begins_behind_the_thoughts(server: InProcess) -> None:
+    tokenizer: Any = server.pair.tokenizer
+    form = Form(server.pair, 'start: "yes" | "no"', "structured_outputs")
+    processor = form.processor(2, "</think>")
+    mark = tokenizer("so</think>", add_special_tokens=False)["input_ids"]
+    scores = torch.zeros(1, server.pair.vocab_size)
+    for num in range(len(mark)):
+        ids = torch.tensor([[5, 6, *mark[:num]]])
+        assert processor(ids, scores).equal(scores)
+    for said in ([], tokenizer("y", add_special_tokens=False)["input_ids"]):
+        ids = torch.tensor([[5, 6, *mark, *said]])
+        allowed = processor(ids, scores).isfinite()[0].nonzero().flatten().tolist()
+        texts = {tokenizer.decode([*said, one]) for one in allowed}
+        assert texts
+        assert all("yes".startswith(text) or "no".startswith(text) for text in texts)
+
+
+def test_open_thoughts_are_found_in_the_prompt(server: InProcess) -> None:
+    begun = "<|im_start|>assistant\n"
+    assert open_thoughts(server.pair.markup, begun) == ""
+    assert open_thoughts(server.pair.markup, f"{begun}<think>\n") == "</think>"
+    assert open_thoughts(server.pair.markup, f"{begun}<think>\n\n</think>\n\n") == ""
+    assert open_thoughts({}, begun) == ""
