@@ -344,7 +344,10 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     ),
     "name": (["--learnin-rate", "1"], "got 'learnin_rate'; did you mean 'learning_rate'?"),
     "value": (["--weight-decay", "fast"], "expected arguments of the training, got"),
-    "loss": (["--loss", "mse"], "expected loss 'cross_entropy' or 'dpace' or 'kl', got 'mse'"),
+    "loss": (
+        ["--loss", "mse"],
+        "expected loss 'cross_entropy' or 'dpace' or 'kl' or 'tv' or 'nla', got 'mse'",
+    ),
     "range": (["--num-anchors", "0"], "expected num_anchors > 0, got 0"),
     "word": (["--num-anchors", "4", "five"], "got 'five'; write -- before the name of an option"),
     "format": (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dflash_hf.training.anchors import Anchors, all_anchors
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.loss import (
+    DISTILLATION,
     DPACE_SMOOTHING,
     OBJECTIVES,
     BlockLabels,
@@ -47,15 +48,23 @@ def defined_loss(
             token = int(batch.input_ids[row, at])
             if not known[token]:
                 losses.append(None)
-            elif objective == "kl":
+            elif objective in DISTILLATION:
                 pairs = zip(
                     likely[0][row, at].tolist(), likely[1][row, at].exp().tolist(), strict=True
                 )
                 ids = [(i, p) for i, p in pairs if known[i]]
                 mass = sum(p for _, p in ids)
-                losses.append(
-                    torch.stack([p / mass * (math.log(p / mass) - log_q[i]) for i, p in ids]).sum()
-                )
+                ratios = [p / mass * (math.log(p / mass) - log_q[i]) for i, p in ids]
+                common = sum(log_q[i].exp().clamp_max(p / mass) for i, p in ids)
+                if not ids:
+                    found = log_q.exp()[token] * 0
+                elif objective == "kl":
+                    found = torch.stack(ratios).sum()
+                elif objective == "tv":
+                    found = 1 - common
+                else:
+                    found = -common.log()
+                losses.append(found)
             else:
                 losses.append(-log_q[token])
         confidence, reached = 1.0, []
@@ -100,7 +109,9 @@ def test_objective_and_gradient_equal_the_definition(
         ids[..., 0] = int(head.known.nonzero()[0])
         ids[..., 1] = int((~head.known).nonzero()[0])
     # After each token
-    said = (ids.roll(-1, dims=1), log_p.roll(-1, dims=1)) if objective == "kl" else None
+    said = None
+    if objective in DISTILLATION:
+        said = (ids.roll(-1, dims=1), log_p.roll(-1, dims=1))
     labels = block_labels(batch, anchors, ahead, said)
     weights = decay_weights(BLOCK, GAMMA, bool(ahead))
     known = head.known if reduced else None
@@ -138,6 +149,46 @@ def test_all_likely_tokens_are_the_whole_distribution() -> None:
     own = torch.log_softmax(head(hidden[0, 1:]), dim=-1)
     wanted = nn.functional.kl_div(own, full[0, 0, 1:], log_target=True, reduction="sum")
     torch.testing.assert_close(result.loss, wanted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("objective", ["tv", "nla"])
+def test_a_slot_without_a_known_likely_token_has_no_loss(objective: Objective) -> None:
+    head = Head(WIDTH, VOCAB, bias=False).double()
+    head.known = torch.arange(VOCAB) < 4
+    hidden = torch.randn(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)
+    likely = (torch.tensor([[[[7, 8], [7, 8]]]]), torch.tensor([[[[-0.1, -2.0]] * 2]]))
+    ids = torch.tensor([[[1, 2]]])
+    mask = torch.tensor([[[False, True]]])
+    labels = BlockLabels(ids=ids, mask=mask, before=ids, likely=likely)
+    result = block_loss(
+        hidden, labels, torch.ones(2), head, objective=objective, known_V=head.known
+    )
+    (gradient,) = torch.autograd.grad(result.loss, hidden)
+    assert result.loss.item() == 0
+    assert not gradient.any()
+
+
+def test_the_draft_that_is_the_target_is_always_accepted() -> None:
+    """Over the whole vocabulary: all of these losses are 0 there, and the log of what is accepted is 1 - tv."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(1, 3, WIDTH, dtype=torch.float64), nn.Linear(WIDTH, VOCAB).double()
+    own = head(hidden).log_softmax(dim=-1).detach()[:, None]
+    mask = torch.tensor([[[False, True, True]]])
+    every = torch.arange(VOCAB).expand_as(own)
+    same = BlockLabels(ids=every[..., 0], mask=mask, before=every[..., 1], likely=(every, own))
+    other = replace(same, likely=(every, own.roll(1, dims=-1)))
+    for labels, is_same in ((same, True), (other, False)):
+        values = [
+            float(block_loss(hidden, labels, torch.ones(3), head, objective=objective).loss)
+            for objective in DISTILLATION
+        ]
+        assert all(abs(value) < 1e-12 for value in values) is is_same
+    slots = replace(other, mask=torch.tensor([[[False, True, False]]]))
+    tv, nla = (
+        float(block_loss(hidden, slots, torch.ones(3), head, objective=objective).loss)
+        for objective in ("tv", "nla")
+    )
+    assert math.isclose(math.exp(-nla), 1 - tv, rel_tol=1e-12)
 
 
 def test_kl_without_the_targets_distribution_is_refused(batch: Batch) -> None:

@@ -52,7 +52,7 @@ class TrainSettings:
 
     target: str = option(TRAINING, "Folder or Hub id of the target.")
     draft: str | None = option(TRAINING, "Draft to train further, instead of a fresh one.", None)
-    loss: str = option(TRAINING, "dpace, cross_entropy, or kl.", "dpace")
+    loss: str = option(TRAINING, "dpace, cross_entropy, kl, tv, or nla.", "dpace")
     answers: Literal["target", "data"] = option(
         TRAINING,
         "target: it answers the prompts anew. data: the answers in the data are its own already.",
@@ -79,7 +79,7 @@ class TrainSettings:
     num_train_epochs: float = option(TRAINING, "Passes over the examples.", 6.0)
     per_device_train_batch_size: int = option(TRAINING, "Sequences per device and forward.", 4)
     gamma: float | None = option(
-        TRAINING, "Decay over slots of cross_entropy and kl; else by the block size.", None
+        TRAINING, "Decay over slots of the losses but dpace; else by the block size.", None
     )
 
     dataset: tuple[str, ...] = option(

@@ -91,7 +91,8 @@ class DFlashTrainingArguments(TrainingArguments):
     loss: Objective = field(
         default="dpace",
         metadata={
-            "help": "D-PACE's weights, cross entropy under a decay, or KL to the target's likely tokens."
+            "help": "D-PACE's weights; cross entropy under a decay; or KL to the target's likely tokens, their total "
+            "variation (tv), or the negative log of what sampling accepts (nla)."
         },
     )
     labels: Literal["tokens", "target"] = field(

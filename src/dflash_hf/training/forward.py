@@ -24,7 +24,7 @@ from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.anchors import Anchors, BlockMaskRule
 from dflash_hf.training.collators import Batch, Movable
-from dflash_hf.training.loss import BlockLoss, Objective, block_labels, block_loss
+from dflash_hf.training.loss import DISTILLATION, BlockLoss, Objective, block_labels, block_loss
 
 logger: Any = logging.get_logger(__name__)
 
@@ -347,7 +347,7 @@ def batch_loss(
     """
     config = draft.config
     device = draft.fc.weight.device
-    num_likely = LIKELY_TOKENS if objective == "kl" else int(target_labels)
+    num_likely = LIKELY_TOKENS if objective in DISTILLATION else int(target_labels)
     if features is None:
         columns = (
             _columns_before_labels(batch, anchors, int(config.sample_from_anchor))

@@ -10,6 +10,10 @@
   578, speculators 736, Model Optimizer 1724.
 * `"kl"`: `l = KL(p || q)` with `p` the target's distribution at the slot, of its most likely tokens only and made to
   sum to 1, and the decay of cross entropy.
+* `"tv"`: `l = 1 - a`, the total variation, with `a = sum(min(p, q))` over these tokens, which is the chance that
+  sampling accepts a token of the draft's; and the decay. Its gradient all but vanishes where the draft is far from the
+  target: it is for a draft that exists. Source of `a`: arXiv 2211.17192, theorem 3.5.
+* `"nla"`: `l = -log(a)`, and the decay: the same aim, with a gradient from the first step on.
 
 A DFlash 2 draft adds the cross entropy of its selector over the candidates of a slot, behind the right token, with the
 same weights; a slot whose token is no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull
@@ -32,8 +36,10 @@ from dflash_hf.draft_model.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors
 from dflash_hf.training.collators import Batch
 
-Objective = Literal["cross_entropy", "dpace", "kl"]
+Objective = Literal["cross_entropy", "dpace", "kl", "tv", "nla"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+# Those that compare with the target's distribution, and not with a token.
+DISTILLATION: tuple[Objective, ...] = ("kl", "tv", "nla")
 DPACE_SMOOTHING = 0.5  # the paper's: stable from 0.3 to 0.7
 
 
@@ -121,12 +127,33 @@ def loss_weight(
     return (labels.mask * weights_K.to(labels.mask.device)).sum()
 
 
+def _distances(logits_NV: Tensor, likely_NP: tuple[Tensor, Tensor], objective: Objective) -> Tensor:
+    """Returns how far the draft's distribution at each slot `[N]` is from the target's, over its likely tokens."""
+    likely_ids, log_probs = likely_NP
+    own = logits_NV.gather(1, likely_ids) - logits_NV.logsumexp(dim=-1, keepdim=True)
+    known = own.detach() > -torch.inf  # what a reduced vocabulary leaves out is no part of p
+    theirs = log_probs.to(logits_NV.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
+    known = theirs > -torch.inf
+    theirs = theirs.masked_fill(~known, 0)
+    own = own.masked_fill(~known, 0)
+    if objective == "kl":
+        return (theirs.exp() * (theirs - own) * known).sum(dim=-1)
+    # A slot of which no likely token is known has no distance
+    is_any_known = known.any(dim=-1)
+    log_least = torch.minimum(theirs, own).masked_fill(~known & is_any_known[:, None], -torch.inf)
+    log_accepted = log_least.logsumexp(dim=-1).masked_fill(~is_any_known, 0)
+    if objective == "nla":
+        return -log_accepted
+    return 1 - log_accepted.exp()
+
+
 def _slot_losses(
     hidden_ND: Tensor,
     slots: BlockLabels,
     rows: slice,
     logits_of: Callable[[Tensor], Tensor],
     selector: CandidateSelector | None,
+    objective: Objective,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, loss of the selector and argmax of some slots, on the states' device whatever the head's."""
     logits = logits_of(hidden_ND)
@@ -135,14 +162,7 @@ def _slot_losses(
     if slots.likely is None:
         losses = nn.functional.cross_entropy(logits, slots.ids, reduction="none")
     else:
-        likely_ids, log_probs = slots.likely
-        own = logits.gather(1, likely_ids) - logits.logsumexp(dim=-1, keepdim=True)
-        known = own.detach() > -torch.inf  # what a reduced vocabulary leaves out is no part of p
-        theirs = log_probs.to(logits.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
-        known = theirs > -torch.inf
-        theirs = theirs.masked_fill(~known, 0)
-        own = own.masked_fill(~known, 0)
-        losses = (theirs.exp() * (theirs - own) * known).sum(dim=-1)
+        losses = _distances(logits, slots.likely, objective)
     best = logits.detach().argmax(dim=-1)
     extra = torch.zeros_like(losses)
     if selector is not None:
@@ -189,13 +209,14 @@ def _all_losses(
     slots: BlockLabels,
     logits_of: Callable[[Tensor], Tensor],
     selector: CandidateSelector | None,
+    objective: Objective,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_slot_losses` of all slots, `size` of them at a time."""
     chunks = [slice(start, start + size) for start in range(0, len(hidden_ND), size)]
 
     def losses_of(states: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        return _slot_losses(states, slots, rows, logits_of, selector)
+        return _slot_losses(states, slots, rows, logits_of, selector, objective)
 
     trains = torch.is_grad_enabled() and hidden_ND.requires_grad
     if trains and selector is None and not logits_of(hidden_ND[:1].detach()).requires_grad:
@@ -241,13 +262,14 @@ def block_loss(
     """
     block_size = labels.ids.shape[2]
     device = hidden_BQD.device
-    if objective == "kl" and labels.likely is None:
+    is_distilled = objective in DISTILLATION
+    if is_distilled and labels.likely is None:
         raise ValueError(
-            "expected labels with likely tokens for objective='kl', got none; take them of the target"
+            f"expected labels with likely tokens for objective={objective!r}, got none; take them of the target"
         )
     scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
     places = scored.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
-    slots = labels if objective == "kl" else replace(labels, likely=None)
+    slots = labels if is_distilled else replace(labels, likely=None)
     slots = slots.map(lambda value: value.flatten(0, 2)[places])
     hidden_ND = hidden_BQD.flatten(0, 1)[places]
     # An empty batch still has to give a loss that can be differentiated.
@@ -257,7 +279,7 @@ def block_loss(
     finite = torch.ones(len(scored), dtype=torch.bool, device=device)
     if len(hidden_ND):
         losses, extra, best = _all_losses(
-            hidden_ND, slots, logits_of, selector, chunk_blocks * (block_size - 1)
+            hidden_ND, slots, logits_of, selector, objective, chunk_blocks * (block_size - 1)
         )
         table = losses.new_full(scored.shape, torch.inf)
         table.view(-1)[places] = losses.detach()

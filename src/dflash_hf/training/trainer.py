@@ -44,7 +44,7 @@ from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, check_packing
-from dflash_hf.training.loss import block_labels, decay_weights, loss_weight
+from dflash_hf.training.loss import DISTILLATION, block_labels, decay_weights, loss_weight
 from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
 from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
 from dflash_hf.training.walking import walked_acceptance
@@ -228,7 +228,7 @@ class DFlashTrainer(Trainer):
         examples = self.train_dataset
         if args.feature_cache is None:
             return None
-        num_likely = LIKELY_TOKENS if args.loss == "kl" else int(args.labels == "target")
+        num_likely = LIKELY_TOKENS if args.loss in DISTILLATION else int(args.labels == "target")
         mine: Any = share_of(examples, args.process_index, args.world_size)  # type: ignore[arg-type]
         FeatureCache(args.feature_cache).write(self.target, config, mine, num_likely=num_likely)
         self.accelerator.wait_for_everyone()
