@@ -114,6 +114,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--threads",
     ],
     "train": [
+        "--algorithm",
         "--answer-batch",
         "--answers",
         "--attention",
@@ -128,6 +129,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--device",
         "--draft",
         "--draft-options",
+        "--draft-vocab-size",
         "--dtype",
         "--feature-cache",
         "--formats",

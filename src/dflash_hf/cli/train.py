@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from dflash_hf.cli.train_algorithms import with_algorithm
 from dflash_hf.cli.train_reading import (
     as_text,
     as_words,
@@ -97,9 +98,11 @@ def train(
     Every field of Transformers' TrainingArguments is an option too, such as --optim muon --bf16 --max-steps 800
     --report-to trackio. Given the folder of a run that was begun it goes on.
     """
+    typed = _given(ctx, "COMMANDLINE")
     settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])
+    settings = with_algorithm(settings, [*typed, *_given(ctx, "DEFAULT_MAP")])
     # A YAML may have defaults in it; on the command line they are meant.
-    settings.check_idle({*settings.asked(), *_typed(ctx)})
+    settings.check_idle({*settings.asked(), *typed})
     wanted = _stages(stages)
     from dflash_hf.cli.train_stages import run_stages
 
@@ -110,10 +113,10 @@ def train(
         raise typer.Exit(130) from error
 
 
-def _typed(ctx: typer.Context) -> list[str]:
-    """Returns the names of the options on the command line."""
+def _given(ctx: typer.Context, place: str) -> list[str]:
+    """Returns the names of the options that come from a place: COMMANDLINE, or DEFAULT_MAP for a YAML."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    return [name for name, source in sources.items() if source and source.name == place]
 
 
 def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:

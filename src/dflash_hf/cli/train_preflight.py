@@ -105,6 +105,9 @@ def _fresh_config(
 ) -> DFlashConfig:
     """The config of a fresh draft."""
     fields = fresh_options(settings, processor)
+    if settings.draft_vocab_size is not None:
+        # Which they are the answers will say
+        fields["draft_token_ids"] = list(range(settings.draft_vocab_size))
     names = ("num_taps", "tokenizer", "draft_token_ids")
     options = {name: fields.pop(name) for name in names if name in fields}
     try:

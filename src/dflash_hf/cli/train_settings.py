@@ -53,6 +53,12 @@ class TrainSettings:
     target: str = option(TRAINING, "Folder or Hub id of the target.")
     draft: str | None = option(TRAINING, "Draft to train further, instead of a fresh one.", None)
     loss: str = option(TRAINING, "dpace, cross_entropy, kl, tv, or nla.", "dpace")
+    algorithm: str = option(
+        TRAINING,
+        "dflash. dflash2: conv_kernel_size 2, conv_group_size 16, selector_rank 256, selector_top_k 16 as "
+        "--draft-options. jetspec, for trees: is_causal true as --draft-options, and --loss kl.",
+        "dflash",
+    )
     answers: Literal["target", "data"] = option(
         TRAINING,
         "target: it answers the prompts anew. data: the answers in the data are its own already.",
@@ -66,6 +72,11 @@ class TrainSettings:
     num_hidden_layers: int = option(TRAINING, "Layers of a fresh draft.", 5)
     draft_options: Mapping[str, Any] = option(
         TRAINING, "Other fields of a fresh draft's config, as JSON: '{\"num_taps\": 4}'.", {}
+    )
+    draft_vocab_size: int | None = option(
+        TRAINING,
+        "Tokens that a fresh draft can propose: the answers' most frequent; else all.",
+        None,
     )
     attention: str = option(
         TRAINING, "flex, sdpa, or auto: flex on CUDA, and sdpa elsewhere.", "auto"
@@ -159,6 +170,11 @@ class TrainSettings:
         for name in self.formats:
             known = f"--formats among {', '.join(FORMATS)}"
             require(name in FORMATS, known, name, "leave it out, or use dflash-hf convert")
+        names = ("draft_token_ids", "draft_vocab_size")
+        twice = [name for name in names if name in self.draft_options]
+        is_said_once = self.draft_vocab_size is None or not twice
+        what = f"no {listed(twice)} in --draft-options beside --draft-vocab-size"
+        require(is_said_once, what, self.draft_vocab_size, "leave one of them out")
         is_url = self.server is None or self.server.startswith(("http://", "https://"))
         require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
 
@@ -260,13 +276,20 @@ LEAST = {
     "num_eval": 0,
     "max_length": 2,
     "block_size": 2,
+    "draft_vocab_size": 1,
     "max_new_tokens": 1,
     "answer_batch": 1,
     "num_hidden_layers": 1,
     "bench_prompts": 1,
     "threads": 1,
 }
-OF_A_FRESH_DRAFT = ("block_size", "num_hidden_layers", "draft_options")
+OF_A_FRESH_DRAFT = (
+    "algorithm",
+    "draft_vocab_size",
+    "block_size",
+    "num_hidden_layers",
+    "draft_options",
+)
 OF_THE_ANSWERS = ("server", "server_model", "temperature", "top_p")
 # Fields that `DFlashTrainingArguments` has too, and that mean the same there.
 OF_THE_TRAINER = (
@@ -300,6 +323,8 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
     "regenerate": ("answers", "max_new_tokens", "temperature", "top_p", "server", "server_model"),
     "run": (
         "draft",
+        "algorithm",
+        "draft_vocab_size",
         "num_hidden_layers",
         "block_size",
         "draft_options",

@@ -49,6 +49,7 @@ from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.vocabulary import frequent_tokens
 
 TRAIN = "train.jsonl"
 HELD_OUT = "held_out.jsonl"
@@ -301,7 +302,11 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     draft: Any
     if settings.draft is None:
         torch.manual_seed(arguments.seed)
-        draft = DFlashDraftModel.from_target(model, **fresh_options(settings, processor))
+        fields = fresh_options(settings, processor)
+        size = settings.draft_vocab_size
+        if size is not None:
+            fields["draft_token_ids"] = frequent_tokens(train, size, _end_tokens(model))
+        draft = DFlashDraftModel.from_target(model, **fields)
     else:
         draft = load_draft(settings.draft, dtype=torch.float32)
     trainer = DFlashTrainer(
@@ -333,6 +338,15 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     if lengths:
         facts["acceptance_length"] = round(lengths[-1], 3)
     return facts
+
+
+def _end_tokens(target: PreTrainedModel) -> list[int]:
+    """Returns the tokens that end an answer: a draft that lacks them never proposes an end."""
+    options: Any = target.generation_config
+    found: int | list[int] | None = options.eos_token_id
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else found
 
 
 def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:
