@@ -346,7 +346,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "value": (["--weight-decay", "fast"], "expected arguments of the training, got"),
     "loss": (
         ["--loss", "mse"],
-        "expected loss 'cross_entropy' or 'dpace' or 'kl' or 'tv' or 'nla', got 'mse'",
+        "expected loss 'cross_entropy' or 'dpace' or 'kl' or 'tv' or 'lk', got 'mse'",
     ),
     "range": (["--num-anchors", "0"], "expected num_anchors > 0, got 0"),
     "word": (["--num-anchors", "4", "five"], "got 'five'; write -- before the name of an option"),

@@ -151,7 +151,7 @@ def test_all_likely_tokens_are_the_whole_distribution() -> None:
     torch.testing.assert_close(result.loss, wanted, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("objective", ["tv", "nla"])
+@pytest.mark.parametrize("objective", ["tv", "lk"])
 def test_a_slot_without_a_known_likely_token_has_no_loss(objective: Objective) -> None:
     head = Head(WIDTH, VOCAB, bias=False).double()
     head.known = torch.arange(VOCAB) < 4
@@ -169,10 +169,11 @@ def test_a_slot_without_a_known_likely_token_has_no_loss(objective: Objective) -
 
 
 def test_the_draft_that_is_the_target_is_always_accepted() -> None:
-    """Over the whole vocabulary: all of these losses are 0 there, and the log of what is accepted is 1 - tv."""
+    """Over the whole vocabulary: all of these losses are 0 there; elsewhere exp(-lk) is 1 - tv."""
     torch.manual_seed(0)
     hidden, head = torch.randn(1, 3, WIDTH, dtype=torch.float64), nn.Linear(WIDTH, VOCAB).double()
-    own = head(hidden).log_softmax(dim=-1).detach()[:, None]
+    head.requires_grad_(False)
+    own = head(hidden).log_softmax(dim=-1)[:, None]
     mask = torch.tensor([[[False, True, True]]])
     every = torch.arange(VOCAB).expand_as(own)
     same = BlockLabels(ids=every[..., 0], mask=mask, before=every[..., 1], likely=(every, own))
@@ -184,11 +185,11 @@ def test_the_draft_that_is_the_target_is_always_accepted() -> None:
         ]
         assert all(abs(value) < 1e-12 for value in values) is is_same
     slots = replace(other, mask=torch.tensor([[[False, True, False]]]))
-    tv, nla = (
+    tv, lk = (
         float(block_loss(hidden, slots, torch.ones(3), head, objective=objective).loss)
-        for objective in ("tv", "nla")
+        for objective in ("tv", "lk")
     )
-    assert math.isclose(math.exp(-nla), 1 - tv, rel_tol=1e-12)
+    assert math.isclose(math.exp(-lk), 1 - tv, rel_tol=1e-12)
 
 
 def test_kl_without_the_targets_distribution_is_refused(batch: Batch) -> None:
@@ -203,16 +204,19 @@ def test_kl_without_the_targets_distribution_is_refused(batch: Batch) -> None:
         )
 
 
-def test_losses_that_are_no_numbers_are_told_by_row(batch: Batch) -> None:
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_losses_that_are_no_numbers_are_told_by_row(objective: Objective, batch: Batch) -> None:
     anchors = all_anchors(batch.loss_mask, BLOCK)
-    labels = block_labels(batch, anchors)
+    log_p, ids = torch.log_softmax(torch.randn(*batch.input_ids.shape, VOCAB), dim=-1).topk(LIKELY)
+    labels = block_labels(batch, anchors, likely_BSP=(ids, log_p))
     hidden = torch.randn(3, anchors.indices.shape[1] * BLOCK, WIDTH)
     head, weights = nn.Linear(WIDTH, VOCAB), decay_weights(BLOCK, GAMMA)
-    good = block_loss(hidden, labels, weights, head)
+    good = block_loss(hidden, labels, weights, head, objective=objective)
     hidden[1, 1] = torch.nan
-    bad = block_loss(hidden, labels, weights, head)
+    bad = block_loss(hidden, labels, weights, head, objective=objective)
     assert (good.finite.tolist(), bad.finite.tolist()) == ([True, True, True], [True, False, True])
-    nothing = block_loss(hidden, replace(labels, mask=torch.zeros_like(labels.mask)), weights, head)
+    empty = replace(labels, mask=torch.zeros_like(labels.mask))
+    nothing = block_loss(hidden, empty, weights, head, objective=objective)
     assert nothing.finite.all()
 
 

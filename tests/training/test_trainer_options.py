@@ -29,7 +29,7 @@ def data(target) -> list[Example]:
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpace": ({"loss": "dpace"}, {}),
     "kl": ({"loss": "kl"}, {}),
-    "nla": ({"loss": "nla"}, {}),
+    "lk": ({"loss": "lk"}, {}),
     "packed": ({"packing_length": 64, "per_device_train_batch_size": 2}, {}),
     "own head": ({}, {"own_lm_head": True, "own_embed_tokens": True}),
     "from the anchor": ({}, {"sample_from_anchor": True}),

@@ -52,7 +52,7 @@ class TrainSettings:
 
     target: str = option(TRAINING, "Folder or Hub id of the target.")
     draft: str | None = option(TRAINING, "Draft to train further, instead of a fresh one.", None)
-    loss: str = option(TRAINING, "dpace, cross_entropy, kl, tv, or nla.", "dpace")
+    loss: str = option(TRAINING, "dpace, cross_entropy, kl, tv, or lk.", "dpace")
     algorithm: str = option(
         TRAINING,
         "dflash. dflash2: conv_kernel_size 2, conv_group_size 16, selector_rank 256, selector_top_k 16 as "

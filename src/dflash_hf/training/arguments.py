@@ -92,7 +92,7 @@ class DFlashTrainingArguments(TrainingArguments):
         default="dpace",
         metadata={
             "help": "D-PACE's weights; cross entropy under a decay; or KL to the target's likely tokens, their total "
-            "variation (tv), or the negative log of what sampling accepts (nla)."
+            "variation (tv), or the negative log of what sampling accepts (lk)."
         },
     )
     labels: Literal["tokens", "target"] = field(

@@ -13,7 +13,7 @@
 * `"tv"`: `l = 1 - a`, the total variation, with `a = sum(min(p, q))` over these tokens, which is the chance that
   sampling accepts a token of the draft's; and the decay. Its gradient all but vanishes where the draft is far from the
   target: it is for a draft that exists. Source of `a`: arXiv 2211.17192, theorem 3.5.
-* `"nla"`: `l = -log(a)`, and the decay: the same aim, with a gradient from the first step on.
+* `"lk"`: `l = -log(a)`, and the decay: the same aim, with a gradient from the first step on.
 
 A DFlash 2 draft adds the cross entropy of its selector over the candidates of a slot, behind the right token, with the
 same weights; a slot whose token is no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull
@@ -36,10 +36,10 @@ from dflash_hf.draft_model.dflash2 import CandidateSelector
 from dflash_hf.training.anchors import Anchors
 from dflash_hf.training.collators import Batch
 
-Objective = Literal["cross_entropy", "dpace", "kl", "tv", "nla"]
+Objective = Literal["cross_entropy", "dpace", "kl", "tv", "lk"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 # Those that compare with the target's distribution, and not with a token.
-DISTILLATION: tuple[Objective, ...] = ("kl", "tv", "nla")
+DISTILLATION: tuple[Objective, ...] = ("kl", "tv", "lk")
 DPACE_SMOOTHING = 0.5  # the paper's: stable from 0.3 to 0.7
 
 
@@ -131,7 +131,8 @@ def _distances(logits_NV: Tensor, likely_NP: tuple[Tensor, Tensor], objective: O
     """Returns how far the draft's distribution at each slot `[N]` is from the target's, over its likely tokens."""
     likely_ids, log_probs = likely_NP
     own = logits_NV.gather(1, likely_ids) - logits_NV.logsumexp(dim=-1, keepdim=True)
-    known = own.detach() > -torch.inf  # what a reduced vocabulary leaves out is no part of p
+    # What a reduced vocabulary leaves out is no part of p; a draft that is no number stays, and is told
+    known = own.detach() != -torch.inf
     theirs = log_probs.to(logits_NV.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
     known = theirs > -torch.inf
     theirs = theirs.masked_fill(~known, 0)
@@ -142,7 +143,7 @@ def _distances(logits_NV: Tensor, likely_NP: tuple[Tensor, Tensor], objective: O
     is_any_known = known.any(dim=-1)
     log_least = torch.minimum(theirs, own).masked_fill(~known & is_any_known[:, None], -torch.inf)
     log_accepted = log_least.logsumexp(dim=-1).masked_fill(~is_any_known, 0)
-    if objective == "nla":
+    if objective == "lk":
         return -log_accepted
     return 1 - log_accepted.exp()
 
