@@ -84,10 +84,15 @@ def _name_config(auto: Any) -> None:
 
 
 def _name_model(auto: Any) -> None:
-    """`AutoModel`: as `_name_config`; its table is asked by a config's class, which it knows by name."""
+    """`AutoModel` and `AutoModelForCausalLM`, by which assistants are loaded: as `_name_config`.
+
+    Their tables are asked by a config's class, which they know by name.
+    """
     auto.MODEL_MAPPING_NAMES[MODEL_TYPE] = "DFlashDraftModel"
-    auto.MODEL_MAPPING._modules[MODEL_TYPE] = sys.modules[PACKAGE]
-    auto.MODEL_MAPPING._reverse_config_mapping["DFlashConfig"] = MODEL_TYPE
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = "DFlashDraftModel"
+    for table in (auto.MODEL_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+        table._modules[MODEL_TYPE] = sys.modules[PACKAGE]
+        table._reverse_config_mapping["DFlashConfig"] = MODEL_TYPE
 
 
 def _replace_processors(auto: ModuleType) -> None:

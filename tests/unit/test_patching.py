@@ -33,6 +33,7 @@ config = AutoConfig.from_pretrained({DRAFT!r})
 draft = AutoModel.from_pretrained({DRAFT!r})
 assert (type(config).__name__, type(draft).__name__) == ("DFlashConfig", "DFlashDraftModel")
 assert type(AutoModel.from_config(config)) is type(draft)
+assert type(AutoModelForCausalLM.from_pretrained({DRAFT!r})) is type(draft)
 plain, ours = (target.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=a) for a in (None, draft))
 assert plain.tolist() == ours.tolist()
 assert draft.last_stats is not None
