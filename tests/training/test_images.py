@@ -21,7 +21,7 @@ from dflash_hf.training import (
 from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs, target_features
 from helpers.training import records
-from helpers.vision import IMAGE, VISION, Grid, vision_prompts, vision_target
+from helpers.vision import IMAGE, VISION, VISION_HYBRIDS, Grid, vision_prompts, vision_target
 from helpers.whole_blocks import use_whole_blocks
 from tiny import tiny_draft
 
@@ -47,7 +47,7 @@ def answered(prompts: list[Example]) -> list[Example]:
     ]
 
 
-@pytest.fixture(params=VISION)
+@pytest.fixture(params=[*VISION, *VISION_HYBRIDS])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -75,7 +75,9 @@ def test_a_mixed_batch_gives_the_features_of_each_row_alone(name: str) -> None:
             )
         output = target(**inputs, output_hidden_states=True)
         alone = torch.cat([output.hidden_states[1], output.hidden_states[3]], dim=-1)[0]
-        torch.testing.assert_close(together.taps[row, :length], alone, rtol=0, atol=1e-9)
+        # Recurrent layers compute in float32 in any dtype
+        atol = 1e-5 if name in VISION_HYBRIDS else 1e-9
+        torch.testing.assert_close(together.taps[row, :length], alone, rtol=0, atol=atol)
         assert torch.equal(together.next_ids[row, :length, 0], output.logits[0].argmax(dim=-1))
     blind = collate([Example(input_ids=e.input_ids, loss_mask=e.loss_mask) for e in examples])
     differs = (target_features(found, [0, 2], blind).taps - together.taps).abs().amax(dim=(1, 2))
@@ -193,7 +195,9 @@ def test_embedding_and_head_are_found_from_the_model(name: str, tied: bool) -> N
     target = vision_target(name, tie_word_embeddings=tied)
     found = find_target(target)
     assert (found.head.weight is found.embedding.weight) is tied
-    assert all(layer.self_attn.config is found.config for layer in found.layers), (
+    attentions = [layer.self_attn for layer in found.layers if hasattr(layer, "self_attn")]
+    assert attentions
+    assert all(attention.config is found.config for attention in attentions), (
         "layers of the vision tower"
     )
     seen: dict[str, Tensor] = {}
@@ -212,7 +216,7 @@ def test_embedding_and_head_are_found_from_the_model(name: str, tied: bool) -> N
     assert torch.equal(seen["logits"].argmax(dim=-1), logits.argmax(dim=-1))
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl", "gemma3", "smolvlm"])
 def test_a_draft_trains_on_text_and_images(name: str, tmp_path: Path) -> None:
     target = vision_target(name).float()
     examples = answered(prompts_of(target, name))
