@@ -116,6 +116,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
     "train": [
         "--algorithm",
         "--answer-batch",
+        "--answer-seed",
         "--answers",
         "--attention",
         "--bench-data",
@@ -141,6 +142,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--lr-scheduler-type",
         "--max-length",
         "--max-new-tokens",
+        "--min-p",
         "--no-skip-bad-rows",
         "--no-streaming",
         "--num-anchors",
@@ -162,6 +164,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--temperature",
         "--template",
         "--threads",
+        "--top-k",
         "--top-p",
         "--turns",
         "--warmup-steps",

@@ -16,7 +16,7 @@ import pytest
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.run import run
 from dflash_hf.bench.server import server_method
-from dflash_hf.data.openai_client import NoTextError, OpenAIClient
+from dflash_hf.data.openai_client import NoTextError, OpenAIClient, run_async
 from helpers.bench_runs import TOY, answers_in, settings_in
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -146,6 +146,16 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
+def asked(client: OpenAIClient, name: str, *body: Any) -> Any:
+    """What a method of a client returns."""
+
+    async def ask() -> Any:
+        async with client:
+            return await getattr(client, name)(*body)
+
+    return run_async(ask)
+
+
 @pytest.fixture
 def small(request: pytest.FixtureRequest) -> Generator[Small]:
     server = Small(request.param)
@@ -247,7 +257,7 @@ def test_a_server_that_fails(small: Small, error: type[Exception], sentence: str
 )
 def test_what_is_no_list_of_models_is_a_sentence(small: Small, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
-        _ = OpenAIClient(small.url).model
+        asked(OpenAIClient(small.url), "model")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +275,7 @@ def test_what_is_no_list_of_models_is_a_sentence(small: Small, sentence: str) ->
 )
 def test_what_is_no_answer_is_a_sentence(small: Small, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
-        OpenAIClient(small.url, "small").ask({"messages": HELLO})
+        asked(OpenAIClient(small.url, "small"), "ask", {"messages": HELLO})
 
 
 @pytest.mark.parametrize(
@@ -278,7 +288,7 @@ def test_what_is_no_answer_is_a_sentence(small: Small, sentence: str) -> None:
 )
 def test_what_is_no_piece_is_a_sentence(small: Small, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
-        OpenAIClient(small.url, "small").stream({"messages": HELLO})
+        asked(OpenAIClient(small.url, "small"), "stream", {"messages": HELLO})
 
 
 @pytest.mark.parametrize("url", ["http://localhost:abc", "http://[::1", "http://x\n"])
@@ -289,7 +299,7 @@ def test_what_is_no_url_is_a_sentence(url: str) -> None:
 
 @pytest.mark.parametrize("small", THOUGHTS, indirect=True)
 def test_thoughts_are_no_part_of_what_is_scored(small: Small) -> None:
-    answer = OpenAIClient(small.url).stream({"messages": HELLO, "max_tokens": 9})
+    answer = asked(OpenAIClient(small.url), "stream", {"messages": HELLO, "max_tokens": 9})
     assert (answer.thoughts, answer.text) == ("Hm.", "".join(WORDS))
     turn = server_method(OpenAIClient(small.url), {})([HELLO], Options(max_new_tokens=9), 0)[0]
     assert turn.text == "".join(WORDS)
@@ -298,8 +308,8 @@ def test_thoughts_are_no_part_of_what_is_scored(small: Small) -> None:
 @pytest.mark.parametrize("small", ["plain"], indirect=True)
 def test_images_are_sent_along(small: Small) -> None:
     content = [{"type": "image", "path": str(PNG)}, {"type": "text", "text": "What?"}]
-    asked = [{"role": "user", "content": content}]
-    server_method(OpenAIClient(small.url), {})([asked], Options(max_new_tokens=1), 0)
+    messages = [{"role": "user", "content": content}]
+    server_method(OpenAIClient(small.url), {})([messages], Options(max_new_tokens=1), 0)
     image, text = small.bodies[0]["messages"][0]["content"]
     assert text == {"type": "text", "text": "What?"}
     assert image["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")

@@ -18,7 +18,7 @@ from transformers.cli.serving.utils import get_response_template
 
 from dflash_hf.bench.server import counters
 from dflash_hf.cli.pair import load_pair, named_pair
-from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.data.openai_client import OpenAIClient, run_async
 from dflash_hf.serve.engine import Job, Tokens
 from dflash_hf.serve.messages import read_messages
 from dflash_hf.serve.pair import Pair
@@ -421,13 +421,22 @@ def test_an_error_in_a_stream_is_one_object_and_the_end(server: InProcess) -> No
     assert caught.value.type == "server_error"
 
 
+def read_counters(address: str) -> dict[str, float]:
+    client = OpenAIClient(address)
+
+    async def read() -> dict[str, float]:
+        async with client:
+            return await counters(client)
+
+    return run_async(read)
+
+
 def test_metrics_have_vllms_names(server: InProcess) -> None:
     fields = prepare(server, Case("metrics", {"messages": ADDS}))
     address = server.url.removesuffix("/v1")
-    client = OpenAIClient(address)
-    before = counters(client)
+    before = read_counters(address)
     found = server.ask("http", False, True, fields)
-    after = counters(client)
+    after = read_counters(address)
     moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
     details = found.usage["completion_tokens_details"]
     both = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]

@@ -22,11 +22,11 @@ from dflash_hf.bench.cells import Options
 from dflash_hf.bench.server import server_method
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import load_pair, named_pair
-from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.data.openai_client import OpenAIClient, run_async
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
 from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.training.messages import ChatTemplate
-from dflash_hf.training.server import served_answers
+from dflash_hf.training.server import ServerCheck, check_servers, checked_answer
 from helpers.served import Served
 from helpers.source_tree import ROOT
 
@@ -269,9 +269,28 @@ def test_our_own_clients_understand_it(text: Served) -> None:
     turn = server_method(client, {})([messages], Options(max_new_tokens=600), 0)[0]
     assert (turn.text, turn.new_tokens, turn.finish_reason) == (expected, num_tokens, "stop")
     template = ChatTemplate(pair("text")[2])
-    sampling = {"max_tokens": 600, "temperature": 0.0, "top_p": 1.0, "seed": 3}
-    ids, finished = served_answers(client, template, [{"messages": messages}], [None], sampling)[0]
-    assert (template.tokenizer.decode(ids, skip_special_tokens=True), finished) == (expected, True)
+    options = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": 3}
+    assert check_servers([client], ServerCheck(pair("text")[2], {}, options)) == "text"
+
+    async def reply() -> Any:
+        async with client:
+            return await client.ask({"messages": messages, "max_tokens": 600, **options})
+
+    answer = checked_answer(client, template, run_async(reply), None)
+    said = template.tokenizer.decode(answer.ids, skip_special_tokens=True)
+    assert (said, answer.is_finished, answer.is_exact) == (expected, True, True)
+
+
+def test_top_k_and_min_p_are_those_of_generate(text: Served) -> None:
+    hello: Messages = [{"role": "user", "content": "Hello."}]
+    for options in ({"top_k": 2}, {"min_p": 0.5}, {"top_k": 0, "min_p": 0.0}):
+        torch.manual_seed(4)
+        settings = {"do_sample": True, "temperature": 1.8, "max_new_tokens": 20, **options}
+        expected = generated("text", hello, draft=True, **settings)[0]
+        sent = {"temperature": 1.8, "seed": 4, "max_tokens": 20, "extra_body": dict(options)}
+        assert both_ways(text, hello, **sent)[0] == expected
+    greedy = {"temperature": 0, "extra_body": {"top_k": -1, "min_p": 0}}
+    assert both_ways(text, ADDS, **greedy)[0] == generated("text", ADDS)[0]
 
 
 # ---- images
@@ -493,7 +512,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         400,
         "expected the type of response_format among text, json_object, json_schema, got 'xml'",
     ),
-    ({"top_k": 5}, 400, "expected fields that this server has, got 'top_k'"),
+    ({"top_a": 5}, 400, "expected fields that this server has, got 'top_a'"),
     (
         {"generation_config": "{}"},
         400,

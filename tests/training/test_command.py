@@ -450,6 +450,8 @@ def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> Non
     left_out = {
         "output_dir",
         "answer_batch",
+        "server",
+        "server_model",
         "streaming",
         "bench_data_dir",
         "chunk_blocks",

@@ -146,7 +146,7 @@ def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
     first_said, said_again = run.stdout.split("again\n")
     assert [name for name, _ in told(first_said)] == list(STAGES), "the first process alone speaks"
     first, second = ((tmp_path / f"stages.{rank}").read_text().split() for rank in (0, 1))
-    assert (first, second) == (list(STAGES), ["run", "bench"])
+    assert (first, second) == (list(STAGES), ["regenerate", "run", "bench"])
     state = json.loads((out / "stages.json").read_text())
     assert [state[stage]["finished"] for stage in STAGES] == [True] * 5
     assert state["run"]["facts"]["steps"] == 4

@@ -16,7 +16,14 @@ from typing import Any
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.methods import Conversation, Method
-from dflash_hf.data.openai_client import OpenAIClient, ServerAnswer, at_once, sent_messages
+from dflash_hf.data.openai_client import (
+    Body,
+    OpenAIClient,
+    ServerAnswer,
+    at_once,
+    run_async,
+    sent_messages,
+)
 
 # A line of Prometheus' text format: a name, labels, a value.
 _METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
@@ -45,7 +52,6 @@ def server_method(server: OpenAIClient, template_options: Mapping[str, Any]) -> 
 
     def answer(conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
         shared: dict[str, Any] = {
-            "model": server.model,
             "max_tokens": options.max_new_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
@@ -54,16 +60,24 @@ def server_method(server: OpenAIClient, template_options: Mapping[str, Any]) -> 
         if template_options:
             shared["chat_template_kwargs"] = dict(template_options)
         bodies = [{**shared, "messages": sent_messages(messages)} for messages in conversations]
-        before = counters(server)
-        started = time.perf_counter()
-        answers = at_once(server.stream, bodies)
-        wall_time = (time.perf_counter() - started) / len(answers)
-        turns = [_turn(reply, wall_time) for reply in answers]
-        # The counters are of the whole call: its first row has them.
-        turns[0] = replace(turns[0], counters=_moved(before, counters(server)))
-        return turns
+        return run_async(lambda: _turns(server, bodies))
 
     return answer
+
+
+async def _turns(server: OpenAIClient, bodies: Sequence[Body]) -> list[Turn]:
+    """The turns of a batch, all asked at the same time, and how the server's counters moved."""
+    async with server:
+        await server.model()
+        before = await counters(server)
+        started = time.perf_counter()
+        answers = await at_once(server.stream, bodies)
+        wall_time = (time.perf_counter() - started) / len(answers)
+        after = await counters(server)
+    turns = [_turn(reply, wall_time) for reply in answers]
+    # The counters are of the whole call: its first row has them.
+    turns[0] = replace(turns[0], counters=_moved(before, after))
+    return turns
 
 
 def _turn(answer: ServerAnswer, wall_time: float) -> Turn:
@@ -79,18 +93,18 @@ def _turn(answer: ServerAnswer, wall_time: float) -> Turn:
     )
 
 
-def counters(server: OpenAIClient) -> dict[str, float]:
+async def counters(server: OpenAIClient) -> dict[str, float]:
     """Returns a server's counters of speculation by vLLM's names, or SGLang's mean as `acceptance_length`.
 
     They are empty where it tells neither.
     """
     found: dict[str, float] = {}
-    response = server.http.get("/metrics")
+    response = await server.http.get("/metrics")
     if response.is_success:
         found = _prometheus_counters(response.text)
     if found:
         return found
-    response = server.http.get("/get_server_info")
+    response = await server.http.get("/get_server_info")
     is_json = "json" in response.headers.get("content-type", "")
     if response.is_success and is_json:
         info = response.json()

@@ -52,8 +52,8 @@ def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, sta
 
     Behind a checkpoint these are options with which the run is still the same one.
     """
-    if stage == "regenerate" and settings.answer_batch > 1:
-        return f"--answer-batch {settings.answer_batch // 2}"
+    if stage == "regenerate" and settings.answers_at_once > 1:
+        return f"--answer-batch {settings.answers_at_once // 2}"
     if stage != "run":
         return "on a larger device"
     has_checkpoint = any((settings.output_dir / "run").glob("checkpoint-*"))

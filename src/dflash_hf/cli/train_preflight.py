@@ -27,11 +27,13 @@ from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.errors import one_line, require, shown
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
+from dflash_hf.pair.loading import load_processor
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair
+from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.forward import check_packing
-from dflash_hf.training.server import served_model
+from dflash_hf.training.server import ServerCheck, check_servers
 from dflash_hf.training.trainer import DFlashTrainer
 
 logger = logging.getLogger(__name__)
@@ -56,9 +58,11 @@ def check_before_loading(
         _check_evaluation(settings, arguments)
         _check_reporters(arguments)
         _check_optimizer(arguments)
-    if "regenerate" in pending and settings.server is not None:
-        model = served_model(OpenAIClient(settings.server))
-        logger.info("%s is there, and serves %s", settings.server, model)
+    if "regenerate" in pending and settings.server:
+        sampling = answer_settings(settings, Path(), Path()).of_server(0)
+        processor = load_processor(settings.target)
+        check = ServerCheck(processor, settings.chat_template_kwargs, sampling)
+        check_servers(clients_of(settings), check)
     if "bench" in pending:
         folder = None if settings.bench_data_dir is None else Path(settings.bench_data_dir)
         for name in settings.bench_data:
@@ -88,6 +92,28 @@ def check_with_target(
     with torch.device("meta"):
         draft = DFlashDraftModel(config)
     _check_disk(settings, arguments, sum(weight.numel() for weight in draft.parameters()))
+
+
+def clients_of(settings: TrainSettings) -> list[OpenAIClient]:
+    """Returns the servers that answer."""
+    return [OpenAIClient(url, settings.server_model) for url in settings.server]
+
+
+def answer_settings(settings: TrainSettings, prompts: Path, output: Path) -> RegenerateSettings:
+    """Returns how prompts in a file are answered."""
+    return RegenerateSettings(
+        prompts=prompts,
+        output=output,
+        batch_size=settings.answers_at_once,
+        max_new_tokens=settings.max_new_tokens,
+        max_length=settings.max_length,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        seed=settings.answer_seed,
+        turns=settings.turns,
+    )
 
 
 def fresh_options(settings: TrainSettings, processor: Processor) -> dict[str, Any]:

@@ -29,6 +29,8 @@ OUTPUT = "Output"
 MACHINE = "Machine"
 
 MAX_NEW_TOKENS = 1024
+TARGET_BATCH = 32  # prompts that the target answers at once
+SERVER_BATCH = 128  # requests in flight at each server
 
 
 def option(panel: str, help: str, default: Any = MISSING) -> Any:
@@ -117,8 +119,15 @@ class TrainSettings:
     )
     temperature: float = option(ANSWERS, "0 is greedy.", 0.0)
     top_p: float = option(ANSWERS, "Nucleus sampling.", 1.0)
-    server: str | None = option(
-        ANSWERS, "URL of an OpenAI-style server that runs the target and answers.", None
+    top_k: int = option(ANSWERS, "Tokens that are sampled from; 0 is all.", 0)
+    min_p: float = option(
+        ANSWERS, "Least probability of a sampled token, as a share of the likeliest one's.", 0.0
+    )
+    answer_seed: int = option(
+        ANSWERS, "Of sampled answers; a server gets it plus the number of the row.", 0
+    )
+    server: tuple[str, ...] = option(
+        ANSWERS, "URLs of OpenAI-style servers that run the target and answer, with commas.", ()
     )
     server_model: str | None = option(
         ANSWERS, "The server's name of it, instead of its first.", None
@@ -137,7 +146,9 @@ class TrainSettings:
     formats: tuple[FormatName, ...] = option(OUTPUT, "What export writes, with commas.", FORMATS)
     license: str | None = option(OUTPUT, "Of the draft, for its card.", None)
 
-    answer_batch: int = option(MACHINE, "Prompts answered at once.", 32)
+    answer_batch: int | None = option(
+        MACHINE, "Prompts answered at once; else 32, or 128 by each server.", None
+    )
     chunk_blocks: int = option(MACHINE, "Blocks whose logits are in memory at once.", 128)
     feature_cache: str | None = option(
         MACHINE, "Folder of the target's features, computed once instead of each epoch.", None
@@ -163,6 +174,8 @@ class TrainSettings:
         require(is_temperature, "0 or more as --temperature", self.temperature, "0 is greedy")
         what = "above 0 and at most 1 as --top-p"
         require(0 < self.top_p <= 1, what, self.top_p, "1 is the whole vocabulary")
+        what = "0 or more and below 1 as --min-p"
+        require(0 <= self.min_p < 1, what, self.min_p, "0 is the whole vocabulary")
         for name, allowed in (("turns", ("last", "all")), ("answers", ("target", "data"))):
             value = getattr(self, name)
             what = f"{flag(name)} {' or '.join(allowed)}"
@@ -175,8 +188,11 @@ class TrainSettings:
         is_said_once = self.draft_vocab_size is None or not twice
         what = f"no {listed(twice)} in --draft-options beside --draft-vocab-size"
         require(is_said_once, what, self.draft_vocab_size, "leave one of them out")
-        is_url = self.server is None or self.server.startswith(("http://", "https://"))
-        require(is_url, "a URL as --server", self.server, "give one such as http://127.0.0.1:8000")
+        for url in self.server:
+            is_url = url.startswith(("http://", "https://"))
+            require(is_url, "a URL as --server", url, "give one such as http://127.0.0.1:8000")
+        is_once = len(set(self.server)) == len(self.server)
+        require(is_once, "each --server once", listed(self.server), "raise --answer-batch instead")
 
     def _check_places(self) -> None:
         """Refuses a target, data or folders that are not there."""
@@ -215,8 +231,8 @@ class TrainSettings:
         for names, has_effect, where in (
             (OF_A_FRESH_DRAFT, is_fresh, "without --draft, whose config says it"),
             (OF_THE_ANSWERS, is_answered, "with --answers target: those in the data are there"),
-            (("top_p",), is_sampled, "with a --temperature above 0"),
-            (("server_model",), self.server is not None, "with --server"),
+            (OF_SAMPLES, is_sampled, "with a --temperature above 0"),
+            (("server_model",), bool(self.server), "with --server"),
             (("gamma",), self.loss != "dpace", "with another --loss than dpace"),
             (("bench_data_dir",), bool(self.bench_data), "with --bench-data"),
             (("template",), self.self_prompts == 0, "without --self-prompts, of other columns"),
@@ -233,9 +249,18 @@ class TrainSettings:
         for name in ("target", "draft"):
             found[name] = found[name] and _resolved(found[name])
         found["dataset"] = map(_resolved, self.dataset)
-        for name in ("dataset", "bench_data", "formats"):
+        for name in ("dataset", "server", "bench_data", "formats"):
             found[name] = list(found[name])
         return {**found, "output_dir": str(self.output_dir), **arguments}
+
+    @property
+    def answers_at_once(self) -> int:
+        """Prompts that are answered at once; by each server, where servers answer."""
+        if self.answer_batch is not None:
+            return self.answer_batch
+        if self.server:
+            return SERVER_BATCH
+        return TARGET_BATCH
 
     def asked(self) -> dict[str, Any]:
         """Returns [`plain`] without what is its default."""
@@ -278,6 +303,8 @@ LEAST = {
     "block_size": 2,
     "draft_vocab_size": 1,
     "max_new_tokens": 1,
+    "top_k": 0,
+    "answer_seed": 0,
     "answer_batch": 1,
     "num_hidden_layers": 1,
     "bench_prompts": 1,
@@ -290,7 +317,8 @@ OF_A_FRESH_DRAFT = (
     "num_hidden_layers",
     "draft_options",
 )
-OF_THE_ANSWERS = ("server", "server_model", "temperature", "top_p")
+OF_SAMPLES = ("top_p", "top_k", "min_p", "answer_seed")
+OF_THE_ANSWERS = ("server", "server_model", "temperature", *OF_SAMPLES)
 # Fields that `DFlashTrainingArguments` has too, and that mean the same there.
 OF_THE_TRAINER = (
     "loss",
@@ -320,7 +348,8 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
         "template",
         "skip_bad_rows",
     ),
-    "regenerate": ("answers", "max_new_tokens", "temperature", "top_p", "server", "server_model"),
+    # Which server answers may change while it answers: that it runs the target is checked
+    "regenerate": ("answers", "max_new_tokens", "temperature", *OF_SAMPLES),
     "run": (
         "draft",
         "algorithm",

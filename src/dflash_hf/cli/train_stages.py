@@ -23,7 +23,13 @@ from dflash_hf.cli.convert import load_target_for
 from dflash_hf.cli.push import upload, write_repository
 from dflash_hf.cli.train_card import card_facts, question_of
 from dflash_hf.cli.train_errors import explained, is_out_of_memory, less_memory
-from dflash_hf.cli.train_preflight import check_before_loading, check_with_target, fresh_options
+from dflash_hf.cli.train_preflight import (
+    answer_settings,
+    check_before_loading,
+    check_with_target,
+    clients_of,
+    fresh_options,
+)
 from dflash_hf.cli.train_settings import (
     OF_THE_TRAINER,
     Stage,
@@ -32,19 +38,19 @@ from dflash_hf.cli.train_settings import (
     process_index,
 )
 from dflash_hf.cli.train_state import RunState, locked
-from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.pair.loading import load_processor, load_target
-from dflash_hf.training.answering import RegenerateSettings, regenerate
+from dflash_hf.training.answering import regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import is_whole
 from dflash_hf.training.data import Example
 from dflash_hf.training.examples import read_examples
 from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.identity import processor_identity, target_identity
+from dflash_hf.training.local_answers import ALONE, Ranks
 from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
@@ -142,7 +148,7 @@ def _run_pending(
             state.write(stage)
         facts: dict[str, Any] = {}
         try:
-            if is_first or stage in ("run", "bench"):
+            if is_first or _is_shared(stage, settings):
                 facts = RUNNERS[stage](settings, state, target)
         except (OSError, RuntimeError, MemoryError) as error:
             less = less_memory(settings, arguments, stage)
@@ -165,6 +171,13 @@ def _said_by_the_first(pending: list[Stage]) -> list[Stage]:
     return said[0]
 
 
+def _is_shared(stage: Stage, settings: TrainSettings) -> bool:
+    """Whether every process does a part of a stage."""
+    if stage == "regenerate":
+        return settings.answers == "target" and not settings.server
+    return stage in ("run", "bench")
+
+
 def _preflight(
     settings: TrainSettings,
     arguments: DFlashTrainingArguments,
@@ -176,7 +189,7 @@ def _preflight(
     if not pending:
         return
     check_before_loading(settings, arguments, pending)
-    is_answering = settings.answers == "target" and settings.server is None
+    is_answering = settings.answers == "target" and not settings.server
     needs_target = (
         ("prepare" in pending and settings.self_prompts > 0)
         or ("regenerate" in pending and is_answering)
@@ -250,12 +263,16 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
         return {"answers": "those in the data"}
     model: Any
     draft = None
-    if settings.server is None:
+    ranks = ALONE
+    if not settings.server:
+        if num_processes() > 1:
+            wait = Processes("auto").wait
+            ranks = Ranks(rank=process_index(), size=num_processes(), wait=wait)
         model, processor = target.take()
         if settings.draft is not None:
             draft = load_draft(settings.draft, dtype=model.dtype, device_map=settings.device)
     else:
-        model = OpenAIClient(settings.server, settings.server_model)
+        model = clients_of(settings)
         processor = load_processor(settings.target)
     facts: dict[str, Any] = {}
     for name in (HELD_OUT, TRAIN):
@@ -263,26 +280,23 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
         if not prompts.stat().st_size:
             continue
         report = regenerate(
-            RegenerateSettings(
-                prompts=prompts,
-                output=state.folder("regenerate") / name,
-                batch_size=settings.answer_batch,
-                max_new_tokens=settings.max_new_tokens,
-                max_length=settings.max_length,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                turns=settings.turns,
-            ),
+            answer_settings(settings, prompts, state.folder("regenerate") / name),
             model,
             processor,
             draft,
+            ranks,
         )
         if name == TRAIN:
             facts = {
                 "answers": report.num_answers,
                 "cut_at_the_limit": report.num_unfinished,
                 "tokens": report.num_tokens,
+                "tokens_per_second": round(report.tokens_per_second, 1),
             }
+            if report.num_errors:
+                facts["in_the_errors_file"] = report.num_errors
+            if report.num_inexact:
+                facts["tokenized_otherwise"] = report.num_inexact
     return facts
 
 

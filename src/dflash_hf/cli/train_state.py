@@ -247,11 +247,11 @@ class RunState:
         return listed(told, "; ")
 
     def _own_names(self, stage: Stage, before: Mapping[str, Any]) -> set[str]:
-        """Names of options that a stage was begun with; older folders have those of its inputs beside them."""
+        """Names of options that a stage was begun with; older folders have more beside them."""
         inputs: set[str] = set()
         for earlier in STAGES[: STAGES.index(stage)]:
             inputs |= self.settings.made_from(earlier).keys()
-        return before.keys() - inputs
+        return before.keys() - inputs - {"server", "server_model"}
 
     def _target_of(self, stage: Stage) -> dict[str, str]:
         """What of the target a stage's output follows from."""

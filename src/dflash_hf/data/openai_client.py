@@ -6,29 +6,34 @@ Nothing is asked twice: a request that fails raises.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import mimetypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
+from anyio.from_thread import start_blocking_portal
 
 from dflash_hf.data.row_files import parsed_object
 from dflash_hf.errors import is_a, one_line, require, shown
 
-# Seconds; `read` is between two pieces of an answer. As many are asked at once as there are rows, more than httpx's
-# 100 connections: none waits for another one's.
-TIMEOUT = httpx.Timeout(10.0, read=600.0, pool=None)
+# Seconds.
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 600.0  # between two pieces of an answer
+# An answer in one piece is silent until it is whole: a server may take this long for each token that it may have.
+READ_SECONDS_PER_TOKEN = 0.1
+# httpx has 100 connections by default, and more may be in flight: no request waits for the connection of another one.
 LIMITS = httpx.Limits(max_connections=None)
 CHAT = "/v1/chat/completions"
+MODELS = "/v1/models"
 CHECK_SERVER = "check its URL, and see its log"
 
 Body = Mapping[str, Any]
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class NoTextError(ValueError):
@@ -43,6 +48,7 @@ class ServerAnswer:
         text (`str`): The answer, without the thoughts that the server takes out of it.
         thoughts (`str`): Those thoughts; empty of a server that has no parser for them.
         token_ids (`list[int]`): All its tokens, thoughts included; empty of a server that does not tell them.
+        prompt_ids (`list[int]`): Tokens of the prompt; empty of a server that does not tell them.
         is_cut (`bool`): Whether it ends at the limit of tokens, not by itself.
         prompt_tokens, new_tokens (`int`): As the server counts them.
         seconds (`float`): From the request to the end of the answer.
@@ -52,6 +58,7 @@ class ServerAnswer:
     text: str
     thoughts: str
     token_ids: list[int]
+    prompt_ids: list[int]
     is_cut: bool
     prompt_tokens: int
     new_tokens: int
@@ -60,7 +67,7 @@ class ServerAnswer:
 
 
 class OpenAIClient:
-    """A server, asked over HTTP.
+    """A server, asked over HTTP inside of `async with client:`, by as many requests at once as the caller sends.
 
     Args:
         url (`str`): Where it is; `/v1` may be left out.
@@ -73,33 +80,55 @@ class OpenAIClient:
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
-            self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, limits=LIMITS)
+            httpx.URL(self.url)
         except httpx.InvalidURL as error:
             got = f"{shown(url)} ({one_line(error)})"
             action = "give one as http://localhost:8000"
             raise ValueError(f"expected the URL of a server, got {got}; {action}") from error
         self._model = model
+        # Connections belong to the event loop that they were made in
+        self._connections: list[httpx.AsyncClient] = []
+
+    async def __aenter__(self) -> Self:
+        """Makes connections possible."""
+        timeout = httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS, pool=None)
+        http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=LIMITS)
+        self._connections.append(await http.__aenter__())
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Closes the connections."""
+        await self._connections.pop().__aexit__(*error)
 
     @property
-    def model(self) -> str:
-        """What the server calls the model.
+    def http(self) -> httpx.AsyncClient:
+        """The connections; there are some inside of `async with client:`."""
+        return self._connections[-1]
+
+    async def model(self) -> str:
+        """Returns what the server calls the model.
 
         Raises:
             httpx.HTTPError: If the server cannot be reached.
             ValueError: If it names none, or replies something else.
         """
         if self._model is None:
-            response = self.http.get("/v1/models")
-            response.raise_for_status()
-            where = f"{self.url}/v1/models"
-            models = _reply(response, where).get("data")
+            models = await self.models()
             hint = "start the server with one, and check its URL"
             name = _first_object(models).get("id")
-            require(isinstance(name, str), f"a model with an id at {where}", models, hint)
+            require(
+                isinstance(name, str), f"a model with an id at {self.url}{MODELS}", models, hint
+            )
             self._model = str(name)
         return self._model
 
-    def ask(self, body: Body) -> ServerAnswer:
+    async def models(self) -> Any:
+        """Returns what the server says of its models, which a server that is well does; see [`model`] for errors."""
+        response = await self.http.get(MODELS)
+        _check_status(response)
+        return _reply(response, f"{self.url}{MODELS}").get("data")
+
+    async def ask(self, body: Body) -> ServerAnswer:
         """Asks for an answer in one piece, with its token ids where the server can tell them (vLLM).
 
         Args:
@@ -110,9 +139,11 @@ class OpenAIClient:
             NoTextError: If the answer is no text.
             ValueError: If it has another form.
         """
-        request = {"model": self.model, **body, "return_token_ids": True}
+        request = {"model": await self.model(), **body, "return_token_ids": True}
+        read = max(READ_SECONDS, READ_SECONDS_PER_TOKEN * body.get("max_tokens", 0))
+        timeout = httpx.Timeout(CONNECT_SECONDS, read=read, pool=None)
         started = time.perf_counter()
-        response = self.http.post(CHAT, json=request)
+        response = await self.http.post(CHAT, json=request, timeout=timeout)
         _check_status(response)
         reply = _reply(response, f"the answer of {self.url}")
         seconds = time.perf_counter() - started
@@ -122,22 +153,23 @@ class OpenAIClient:
         is_message = isinstance(message, dict)
         require(is_message, f"a message in the answer of {self.url}", message, CHECK_SERVER)
         parts = _Parts()
+        parts.add_prompt(reply)
         parts.add(choice, message)
         return self._answer(parts, reply.get("usage"), seconds)
 
-    def stream(self, body: Body) -> ServerAnswer:
+    async def stream(self, body: Body) -> ServerAnswer:
         """Asks for an answer in pieces, for the time to the first one; see [`ask`] for the rest."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        request = {"model": self.model, **body, **options}
+        request = {"model": await self.model(), **body, **options}
         parts = _Parts()
         usage: Any = None
         ttft = None
         started = time.perf_counter()
-        with self.http.stream("POST", CHAT, json=request) as response:
+        async with self.http.stream("POST", CHAT, json=request) as response:
             if response.is_error:
-                response.read()
+                await response.aread()
             _check_status(response)
-            for event in _events(response):
+            async for event in _events(response):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     parts.add(choice, choice.get("delta") or {})
@@ -163,6 +195,7 @@ class OpenAIClient:
             text="".join(parts.text),
             thoughts="".join(parts.thoughts),
             token_ids=parts.token_ids,
+            prompt_ids=parts.prompt_ids,
             is_cut=parts.finish_reason == "length",
             prompt_tokens=usage["prompt_tokens"],
             new_tokens=usage["completion_tokens"],
@@ -178,6 +211,7 @@ class _Parts:
     text: list[str] = field(default_factory=list[str])
     thoughts: list[str] = field(default_factory=list[str])
     token_ids: list[int] = field(default_factory=list[int])
+    prompt_ids: list[int] = field(default_factory=list[int])
     finish_reason: str = ""
     calls_tools: bool = False
     is_refusal: bool = False
@@ -186,6 +220,12 @@ class _Parts:
     def has_words(self) -> bool:
         """Whether any text or thought has come."""
         return any(self.text) or any(self.thoughts)
+
+    def add_prompt(self, reply: Mapping[str, Any]) -> None:
+        """Adds the prompt's tokens, where a reply has them."""
+        prompt_ids = reply.get("prompt_token_ids")
+        if isinstance(prompt_ids, list):
+            self.prompt_ids += prompt_ids
 
     def add(self, choice: Mapping[str, Any], message: Mapping[str, Any]) -> None:
         """Adds a choice and its message, or a piece of both."""
@@ -237,9 +277,9 @@ def _first_object(values: Any) -> dict[str, Any]:
     return first if isinstance(first, dict) else {}
 
 
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The events of a stream, up to its end."""
-    for line in response.iter_lines():
+    async for line in response.aiter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
             continue
@@ -250,10 +290,29 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def at_once(ask: Callable[[Body], Answer], bodies: Sequence[Body]) -> list[Answer]:
-    """Calls a function with each body at the same time; returns what it returned, in their order."""
-    with ThreadPoolExecutor(max_workers=len(bodies)) as pool:
-        return list(pool.map(ask, bodies))
+async def at_once(
+    ask: Callable[[Body], Awaitable[ServerAnswer]], bodies: Sequence[Body]
+) -> list[ServerAnswer]:
+    """Calls a function with each body at the same time; returns what it returned, in their order.
+
+    All come to their end before the first error is raised.
+    """
+    results = await asyncio.gather(*map(ask, bodies), return_exceptions=True)
+    answers: list[ServerAnswer] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        answers.append(result)
+    return answers
+
+
+def run_async(work: Callable[[], Awaitable[Result]]) -> Result:
+    """Runs a coroutine function in an event loop of its own, in another thread, and returns its result.
+
+    The caller's thread may have a loop that runs, as in a notebook.
+    """
+    with start_blocking_portal("asyncio") as portal:
+        return portal.call(work)
 
 
 def sent_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,17 +5,22 @@ A line that a kill or a full disk has cut is the last one and has no end: whoeve
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dflash_hf.errors import one_line, require
 
 logger = logging.getLogger(__name__)
+
+SYNC_SECONDS = 5.0  # between two waits for the disk, of rows that come one by one
 
 
 class RowFile:
@@ -56,6 +61,10 @@ class RowFile:
         """Returns what to call a row in a sentence."""
         return f"line {self._numbers[index]} of {self.path}"
 
+    def line_number(self, index: int) -> int:
+        """Returns the line that a row is in; the first one is 1."""
+        return self._numbers[index]
+
     def _parsed(self, line: bytes, at: int) -> dict[str, Any]:
         return parsed_object(
             line, self.where(at), "fix the line, or go on with the run that wrote it"
@@ -92,9 +101,64 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ValueError(
-            f"expected to write to {path}, got {one_line(error.strerror)}; make room and run it again: it goes on"
-        ) from error
+        raise _unwritten(path, error) from error
+
+
+class RowAppender:
+    """Appends rows to a file one by one; there is no file before the first.
+
+    A kill of the process loses none of them, a crash of the machine those of the last seconds. It is used inside of
+    `with`, and raises `ValueError` where the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: list[FileIO] = []  # the file, once it is open
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Opens nothing yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits until the disk has all, and closes the file."""
+        if not self._files:
+            return
+        file = self._files.pop()
+        try:
+            self._sync(file)
+        finally:
+            file.close()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Appends a row."""
+        line = line_of(row).encode()
+        try:
+            if not self._files:
+                self._files.append(self.path.open("ab", buffering=0))
+            file = self._files[0]
+            written = file.write(line)
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
+        if written < len(
+            line
+        ):  # of a disk that has just become full; whoever goes on leaves the part out
+            raise _unwritten(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            self._sync(file)
+
+    def _sync(self, file: FileIO) -> None:
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
+        self._synced = time.monotonic()
+
+
+def _unwritten(path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"expected to write to {path}, got {one_line(error.strerror)}; make room and run it again: it goes on"
+    )
 
 
 def repair(path: Path) -> None:

@@ -38,6 +38,8 @@ NUMBERS = {
     "seed": (0, MAX_SEED, True),
     "temperature": (0, 2, False),
     "top_p": (0, 1, False),
+    "top_k": (-1, MAX_TOKENS, True),  # 0 and -1 are the whole vocabulary
+    "min_p": (0, 1, False),
     "frequency_penalty": (-2, 2, False),
     "presence_penalty": (-2, 2, False),
 }
@@ -336,6 +338,10 @@ def _sampling(
         options["temperature"] = float(temperature)
     if "top_p" in body and temperature != 0:
         options["top_p"] = float(body["top_p"])
+    if "top_k" in body and temperature != 0:
+        options["top_k"] = max(0, body["top_k"])
+    if "min_p" in body and temperature != 0:
+        options["min_p"] = float(body["min_p"])
     biases = _biases(body.get("logit_bias", {}), pair.vocab_size)
     if biases:
         options["sequence_bias"] = biases

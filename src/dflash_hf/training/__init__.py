@@ -1,7 +1,8 @@
 """Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
 
 from dflash_hf.data.openai_client import OpenAIClient
-from dflash_hf.training.answering import Regenerated, RegenerateSettings, check_answers
+from dflash_hf.training.answer_rows import Regenerated, RegenerateSettings
+from dflash_hf.training.answering import check_answers
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.data import Example

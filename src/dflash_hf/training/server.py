@@ -1,119 +1,149 @@
-"""A server that answers in the target's place.
+"""Servers that answer in the target's place.
 
-It has to run the target. Token ids are those that it tells (vLLM does); of others the text is tokenized again. Its
-prompts have to be as long as ours are: else its chat template is another one.
+They have to run the target. Token ids are those that a server tells (vLLM does); the text of others is tokenized
+again. Their prompts have to be ours: else the chat template or the tokenizer is another one.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from dflash_hf.data.openai_client import (
-    Body,
-    NoTextError,
     OpenAIClient,
     ServerAnswer,
-    at_once,
+    run_async,
     sent_messages,
 )
-from dflash_hf.errors import one_line, require
-from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.errors import require, shown
+from dflash_hf.training.answer_rows import Answer
+from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.messages import ChatTemplate, Processing
+from dflash_hf.training.server_pool import OtherPromptError, ended
 
-logger = logging.getLogger(__name__)
-
-Answer = tuple[list[int], bool]  # token ids, and whether it came to its end
-
-
-def served_model(server: OpenAIClient) -> str:
-    """Returns what a server calls its model.
-
-    Raises:
-        ValueError: If it cannot be reached, or names none.
-    """
-    try:
-        return server.model
-    except httpx.HTTPError as error:
-        raise _unreachable(server, error) from error
+HELLO = [{"role": "user", "content": "Hello."}]
+HELLO_TOKENS = 8
 
 
-def served_answers(
-    server: OpenAIClient,
-    template: ChatTemplate,
-    rows: Sequence[Mapping[str, Any]],
-    lengths: Sequence[int | None],
-    sampling: Mapping[str, Any],
-) -> list[Answer]:
-    """Returns an answer to each conversation; all are asked at the same time.
-
-    An answer that is no text (calls of tools, a refusal) has no tokens, and the log says why.
+class ServerCheck:
+    """A short question that tells whether a server runs the target as it is trained for.
 
     Args:
-        rows (sequence of mappings): `messages`, `images` where there are any, `chat_template_kwargs`.
-        lengths (sequence of `int`): Tokens of each prompt; `None` where that is not known exactly.
-        sampling (mapping): `max_tokens`, `temperature`, `top_p`, `seed` ...
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
+        chat_template_kwargs (mapping): Of the prompts.
+        sampling (mapping): Of all requests: `temperature`, `top_p`, `seed` ...
+    """
+
+    def __init__(
+        self,
+        processing_class: Processing,
+        chat_template_kwargs: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+    ) -> None:
+        row: dict[str, Any] = {"messages": HELLO}
+        if chat_template_kwargs:
+            row["chat_template_kwargs"] = dict(chat_template_kwargs)
+        self.template = ChatTemplate(processing_class)
+        self.body = request_of(self.template, row, {**sampling, "max_tokens": HELLO_TOKENS})
+        self.prompt = ChatDataset([row], processing_class, answers=[[]])[0].input_ids
+
+    async def ask(self, server: OpenAIClient) -> None:
+        """Asks a server.
+
+        Raises:
+            OtherPromptError: If it has another tokenizer or chat template.
+            httpx.HTTPError: If it cannot be reached, or refuses.
+            ValueError: If its answer is no text, or has another form.
+        """
+        reply = await server.ask(self.body)
+        checked_answer(server, self.template, reply, len(self.prompt))
+        if reply.prompt_ids and reply.prompt_ids != list(self.prompt):
+            raise OtherPromptError(
+                f"expected prompts of {server.url} with the tokens that ours have, {shown(list(self.prompt))}, got "
+                f"{shown(reply.prompt_ids)}; start it with the target and its tokenizer"
+            )
+
+
+def check_servers(servers: Sequence[OpenAIClient], check: ServerCheck) -> str:
+    """Asks each server for a short answer, and refuses one that does not run the target as it is trained for.
+
+    Returns:
+        `str`: What all of them call the target.
 
     Raises:
-        ValueError: If the server cannot be reached, refuses, or makes other prompts of the messages.
+        ValueError: If one cannot be reached, refuses, serves another model than the first, or has another tokenizer or
+            chat template.
     """
-    bodies: list[dict[str, Any]] = []
-    for row in rows:
-        messages = template.messages(row["messages"], row.get("images") or ())
-        body = {"messages": sent_messages(messages), **sampling}
-        if row.get("chat_template_kwargs"):
-            body["chat_template_kwargs"] = row["chat_template_kwargs"]
-        bodies.append(body)
 
-    def ask(body: Body) -> ServerAnswer | NoTextError:
-        try:
-            return server.ask(body)
-        except NoTextError as error:
-            return error
+    async def names_of_all() -> list[str]:
+        return [await _checked_name(server, check) for server in servers]
 
+    names = run_async(names_of_all)
+    for server, name in zip(servers, names, strict=True):
+        require(
+            name == names[0],
+            f"servers of one target, {shown(names[0])} as at {servers[0].url}",
+            f"{name} at {server.url}",
+            "start them alike (--served-model-name), or leave one out",
+        )
+    return names[0]
+
+
+async def _checked_name(server: OpenAIClient, check: ServerCheck) -> str:
+    """Returns what a server calls the target, if it runs the target."""
     try:
-        replies = at_once(ask, bodies)
+        async with server:
+            name = await server.model()
+            await check.ask(server)
     except httpx.HTTPError as error:
-        raise _unreachable(server, error) from error
-    answers: list[Answer] = []
-    for reply, length in zip(replies, lengths, strict=True):
-        if isinstance(reply, NoTextError):
-            logger.warning("an answer is left out: %s", reply)
-            answers.append(([], False))
-        else:
-            answers.append(_checked(server, template, reply, length))
-    return answers
+        raise ended([server], error) from error
+    return name
 
 
-def _checked(
+def request_of(
+    template: ChatTemplate, row: Mapping[str, Any], sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns what a server is asked: a conversation and how to answer it.
+
+    Args:
+        row (mapping): `messages`, `images` where there are any, `chat_template_kwargs`.
+        sampling (mapping): `max_tokens`, `temperature`, `top_p`, `seed` ...
+    """
+    messages = template.messages(row["messages"], row.get("images") or ())
+    body = {"messages": sent_messages(messages), **sampling}
+    if row.get("chat_template_kwargs"):
+        body["chat_template_kwargs"] = row["chat_template_kwargs"]
+    return body
+
+
+def checked_answer(
     server: OpenAIClient, template: ChatTemplate, reply: ServerAnswer, length: int | None
 ) -> Answer:
-    """The tokens of an answer, if they follow the same prompt as ours."""
-    require(
-        length is None or reply.prompt_tokens == length,
-        f"prompts of {server.url} as ours are, of {length} tokens",
-        reply.prompt_tokens,
-        "start it with the target, its chat template and no other default of it",
-    )
+    """Returns an answer as tokens.
+
+    Args:
+        length (`int`, *optional*): Tokens of the prompt; `None` where that is not known exactly.
+
+    Raises:
+        OtherPromptError: If it follows another prompt than ours, or a part of it is in no token and no text.
+    """
+    if length is not None and reply.prompt_tokens != length:
+        raise OtherPromptError(
+            f"expected prompts of {server.url} as ours are, of {length} tokens, got {reply.prompt_tokens}; "
+            "start it with the target, its chat template and no other default of it"
+        )
     is_finished = not reply.is_cut
     if reply.token_ids:
-        return reply.token_ids, is_finished
-    require(
-        not reply.thoughts,
-        f"answers of {server.url} in one text, or with token_ids",
-        "thoughts apart from them",
-        "start it without a reasoning parser",
-    )
+        return Answer(ids=reply.token_ids, is_finished=is_finished)
+    if reply.thoughts:
+        raise OtherPromptError(
+            f"expected answers of {server.url} in one text, or with token_ids, got thoughts apart from them; "
+            "start it without a reasoning parser"
+        )
     ids = template.tokens(reply.text)
+    is_exact = template.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == reply.text
     if is_finished:
         ids = [*ids, *template.end_of_turn("assistant")[:1]]
-    return ids, is_finished
-
-
-def _unreachable(server: OpenAIClient, error: httpx.HTTPError) -> ValueError:
-    return ValueError(
-        f"expected answers of {server.url}, got {one_line(error)}; "
-        "start it, and run this again: it goes on"
-    )
+    return Answer(ids=ids, is_finished=is_finished, is_exact=is_exact)

@@ -1,0 +1,222 @@
+"""What is asked when prompts are answered, how, and what is written of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash_hf.data.row_files import RowFile
+from dflash_hf.errors import require
+from dflash_hf.training.conversations import resolved
+from dflash_hf.training.messages import ChatTemplate, Processing
+from dflash_hf.training.progress import AnswerProgress
+
+# Which row of the prompts, and the prompt: a row of the answers to be
+Question = tuple[int, dict[str, Any]]
+
+# Settings that an answer depends on beside prompt and target.
+OF_THE_ANSWERS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "turns")
+TOO_LONG = "prompts longer than the greatest length"
+NEW_FILE = "remove it and what stands beside it, or name another"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer to a prompt.
+
+    Args:
+        ids (`list[int]`): Its tokens, the end token included.
+        is_finished (`bool`): Whether it came to its end; else the limit cut it.
+        is_exact (`bool`): Whether its tokens are those that were generated, or at least say the same text.
+    """
+
+    ids: list[int]
+    is_finished: bool
+    is_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegenerateSettings:
+    """What to answer, and how.
+
+    Args:
+        prompts (`Path`): What [`prepare`] wrote.
+        output (`Path`): The file to write, or to go on with.
+        max_new_tokens (`int`): Longest answer in tokens.
+        max_length (`int`, *optional*): Prompts of as many tokens are left out: no answer would be trained on.
+        batch_size (`int`): Prompts that are answered at once; by each server, where servers answer.
+        temperature (`float`): 0 is greedy.
+        top_p (`float`), top_k (`int`), min_p (`float`): Of sampled answers; 1, 0 and 0 are the whole vocabulary.
+        seed (`int`): Of sampled answers; a server gets it plus the number of the row, in whatever order it is asked.
+        turns (`str`): `"last"`: what the user said last is answered, behind the conversation as the data have it.
+            `"all"`: each of the user's turns is, behind the target's own answers to the earlier ones; as far as those
+            came to their end, and not behind results of tools.
+    """
+
+    prompts: Path
+    output: Path
+    max_new_tokens: int = 1024
+    max_length: int | None = None
+    batch_size: int = 32
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    turns: Literal["last", "all"] = "last"
+
+    def check(self) -> None:
+        """Refuses settings that cannot be run.
+
+        Raises:
+            ValueError: Naming the first of them.
+        """
+        for name in ("max_new_tokens", "batch_size"):
+            require(
+                getattr(self, name) > 0,
+                f"at least 1 as {name}",
+                getattr(self, name),
+                "give a larger one",
+            )
+        require(
+            0 <= self.temperature < float("inf"),
+            "0 or more as temperature",
+            self.temperature,
+            "0 is greedy",
+        )
+        require(
+            0 < self.top_p <= 1,
+            "above 0 and at most 1 as top_p",
+            self.top_p,
+            "1 is the whole vocabulary",
+        )
+        require(self.top_k >= 0, "0 or more as top_k", self.top_k, "0 is the whole vocabulary")
+        what = "0 or more and below 1 as min_p"
+        require(0 <= self.min_p < 1, what, self.min_p, "0 is the whole vocabulary")
+        require(self.seed >= 0, "0 or more as seed", self.seed, "give a larger one")
+        require(
+            self.turns in ("last", "all"), "last or all as turns", self.turns, "choose one of them"
+        )
+        same = self.prompts.resolve() != self.output.resolve()
+        require(
+            same, "another file for the answers than the prompts'", str(self.output), "name another"
+        )
+
+    def sampling(self) -> dict[str, Any]:
+        """Returns what answers depend on beside prompt and target."""
+        return {name: getattr(self, name) for name in OF_THE_ANSWERS}
+
+    def of_server(self, row: int) -> dict[str, Any]:
+        """Returns how a server is told to answer a row: all of it, for servers have defaults of their own."""
+        whole_vocabulary = -1  # as vLLM and SGLang write it
+        return {
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k or whole_vocabulary,
+            "min_p": self.min_p,
+            "seed": self.seed + row,
+        }
+
+    @property
+    def errors(self) -> Path:
+        """The file of prompts that got no answer, beside the answers."""
+        return self.output.with_suffix(".errors.jsonl")
+
+    def parts(self) -> list[Path]:
+        """Returns the files of processes that are not merged yet; the last run may have had more or fewer."""
+        return sorted(self.output.parent.glob(f"{self.output.stem}.rank*.jsonl"))
+
+    def files(self) -> list[Path]:
+        """Returns all files with answers."""
+        return [self.output, *self.parts()]
+
+
+@dataclass(slots=True)
+class Regenerated:
+    """What became of the prompts.
+
+    Args:
+        num_prompts (`int`): How many there are.
+        num_answers (`int`): How many of them have an answer.
+        num_new (`int`): How many were answered now.
+        num_unfinished (`int`): Answers among all that the limit cut.
+        num_errors (`int`): Prompts in the file of errors: they are not asked again.
+        num_inexact (`int`): Answers of now whose text, tokenized, does not say the same text again.
+        num_tokens (`int`): Tokens of all answers.
+        tokens_per_second (`float`): Of the answers of now.
+        seconds (`float`): That this took.
+        left_out (`Counter[str]`): Reason -> how many prompts.
+    """
+
+    num_prompts: int = 0
+    num_answers: int = 0
+    num_new: int = 0
+    num_unfinished: int = 0
+    num_errors: int = 0
+    num_inexact: int = 0
+    num_tokens: int = 0
+    tokens_per_second: float = 0.0
+    seconds: float = 0.0
+    left_out: Counter[str] = field(default_factory=Counter[str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """What whoever answers has at hand.
+
+    Args:
+        settings ([`RegenerateSettings`]): How, and where to write.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
+        template ([`ChatTemplate`]): The target's.
+        prompts (`RowFile`): The prompts' file.
+        report ([`Regenerated`]): Gets what became of them.
+        progress ([`AnswerProgress`]): Is told of each.
+    """
+
+    settings: RegenerateSettings
+    processing_class: Processing
+    template: ChatTemplate
+    prompts: RowFile
+    report: Regenerated
+    progress: AnswerProgress
+
+
+def answer_row(
+    settings: RegenerateSettings, question: Mapping[str, Any], answer: Answer, prompt_length: int
+) -> dict[str, Any]:
+    """Returns a row of the answers; its images are seen from there.
+
+    Args:
+        question (mapping): As it stands beside the prompts.
+        prompt_length (`int`): Tokens of the prompt.
+    """
+    row = resolved(question, settings.prompts.parent, settings.output.parent)
+    return {
+        **row,
+        "answer_ids": answer.ids,
+        "finished": answer.is_finished,
+        "num_tokens": prompt_length + len(answer.ids),
+    }
+
+
+def answers_in(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the answers in a file; none where there is no file.
+
+    Raises:
+        ValueError: If a row is no answer, naming its line.
+    """
+    if not path.is_file():
+        return
+    rows = RowFile(path)
+    for at, row in enumerate(rows):
+        good = (
+            isinstance(row.get("id"), str)
+            and isinstance(row.get("answer_ids"), list)
+            and "finished" in row
+        )
+        require(good, f"an answer in {rows.where(at)}", row, NEW_FILE)
+        yield row

@@ -1,0 +1,203 @@
+"""Prompts answered by the target here, in batches, by one process or several."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dflash_hf.data.row_files import RowFile, append_rows
+from dflash_hf.errors import require
+from dflash_hf.training.answer_rows import (
+    TOO_LONG,
+    Answer,
+    Answering,
+    Question,
+    answer_row,
+    answers_in,
+)
+from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.collators import POOL_BATCHES, collate, sorted_batches
+from dflash_hf.training.conversations import resolved
+from dflash_hf.training.identity import target_identity
+from dflash_hf.training.regenerate import end_tokens, generated, padding_of
+
+
+def _go_on() -> None:
+    """Waits for nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that share the answering, of which this is one; each holds the whole target.
+
+    Args:
+        rank, size (`int`): Which of how many.
+        wait (callable): Returns when all processes have called it.
+    """
+
+    rank: int = 0
+    size: int = 1
+    wait: Callable[[], object] = _go_on
+
+    def part_of(self, path: Path) -> Path:
+        """Returns the file that this process writes to until all are merged: the file itself, where it is alone."""
+        if self.size == 1:
+            return path
+        return path.with_suffix(f".rank{self.rank}.jsonl")
+
+
+ALONE = Ranks()
+
+
+class LocalAnswers:
+    """Has the target answer prompts, in batches of similar length out of pools of some batches.
+
+    A pool is one process's. What is in a batch, and its random numbers, do not depend on how many processes there are.
+
+    Args:
+        common ([`Answering`]): How, and where to write.
+        target (`PreTrainedModel`): The target.
+        draft (`PreTrainedModel`, *optional*): A draft of the target's.
+        ranks ([`Ranks`]): The processes.
+    """
+
+    def __init__(
+        self,
+        common: Answering,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        ranks: Ranks,
+    ) -> None:
+        self.common = common
+        self.settings = common.settings
+        self.target = target
+        self.draft = draft
+        self.ranks = ranks
+        self._num_pools = 0  # so far
+        self._pools: dict[str, int] = {}  # prompt's id -> its pool
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what tells the target from another one."""
+        return target_identity(self.target)
+
+    def answer(self, questions: Sequence[Question], done: Set[str]) -> None:
+        """Answers what is not done, with the other processes.
+
+        Args:
+            done (set of `str`): Ids of what has been answered before.
+
+        Raises:
+            ValueError: If the disk is full. What has been answered is kept.
+        """
+        size = self.settings.batch_size * POOL_BATCHES
+        own: list[list[dict[str, Any]]] = []
+        for start in range(0, len(questions), size):
+            pool = [question for _, question in questions[start : start + size]]
+            if self._num_pools % self.ranks.size == self.ranks.rank:
+                own.append(pool)
+            self._pools |= {question["id"]: self._num_pools for question in pool}
+            self._num_pools += 1
+        for pool in own:
+            num_done = sum(question["id"] in done for question in pool)
+            self.common.progress.expect(len(pool), num_done)
+        for pool in own:
+            if any(question["id"] not in done for question in pool):
+                self._answer_pool(pool, done)
+        self.ranks.wait()
+        if self.ranks.rank == 0:
+            self._merge()
+        self.ranks.wait()
+
+    def _answer_pool(self, pool: Sequence[dict[str, Any]], done: Set[str]) -> None:
+        """Answers those batches of a pool of which a row is missing."""
+        common = self.common
+        placed = [resolved(question, self.settings.prompts.parent) for question in pool]
+        prompts = ChatDataset(placed, common.processing_class, answers=[[]] * len(pool))
+        limit = self.settings.max_length
+        fitting = [at for at, size in enumerate(prompts.lengths) if limit is None or size < limit]
+        num_left_out = len(pool) - len(fitting)
+        if num_left_out:
+            common.report.left_out[TOO_LONG] += num_left_out
+            common.progress.add(num_left_out, 0)
+        for chosen in sorted_batches(fitting, prompts.lengths, self.settings.batch_size):
+            batch = [pool[at] for at in chosen]
+            if any(question["id"] not in done for question in batch):
+                self._answer_batch(batch, [prompts[at] for at in chosen], done)
+
+    def _answer_batch(
+        self, batch: Sequence[dict[str, Any]], examples: Sequence[Any], done: Set[str]
+    ) -> None:
+        """Answers a batch, and writes the answers that are missing."""
+        seed = json.dumps([self.settings.seed, *(question["id"] for question in batch)]).encode()
+        number = int.from_bytes(hashlib.sha256(seed).digest()[:4], "big") >> 1
+        answers = self._by_target(examples, number)
+        lines = [
+            answer_row(self.settings, question, answer, len(example.input_ids))
+            for question, answer, example in zip(batch, answers, examples, strict=True)
+            if question["id"] not in done
+        ]
+        append_rows(self.ranks.part_of(self.settings.output), lines)
+        self.common.report.num_new += len(lines)
+        self.common.progress.add(len(lines), sum(len(line["answer_ids"]) for line in lines))
+
+    def _by_target(self, examples: Sequence[Any], seed: int) -> list[Answer]:
+        """What the target writes behind the prompts of a batch."""
+        settings = self.settings
+        tokenizer = self.common.template.tokenizer
+        ends = end_tokens(self.target)
+        if not ends and tokenizer.eos_token_id is not None:
+            ends = [tokenizer.eos_token_id]
+        what = "an end token of the target's"
+        require(bool(ends), what, None, "set generation_config.eos_token_id")
+        padding = padding_of(tokenizer, ends[0])
+        options: dict[str, Any] = {
+            "max_new_tokens": settings.max_new_tokens,
+            "pad_token_id": padding,
+        }
+        sampled = settings.temperature > 0
+        options["do_sample"] = sampled
+        if sampled:
+            options |= {
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": settings.top_k,
+                "min_p": settings.min_p,
+            }
+        batch = collate(examples, padding, padding_side="left").to(self.target.device)
+        with torch.random.fork_rng(enabled=sampled):
+            if sampled:
+                torch.manual_seed(seed)
+            written = generated(self.target, batch, ends, self.draft, **options)
+        return [Answer(ids=ids, is_finished=ids[-1] in ends) for ids in written]
+
+    def _merge(self) -> None:
+        """Puts what the processes wrote behind the answers, in the order in which one process writes them."""
+        parts = self.settings.parts()
+        if not parts:
+            return
+        output = self.settings.output
+        there = {row["id"] for row in answers_in(output)}
+        places: list[tuple[int, int, int]] = []  # pool, file, row
+        files = [RowFile(path) for path in parts]
+        merged: list[Path] = []
+        for number, file in enumerate(files):
+            # Answers to later turns, of a run that was killed, stay where they are until their turn
+            is_known = True
+            for at, row in enumerate(file):
+                name = row["id"]
+                is_known = is_known and name in self._pools
+                if name in self._pools and name not in there:
+                    there.add(name)
+                    places.append((self._pools[name], number, at))
+            if is_known:
+                merged.append(file.path)
+        append_rows(output, (files[number][at] for _, number, at in sorted(places)))
+        for path in merged:
+            path.unlink()

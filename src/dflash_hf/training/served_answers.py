@@ -1,0 +1,142 @@
+"""Prompts answered by servers: each row is written when its answer comes, whatever the others do.
+
+What no server can answer goes into a file of errors, with the line of the prompt and the reason, and
+is not asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_hf.data.openai_client import NoTextError, OpenAIClient, run_async
+from dflash_hf.data.row_files import RowAppender
+from dflash_hf.training.answer_rows import (
+    TOO_LONG,
+    Answering,
+    Question,
+    answer_row,
+)
+from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.conversations import resolved
+from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
+from dflash_hf.training.server_pool import Job, ServerPool
+
+# Prompts that are tokenized at once, while servers answer others.
+CHUNK = 32
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptJob(Job):
+    """A prompt that is to be answered.
+
+    Args:
+        row (`int`): Of the prompts' file.
+        question (`dict`): As it stands beside the prompts.
+        placed (mapping): With whole paths of its images.
+        length (`int`): Tokens of the prompt; near, where it has images.
+    """
+
+    row: int
+    question: dict[str, Any]
+    placed: Mapping[str, Any]
+    length: int
+
+
+class ServedAnswers:
+    """Has servers answer prompts.
+
+    Args:
+        common ([`Answering`]): How, and where to write.
+        servers (sequence of [`OpenAIClient`]): They run the target.
+    """
+
+    def __init__(self, common: Answering, servers: Sequence[OpenAIClient]) -> None:
+        self.common = common
+        self.settings = common.settings
+        self.servers = servers
+        options: Mapping[str, Any] = {}
+        if len(common.prompts):
+            options = common.prompts[0].get("chat_template_kwargs") or {}
+        self.check = ServerCheck(common.processing_class, options, self.settings.of_server(0))
+        self.answers = RowAppender(self.settings.output)
+        self.errors = RowAppender(self.settings.errors)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what tells the target from another one: its name. Where it is served is nothing of it.
+
+        Raises:
+            ValueError: If a server does not answer, or does not run the target.
+        """
+        return {"server_model": check_servers(self.servers, self.check)}
+
+    def answer(self, questions: Sequence[Question], done: Set[str]) -> None:
+        """Has those answered that are not done.
+
+        Args:
+            done (set of `str`): Ids of what has an answer, or none for good.
+
+        Raises:
+            ValueError: If no server answers any more, one makes other prompts than before, or the disk is full. What
+                has been answered is kept.
+        """
+        pending = [question for question in questions if question[1]["id"] not in done]
+        self.common.progress.expect(len(questions), len(questions) - len(pending))
+
+        async def answer() -> None:
+            pool = ServerPool(
+                self.servers,
+                self.settings.batch_size,
+                ask=self._ask,
+                check=self.check.ask,
+                give_up=self._give_up,
+            )
+            await pool.run(self._jobs(pending))
+
+        if pending:
+            with self.answers, self.errors:
+                run_async(answer)
+
+    def _jobs(self, questions: Sequence[Question]) -> Iterator[PromptJob]:
+        """Yields the prompts that are short enough, some at a time."""
+        limit = self.settings.max_length
+        for start in range(0, len(questions), CHUNK):
+            part = questions[start : start + CHUNK]
+            folder = self.settings.prompts.parent
+            placed = [resolved(question, folder) for _, question in part]
+            dataset = ChatDataset(placed, self.common.processing_class, answers=[[]] * len(part))
+            for (row, question), whole, length in zip(part, placed, dataset.lengths, strict=True):
+                if limit is not None and length >= limit:
+                    self.common.report.left_out[TOO_LONG] += 1
+                    self.common.progress.add(1, 0)
+                else:
+                    yield PromptJob(row=row, question=question, placed=whole, length=length)
+
+    async def _ask(self, server: OpenAIClient, job: PromptJob) -> None:
+        """Has a server answer a prompt, and writes the answer."""
+        body = request_of(self.common.template, job.placed, self.settings.of_server(job.row))
+        reply = await server.ask(body)
+        exact_length = None if has_images(job.placed) else job.length
+        answer = checked_answer(server, self.common.template, reply, exact_length)
+        if not answer.ids:
+            raise NoTextError(f"expected a text as the answer of {server.url}, got nothing")
+        self.answers.append(answer_row(self.settings, job.question, answer, job.length))
+        self.common.report.num_new += 1
+        self.common.report.num_inexact += not answer.is_exact
+        self.common.progress.add(1, len(answer.ids))
+
+    def _give_up(self, job: PromptJob, reason: str) -> None:
+        """Writes a prompt without an answer to the file of errors."""
+        line = self.common.prompts.line_number(job.row)
+        self.errors.append({"id": job.question["id"], "line": line, "reason": reason})
+        self.common.progress.add(1, 0)
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Returns True if a row has images, in its messages or beside them."""
+    contents = [message.get("content") for message in row["messages"]]
+    return (
+        any(block["type"] == "image" for c in contents if isinstance(c, list) for block in c)
+        or "images" in row
+    )
