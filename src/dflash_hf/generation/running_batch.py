@@ -76,12 +76,27 @@ class RequestStats:
     num_prompt_tokens: int = 0
     num_kept_tokens: int = 0  # of the prompt, which did not go through the target again
     num_new_tokens: int = 0
-    num_verifies: int = 0  # steps that the row was part of
-    num_proposed: int = 0  # proposals that were verified, nodes of trees included
-    num_accepted: int = 0  # proposals that are part of the text
+    # Of each verify, which is a step that the row was part of:
+    proposed: list[int] = field(default_factory=list[int])  # proposals, nodes of trees included
+    accepted: list[int] = field(default_factory=list[int])  # proposals that are part of the text
     first_token_seconds: float = 0.0  # from `add` to the first token
     seconds: float = 0.0  # from `add` to the last one
     error: str = ""  # why it ended with "error"
+
+    @property
+    def num_verifies(self) -> int:
+        """Verifies of the row."""
+        return len(self.proposed)
+
+    @property
+    def num_proposed(self) -> int:
+        """Proposals that were verified."""
+        return sum(self.proposed)
+
+    @property
+    def num_accepted(self) -> int:
+        """Proposals that are part of the text."""
+        return sum(self.accepted)
 
     @property
     def acceptance_length(self) -> float:
@@ -251,6 +266,10 @@ class RunningBatch:
         self._waiting.append(row)
         return row.id
 
+    def stats_of(self, id: int) -> RequestStats:
+        """Returns the statistics of a request that has not ended; they go on with it."""
+        return next(row.stats for row in self._rows() if row.id == id)
+
     def cancel(self, id: int) -> bool:
         """Ends a request without another token; returns False if there is none of this id, as behind its end."""
         for row in self._waiting:
@@ -278,7 +297,8 @@ class RunningBatch:
 
         Raises:
             Exception: Whatever the target, the draft or a callback raises. In a prefill it ends that request, in a
-                step over the rows all that ran: [`ids`] names those that go on.
+                step over the rows all that ran: [`ids`] names those that go on. `on_tokens` has been called with
+                the tokens before it.
         """
         self.ended = {}
         self._found = []
@@ -286,19 +306,22 @@ class RunningBatch:
         if not rows:
             return []
         target = rows[0].request.target
-        with (
-            calling(),
-            device_errors_explained(),
-            # Compiled parts run as they were before torch.compile: they call no hooks.
-            eagerly(target.parts, rows[0].request.draft_parts),
-            fast_whole_run(target),
-            no_gradients(target),
-        ):
-            self._take_in()
-            self._advance()
-        for row, new in self._found:
-            if row.on_tokens is not None:
-                row.on_tokens(new)
+        try:
+            with (
+                calling(),
+                device_errors_explained(),
+                # Compiled parts run as they were before torch.compile: they call no hooks.
+                eagerly(target.parts, rows[0].request.draft_parts),
+                fast_whole_run(target),
+                no_gradients(target),
+            ):
+                self._take_in()
+                self._advance()
+        finally:
+            # Also what came before an error: rows that go on would miss it.
+            for row, new in self._found:
+                if row.on_tokens is not None:
+                    row.on_tokens(new)
         return [new for _, new in self._found]
 
     # ---- requests that wait
@@ -416,9 +439,8 @@ class RunningBatch:
         # In the order of the path where trees are verified.
         tokens = run.state.tokens.tolist()
         for place, row in enumerate(self._running):
-            row.stats.num_verifies += 1
-            row.stats.num_proposed += run.state.width - 1
-            row.stats.num_accepted += min(run.reported.accepted[place], committed[place])
+            row.stats.proposed.append(run.state.width - 1)
+            row.stats.accepted.append(min(run.reported.accepted[place], committed[place]))
             new = tokens[place][: committed[place]]
             is_last = bool(run.reported.done[place])
             if is_last:
