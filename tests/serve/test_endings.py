@@ -224,7 +224,15 @@ def test_tools_and_options_reach_the_template() -> None:
 
     target.generate = noted
     app = build_app(
-        Pair(target, draft, tokenizer, name="x", encoding={"enable_thinking": False}, note=str)
+        Pair(
+            target,
+            draft,
+            tokenizer,
+            name="x",
+            encoding={"enable_thinking": False},
+            note=str,
+            max_rows=1,  # `generate` alone is asked
+        )
     )
     tools = [{"type": "function", "function": {"name": "f"}}]
 
@@ -270,11 +278,11 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_transformers_without_these_parts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "dflash_hf.serve.app")
-    for name in ("engine", "pair"):
+    for name in ("pair", "rows"):
         monkeypatch.delitem(sys.modules, f"dflash_hf.serve.{name}")
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", ModuleType("utils"))
     assert "expected a Transformers whose server has a thread for runs" in refused("--port", "0")
-    assert "cannot import name 'InferenceThread'" in refused("--port", "0")
+    assert "cannot import name 'get_response_template'" in refused("--port", "0")
 
 
 def test_wrong_options_are_said() -> None:

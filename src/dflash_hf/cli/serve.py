@@ -46,12 +46,19 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
     ] = None,
+    max_rows: Annotated[
+        int,
+        typer.Option(
+            help="Answers that are decoded together, at most; 1 answers one request after the other.",
+            min=1,
+        ),
+    ] = 8,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
     """Serve a pair to OpenAI clients: chats, about images too if the target sees them, and plain completions.
 
-    The model's name is that of the pair or of the target, as given here. One request is answered after the other.
+    The model's name is that of the pair or of the target, as given here. Requests are decoded together.
     """
     check_one_pair(pair, target, draft)
     if (target is None) != (draft is None):
@@ -72,7 +79,11 @@ def serve(
         with Console(stderr=True).status("loading the pair"):
             loaded = load_pair(target, draft, dtype, device)
             served = parts.Pair(
-                *loaded, name=name, encoding=encoding, note=lambda line: typer.echo(line, err=True)
+                *loaded,
+                name=name,
+                encoding=encoding,
+                note=lambda line: typer.echo(line, err=True),
+                max_rows=max_rows,
             )
             # In the thread that will answer
             served.engine.call(warm_up, *loaded, "Hello.")

@@ -1,8 +1,8 @@
 """What generates: jobs in, their tokens out.
 
 The server knows an [`Engine`] only by its methods: jobs are submitted, and each gets its events from the engine's
-thread. [`OneAtATime`] answers one job after the other by the target's `generate`. An engine that decodes several jobs
-together can stand in its place.
+thread. The engine of a pair decodes several jobs together ([`dflash_hf.serve.rows`]). [`Alone`] answers those that
+cannot share a batch by the target's `generate`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
-from transformers.cli.serving.utils import InferenceThread
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.errors import one_line
@@ -150,6 +149,13 @@ class Job:
         """Tokens of the prompt."""
         return int(self.inputs["input_ids"].shape[1])
 
+    def check(self, stopping: threading.Event) -> None:
+        """Raises `Ended` if nobody wants more of it."""
+        if stopping.is_set():
+            raise Ended("the server stops")
+        if self.gone.is_set():
+            raise Ended("the client has gone")
+
 
 class Engine(Protocol):
     """What the server asks for answers."""
@@ -159,7 +165,7 @@ class Engine(Protocol):
         ...
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in the engine's thread, behind what waits there, and returns its result."""
+        """Calls a function in the engine's thread, between two steps, and returns its result."""
         ...
 
     def stop(self) -> None:
@@ -167,12 +173,13 @@ class Engine(Protocol):
         ...
 
 
-class OneAtATime:
-    """Answers one job after the other by the target's `generate` with the draft, in a thread of its own.
+class Alone:
+    """Answers a job by the target's `generate` with the draft.
 
     Args:
         target, draft, tokenizer: The pair.
         note (callable): Gets a line about each job.
+        stopping (`threading.Event`): Once set, a job ends at its next step.
     """
 
     def __init__(
@@ -181,43 +188,27 @@ class OneAtATime:
         draft: DFlashDraftModel,
         tokenizer: PreTrainedTokenizerBase,
         note: Callable[[str], None],
+        stopping: threading.Event,
     ) -> None:
         self.target: Any = target
         self.draft = draft
         self.tokenizer = tokenizer
         self.note = note
-        self.stopping = threading.Event()
-        self.thread = InferenceThread()
+        self.stopping = stopping
 
-    def submit(self, job: Job) -> None:
-        """Queues a job."""
-        self.thread.submit(self._run, job)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function in the thread of the jobs, behind those that wait."""
-        return self.thread.submit(function, *args).result()
-
-    def stop(self) -> None:
-        """Ends the running job at its next step, and all that wait."""
-        self.stopping.set()
-
-    def _run(self, job: Job) -> None:
+    def run(self, job: Job) -> None:
+        """Answers a job, and tells it its end."""
         feed = _Feed(job, self.stopping)
         started = time.perf_counter()
+        end: Done | Exception
         try:
-            done = self._generate(job, feed)
-            how = _told(done.counts)
-            job.receive(done)
+            end = self._generate(job, feed)
         except Exception as error:
-            how = f"then {type(error).__name__}: {one_line(error)}"
-            if not isinstance(error, Ended | ValueError):
-                self.note(traceback.format_exc())
-            job.receive(error)
-        seconds = time.perf_counter() - started
-        self.note(f"{job.name}: {feed.num_tokens} tokens in {seconds:.2f} s, {how}")
+            end = error
+        tell_end(job, end, feed.num_tokens, time.perf_counter() - started, self.note)
 
     def _generate(self, job: Job, feed: _Feed) -> Done:
-        feed.check()
+        job.check(self.stopping)
         sampling = job.sampling
         options = dict(sampling.options)
         if sampling.processors:
@@ -269,9 +260,19 @@ class OneAtATime:
         )
 
 
-def _told(counts: Counts) -> str:
-    length = counts.acceptance_length or 0.0
-    return f"{len(counts.committed) + 1} forwards, acceptance length {length:.2f}"
+def tell_end(
+    job: Job, end: Done | Exception, num_tokens: int, seconds: float, note: Callable[[str], None]
+) -> None:
+    """Tells a job its end, and notes a line about it; what nobody has foreseen is noted with its traceback."""
+    if isinstance(end, Done):
+        length = end.counts.acceptance_length or 0.0
+        how = f"{len(end.counts.committed) + 1} forwards, acceptance length {length:.2f}"
+    else:
+        how = f"then {type(end).__name__}: {one_line(end)}"
+        if not isinstance(end, Ended | ValueError):
+            note("".join(traceback.format_exception(end)))
+    job.receive(end)
+    note(f"{job.name}: {num_tokens} tokens in {seconds:.2f} s, {how}")
 
 
 class _Feed(BaseStreamer):
@@ -283,16 +284,9 @@ class _Feed(BaseStreamer):
         self.has_begun = False
         self.num_tokens = 0
 
-    def check(self) -> None:
-        """Raises `Ended` if nobody wants more."""
-        if self.stopping.is_set():
-            raise Ended("the server stops")
-        if self.job.gone.is_set():
-            raise Ended("the client has gone")
-
     def put(self, value: Tensor) -> None:
         """Takes the prompt, then every accepted run; raises `Ended` if this was the last step."""
-        self.check()
+        self.job.check(self.stopping)
         if not self.has_begun:
             self.has_begun = True
             return

@@ -12,8 +12,9 @@ from transformers.cli.serving.utils import get_response_template
 from dflash_hf.errors import is_a
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
-from dflash_hf.serve.engine import Engine, OneAtATime
+from dflash_hf.serve.engine import Engine
 from dflash_hf.serve.metrics import Metrics
+from dflash_hf.serve.rows import MAX_ROWS, Rows
 
 DEFAULT_TOKENS = 1024  # of an answer, where neither the request nor the target says more
 PROBE = "one part of a turn"
@@ -27,6 +28,7 @@ class Pair:
         name (`str`): What clients call it.
         encoding (`dict`): Options of the chat template, where a request has none.
         note (callable): Gets a line about each request.
+        max_rows (`int`): Answers that are decoded together, at most.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Pair:
         name: str,
         encoding: dict[str, Any],
         note: Callable[[str], None],
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self.target: Any = target
         self.processor: Any = processor
@@ -63,7 +66,7 @@ class Pair:
         if is_a(own_limit, int) and own_limit > DEFAULT_TOKENS:
             self.default_tokens = own_limit
         self.metrics = Metrics(name)
-        self.engine: Engine = OneAtATime(target, draft, self.tokenizer, note)
+        self.engine: Engine = Rows(target, draft, self.tokenizer, note, max_rows)
 
     def _renders_parts(self) -> bool:
         """Whether the chat template renders a list of text parts itself, and not as Python would print it."""

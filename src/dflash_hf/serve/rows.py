@@ -1,0 +1,220 @@
+"""The engine of a pair: jobs are rows of one running batch, and join and leave between two steps.
+
+Everything happens in one thread, turn by turn ([`Rows.turn`]): jobs join, all rows make a step, rows leave. A job
+that the batch refuses is answered alone by `generate` once the rows before it have ended. Jobs behind it wait until
+then, so that all begin in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.utils import InferenceThread
+
+from dflash_hf.generation.running_batch import NewTokens, RequestStats, RunningBatch
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.serve.engine import Alone, Counts, Done, Ended, Job, Tokens, is_said, tell_end
+
+MAX_ROWS = 8
+OF_TEXT = {"input_ids", "attention_mask"}  # inputs of a prompt without images
+
+
+class Row:
+    """A job in the batch.
+
+    Args:
+        job (`Job`): The job.
+        tokenizer: What decodes, to find its stop texts.
+    """
+
+    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.job = job
+        self.tokenizer = tokenizer
+        self.started = time.perf_counter()
+        self.stats = RequestStats()  # the batch's own, once it is in the batch
+        self.ids: list[int] = []
+        self.committed: list[int] = []  # tokens of each verify
+        self.has_ended = False
+        self.is_cut = False  # whether the limit has ended it
+        self.is_failed = False  # whether the batch could not prefill it
+
+    def take(self, new: NewTokens) -> None:
+        """Takes what a step has brought, up to a token that completes a stop text."""
+        if self.has_ended:
+            return
+        if new.finished == "error":
+            self.has_ended = True
+            self.is_failed = True
+            return
+        is_first = not self.ids
+        taken: list[int] = []
+        is_stopped = False
+        for token_id in new.token_ids:
+            self.ids.append(token_id)
+            taken.append(token_id)
+            is_stopped = is_said(self.tokenizer, self.ids, self.job.sampling.stops)
+            if is_stopped:
+                break
+        # The first token is the prefill's.
+        if not is_first:
+            self.committed.append(len(taken))
+        self.has_ended = is_stopped or new.finished is not None
+        self.is_cut = new.finished == "length" and not is_stopped
+        self.job.receive(Tokens(ids=taken))
+
+    def done(self) -> Done:
+        """Returns its end."""
+        num_verifies = len(self.committed)
+        counts = Counts(
+            committed=tuple(self.committed),
+            accepted=tuple(self.stats.accepted[:num_verifies]),
+            proposed=tuple(self.stats.proposed[:num_verifies]),
+        )
+        return Done(is_cut=self.is_cut, counts=counts, logprobs=[])
+
+
+class Rows:
+    """Answers several jobs together, in a thread of its own.
+
+    Args:
+        target, draft, tokenizer: The pair.
+        note (callable): Gets a line about each job.
+        max_rows (`int`): Jobs that are decoded together, at most. With 1 each is answered by `generate`.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DFlashDraftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        note: Callable[[str], None],
+        max_rows: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.note = note
+        self.max_rows = max_rows
+        self.batch = RunningBatch(target, draft, max_rows=max_rows)
+        self.stopping = threading.Event()
+        self.one_by_one = Alone(target, draft, tokenizer, note, self.stopping)
+        self.thread = InferenceThread()
+        # Only the thread touches these.
+        self.rows: dict[int, Row] = {}  # by the batch's ids, those included that wait in it
+        self.alone: deque[Job] = deque()  # refused by the batch
+        self.waiting: deque[Job] = deque()  # behind those
+        self.has_turn = False  # whether a turn is queued
+
+    def submit(self, job: Job) -> None:
+        """Queues a job."""
+        self.thread.submit(self._take, job)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in the thread, between two turns."""
+        return self.thread.submit(function, *args).result()
+
+    def stop(self) -> None:
+        """Ends all rows behind the step that runs, and all jobs that wait."""
+        self.stopping.set()
+
+    def _take(self, job: Job) -> None:
+        self.waiting.append(job)
+        if not self.has_turn:
+            self.has_turn = True
+            self.turn()
+
+    def turn(self) -> None:
+        """Does what there is to do until the next job may come in; queues the next turn behind jobs that have come."""
+        self._drop_unwanted()
+        while self.waiting and not self.alone:
+            self._join(self.waiting.popleft())
+        if self.rows:
+            self._step()
+        elif self.alone:
+            self.one_by_one.run(self.alone.popleft())
+        self._drop_unwanted()
+        self.has_turn = bool(self.rows or self.alone or self.waiting)
+        if self.has_turn:
+            self.thread.submit(self.turn)
+
+    def _join(self, job: Job) -> None:
+        """Adds a job to the batch, or to those that are answered alone."""
+        sampling = job.sampling
+        is_row = self.max_rows > 1 and job.inputs.keys() <= OF_TEXT and sampling.num_logprobs < 0
+        if not is_row:
+            self.alone.append(job)
+            return
+        options = dict(sampling.options)
+        if sampling.processors:
+            options["logits_processor"] = list(sampling.processors)
+        seed = sampling.seed
+        if seed is None:
+            seed = torch.seed()  # not what the seed of a job before makes of it
+        row = Row(job, self.tokenizer)
+        try:
+            id = self.batch.add(
+                job.inputs["input_ids"],
+                max_new_tokens=sampling.max_new_tokens,
+                seed=seed,
+                on_tokens=row.take,
+                **options,
+            )
+        except ValueError:
+            # `generate` answers it, or says what is wrong with it.
+            self.alone.append(job)
+        except Exception as error:
+            tell_end(job, error, 0, 0.0, self.note)
+        else:
+            row.stats = self.batch.stats_of(id)
+            self.rows[id] = row
+
+    def _step(self) -> None:
+        """Runs a step over the rows, and lets go of those that have ended."""
+        try:
+            self.batch.step()
+        except Exception as error:
+            self._end_lost(error)
+        for id, row in list(self.rows.items()):
+            if row.is_failed:
+                # It came before all that are to be answered alone.
+                self.alone.appendleft(row.job)
+                del self.rows[id]
+            elif row.has_ended:
+                self._leave(id, row.done())
+
+    def _end_lost(self, error: Exception) -> None:
+        """Ends the rows that an error has taken out of the batch."""
+        left = self.batch.ids
+        for id, row in list(self.rows.items()):
+            if id not in left and not row.has_ended:
+                self._leave(id, error)
+
+    def _drop_unwanted(self) -> None:
+        """Ends rows and jobs of which nobody wants more."""
+        for id, row in list(self.rows.items()):
+            ended = self._unwanted(row.job)
+            if ended is not None:
+                self._leave(id, ended)
+        for jobs in (self.alone, self.waiting):
+            for job in list(jobs):
+                ended = self._unwanted(job)
+                if ended is not None:
+                    jobs.remove(job)
+                    tell_end(job, ended, 0, 0.0, self.note)
+
+    def _unwanted(self, job: Job) -> Ended | None:
+        try:
+            job.check(self.stopping)
+        except Ended as ended:
+            return ended
+        return None
+
+    def _leave(self, id: int, end: Done | Exception) -> None:
+        """Lets go of a row, and tells its job the end."""
+        self.batch.cancel(id)
+        row = self.rows.pop(id)
+        tell_end(row.job, end, len(row.ids), time.perf_counter() - row.started, self.note)

@@ -1,0 +1,264 @@
+"""Jobs that are decoded together have the text that each has alone, whoever joins, leaves or has to wait."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.generation import running_batch
+from dflash_hf.pair.answers import tokenizer_of
+from dflash_hf.serve.engine import Done, Ended, Event, Job, Sampling, Tokens
+from dflash_hf.serve.penalties import SaidPenalty
+from dflash_hf.serve.rows import Rows
+from tiny import VOCAB, tiny_draft, tiny_target
+
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_p": 0.95}
+ENDLESS: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+
+
+class Client:
+    """Who submits a job, and what it is sent."""
+
+    def __init__(self, name: str, length: int, limit: int, seed: int | None = None, **more: Any):
+        generator = torch.Generator().manual_seed(length)
+        ids = torch.randint(3, VOCAB - 1, (1, length), generator=generator)
+        self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        self.ids: list[int] = []
+        self.events: queue.Queue[Event] = queue.Queue()
+        options = more.pop("options", {"do_sample": False})
+        self.sampling = Sampling(max_new_tokens=limit, seed=seed, options=options, **more)
+        self.job = Job(name, self.inputs, self.sampling, self.events.put)
+
+    def next(self) -> Event:
+        event = self.events.get(timeout=60)
+        if isinstance(event, Tokens):
+            self.ids += event.ids
+        return event
+
+    def end(self) -> Done | Exception:
+        while True:
+            event = self.next()
+            if not isinstance(event, Tokens):
+                return event
+
+    def alone(self, target: Any, draft: Any) -> list[int]:
+        """What `generate` answers."""
+        if self.sampling.seed is not None:
+            torch.manual_seed(self.sampling.seed)
+        options = dict(self.sampling.options)
+        if self.sampling.processors:
+            options["logits_processor"] = list(self.sampling.processors)
+        limit = self.sampling.max_new_tokens
+        found = target.generate(
+            **self.inputs, **options, max_new_tokens=limit, assistant_model=draft
+        )
+        return found[0, self.inputs["input_ids"].shape[1] :].tolist()
+
+
+class Tiny:
+    """The engine of a tiny pair in float32."""
+
+    def __init__(self, **more: Any) -> None:
+        self.target: Any = tiny_target("qwen3", max_position_embeddings=2048)
+        self.target.float()
+        self.draft = tiny_draft(self.target)
+        self.notes: list[str] = []
+        self.tokenizer: Any = None
+        self.engine = Rows(
+            self.target, self.draft, self.tokenizer, self.notes.append, **{"max_rows": 8, **more}
+        )
+
+    def submit(self, *clients: Client) -> None:
+        """Submits all before any of them begins."""
+        may_begin = threading.Event()
+        self.engine.thread.submit(may_begin.wait, 60)
+        for client in clients:
+            self.engine.submit(client.job)
+        may_begin.set()
+
+    def most_rows(self) -> list[int]:
+        """Notes how many rows each step has."""
+        found: list[int] = []
+        real = self.engine.batch.step
+
+        def counted() -> Any:
+            new = real()
+            found.append(self.engine.batch.num_running)
+            return new
+
+        self.engine.batch.step = counted
+        return found
+
+
+def test_eight_at_once_have_the_texts_of_each_alone() -> None:
+    pair = Tiny()
+    chance = random.Random(0)
+    clients: list[Client] = []
+    for number in range(24):
+        more: dict[str, Any] = {}
+        if number % 3 == 1:
+            more = {"options": SAMPLED, "seed": number}
+        length = chance.randint(1, 300)
+        if number % 12 == 5:
+            more = {"processors": (SaidPenalty(0.5, 0.5, length),)}
+        clients.append(Client(f"c{number}", length, chance.randint(1, 40), **more))
+    expected = [client.alone(pair.target, pair.draft) for client in clients]
+    rows = pair.most_rows()
+
+    def ask(group: list[Client]) -> None:
+        for client in group:
+            pair.engine.submit(client.job)
+            client.end()
+
+    threads = [threading.Thread(target=ask, args=(clients[start::8],)) for start in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert [client.ids for client in clients] == expected
+    assert max(rows) > 2
+
+
+def test_a_client_that_leaves_changes_no_other() -> None:
+    pair = Tiny()
+    leaving = Client("leaving", 20, 1500, options=ENDLESS)
+    others = [Client(f"c{length}", length, 60, options=ENDLESS) for length in (3, 40)]
+    expected = [client.alone(pair.target, pair.draft) for client in others]
+    pair.submit(others[0], leaving, others[1])
+    leaving.next()
+    leaving.job.gone.set()
+    ended = leaving.end()
+    assert isinstance(ended, Ended)
+    assert 0 < len(leaving.ids) < 1500
+    for client in others:
+        assert isinstance(client.end(), Done)
+    assert [client.ids for client in others] == expected
+    assert pair.engine.call(lambda: pair.engine.batch.ids) == []
+
+
+def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:
+    pair = Tiny()
+    short = Client("short", 5, 500, options=ENDLESS)
+    long = Client("long", 1500, 2)
+    order: list[str] = []
+    for client in (short, long):
+        receive = client.job.receive
+
+        def noted(event: Event, client: Client = client, receive: Any = receive) -> None:
+            order.append(client.job.name)
+            receive(event)
+
+        client.job.receive = noted
+    pair.submit(short, long)
+    long.end()
+    short.end()
+    # 1500 tokens are 6 chunks; in each of the steps between them the other row has tokens.
+    assert order.index("long") >= 6
+    assert set(order[: order.index("long")]) == {"short"}
+
+
+def test_who_cannot_be_a_row_has_its_turn_alone() -> None:
+    pair = Tiny()
+    first = Client("first", 5, 60, options=ENDLESS)
+    penalised = Client("penalised", 9, 20, processors=(SaidPenalty(0.5, 0.5, 9),))
+    with_logprobs = Client("logprobs", 7, 5, num_logprobs=2)
+    last = Client("last", 11, 5)
+    clients = [first, penalised, with_logprobs, last]
+    expected = [client.alone(pair.target, pair.draft) for client in clients]
+    pair.submit(*clients)
+    ends = [client.end() for client in clients]
+    assert [client.ids for client in clients] == expected
+    assert isinstance(ends[2], Done)
+    assert len(ends[2].logprobs) == len(with_logprobs.ids)
+    pair.engine.call(int)
+    assert [note.partition(":")[0] for note in pair.notes] == [one.job.name for one in clients]
+
+
+def test_what_cannot_be_prefilled_is_answered_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Tiny()
+    clients = [Client("runs", 5, 40, options=ENDLESS), Client("has no room", 9, 10)]
+    expected = [client.alone(pair.target, pair.draft) for client in clients]
+
+    def full(*_: Any) -> None:
+        raise ValueError("expected room, got none")
+
+    monkeypatch.setattr(running_batch, "join", full)
+    pair.submit(*clients)
+    assert all(isinstance(client.end(), Done) for client in clients)
+    assert [client.ids for client in clients] == expected
+
+
+def test_a_step_that_fails_is_told_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Tiny(max_rows=2)
+    clients = [Client(f"c{number}", 5 + number, 30, options=ENDLESS) for number in range(3)]
+    expected = clients[2].alone(pair.target, pair.draft)
+    real = running_batch.step
+    failed: list[int] = []
+
+    def broken(run: Any) -> Any:
+        if not failed and len(run.rows.numbers) == 2:
+            failed.append(1)
+            raise RuntimeError("the target fails")
+        return real(run)
+
+    monkeypatch.setattr(running_batch, "step", broken)
+    pair.submit(*clients)
+    for client in clients[:2]:
+        assert str(client.end()) == "the target fails"
+    assert isinstance(clients[2].end(), Done)
+    assert clients[2].ids == expected
+    pair.engine.call(int)
+    assert "Traceback" in "".join(pair.notes)
+
+
+def test_a_server_that_stops_ends_rows_and_who_waits() -> None:
+    pair = Tiny()
+    running = Client("running", 5, 1500, options=ENDLESS)
+    alone = Client("alone", 6, 5, num_logprobs=1)
+    waiting = Client("waiting", 7, 5)
+    pair.submit(running, alone, waiting)
+    running.next()
+    pair.engine.stop()
+    for client in (running, alone, waiting):
+        assert isinstance(client.end(), Ended)
+    assert alone.ids == waiting.ids == []
+
+
+def test_a_stop_text_ends_a_row_within_a_verify() -> None:
+    target, draft, processor = load_pair(*named_pair("text"))
+    tokenizer = tokenizer_of(processor)
+    notes: list[str] = []
+    engine = Rows(target, draft, tokenizer, notes.append, 8)
+    prompt = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
+    found: Any = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model: Any = target
+    stop = "carry"
+    ids = model.generate(
+        **found, max_new_tokens=200, stop_strings=[stop], tokenizer=tokenizer, do_sample=False
+    )
+    events: list[queue.Queue[Event]] = [queue.Queue(), queue.Queue()]
+    for got in events:
+        options = {"do_sample": False}
+        sampling = Sampling(max_new_tokens=200, stops=(stop,), options=options)
+        engine.submit(Job("x", dict(found), sampling, got.put))
+    for got in events:
+        new: list[int] = []
+        while True:
+            event = got.get(timeout=60)
+            if not isinstance(event, Tokens):
+                break
+            new += event.ids
+        assert new == ids[0, found["input_ids"].shape[1] :].tolist()
+        assert isinstance(event, Done)
+        assert not event.is_cut
+        assert sum(event.counts.committed) + 1 == len(new)
+        assert len(event.counts.accepted) == len(event.counts.proposed)
+        assert len(event.counts.accepted) == len(event.counts.committed)
