@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from dflash_hf.cli.main import app
@@ -36,3 +38,27 @@ def write_rows(path: Path, count: int = 10) -> Path:
         "".join(f"{json.dumps({'messages': json.loads(line)['messages']})}\n" for line in lines)
     )
     return path
+
+
+def killed(runner: Any) -> Any:
+    """The stage, interrupted behind its second step."""
+
+    def run(*args: Any) -> Any:
+        import dflash_hf.training.trainer as trainer
+
+        name = (
+            "_save_checkpoint"
+            if hasattr(trainer.DFlashTrainer, "_save_checkpoint")
+            else "save_checkpoint"
+        )
+        saved = getattr(trainer.DFlashTrainer, name)
+
+        def save_and_stop(self: Any, *rest: Any, **named: Any) -> None:
+            saved(self, *rest, **named)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.DFlashTrainer, name, save_and_stop)
+            return runner(*args)
+
+    return run

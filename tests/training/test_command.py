@@ -8,7 +8,6 @@ import shlex
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from dflash_hf.cli.train_reading import as_words, read_arguments
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, OPTIONS, STAGES, TrainSettings
 from dflash_hf.training import DFlashTrainingArguments
 from helpers.source_tree import ROOT
-from helpers.training_command import SMALL, TOY, said, train, write_rows
+from helpers.training_command import SMALL, TOY, killed, said, train, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     """A run's folder, and what its command said; killed in the middle of its training, and gone on with."""
     out = tmp_path_factory.mktemp("train") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(stages.RUNNERS, "run", _killed(stages.RUNNERS["run"]))
+        patch.setitem(stages.RUNNERS, "run", killed(stages.RUNNERS["run"]))
         result = train("--dataset", data, "--output_dir", out, *SMALL)
     assert result.exit_code == 130, result.output
     assert f"dflash-hf train --output-dir {out} goes on" in said(result)
@@ -43,30 +42,6 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     result = train("--output-dir", out)
     assert result.exit_code == 0, result.output
     return out, result.output
-
-
-def _killed(runner: Any) -> Any:
-    """The stage, interrupted behind its second step."""
-
-    def run(*args: Any) -> Any:
-        import dflash_hf.training.trainer as trainer
-
-        name = (
-            "_save_checkpoint"
-            if hasattr(trainer.DFlashTrainer, "_save_checkpoint")
-            else "save_checkpoint"
-        )
-        saved = getattr(trainer.DFlashTrainer, name)
-
-        def save_and_stop(self: Any, *rest: Any, **named: Any) -> None:
-            saved(self, *rest, **named)
-            raise KeyboardInterrupt
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer.DFlashTrainer, name, save_and_stop)
-            return runner(*args)
-
-    return run
 
 
 def test_a_run_is_killed_goes_on_and_leaves_everything(done: tuple[Path, str]) -> None:

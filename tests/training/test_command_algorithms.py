@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+import dflash_hf.cli.train_preflight as preflight
 import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
 from dflash_hf.cli.train_algorithms import ALGORITHMS
 from dflash_hf.cli.train_settings import OPTIONS, TrainSettings
-from helpers.training_command import SMALL, TOY, said, train, write_rows
+from helpers.source_tree import ROOT
+from helpers.training_command import SMALL, TOY, killed, said, train, write_rows
 
 
 def asked(*words: object, folder: Path, patch: pytest.MonkeyPatch) -> TrainSettings:
@@ -31,25 +34,47 @@ def asked(*words: object, folder: Path, patch: pytest.MonkeyPatch) -> TrainSetti
     return found[0]
 
 
-def test_an_algorithm_is_the_options_that_it_stands_for(
+def test_an_algorithm_sets_what_its_help_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = asked(folder=tmp_path, patch=monkeypatch)
     assert plain == asked("--algorithm", "dflash", folder=tmp_path, patch=monkeypatch)
+    (help,) = (item.metadata["help"] for item in OPTIONS if item.name == "algorithm")
+    guide = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     for name, algorithm in ALGORITHMS.items():
         words = ["--algorithm", name, "--draft-options", '{"num_taps": 2}']
         settings = asked(*words, folder=tmp_path, patch=monkeypatch)
-        assert settings.draft_options == {"num_taps": 2, **algorithm.draft_options}
+        fields = {**algorithm.draft_options, **algorithm.sizes}
+        assert settings.draft_options == {"num_taps": 2, **fields}
         for option in ("loss", "labels", "gamma"):
-            assert getattr(settings, option) == algorithm.options.get(
-                option, getattr(plain, option)
-            )
-        (help,) = (item.metadata["help"] for item in OPTIONS if item.name == "algorithm")
-        assert all(
-            f"{field} {json.dumps(value)}" in help
-            for field, value in algorithm.draft_options.items()
-        )
+            wanted = algorithm.options.get(option, getattr(plain, option))
+            assert getattr(settings, option) == wanted
+        assert all(f"{field} {json.dumps(value)}" in help for field, value in fields.items())
         assert all(f"--{field} {value}" in help for field, value in algorithm.options.items())
+        (line,) = (line for line in guide.splitlines() if line.startswith(f"  | `{name}`"))
+        assert not fields or f"--draft-options '{json.dumps(fields)}'" in line
+        assert all(f"--{field} {value}" in line for field, value in algorithm.options.items())
+
+
+TAKEN: dict[str, tuple[list[object], str, object]] = {
+    "loss of dflash2": (["--algorithm", "dflash2", "--loss", "lk"], "loss", "lk"),
+    "decay of kl": (["--algorithm", "jetspec", "--gamma", 3], "gamma", 3),
+    "what it sets": (["--algorithm", "jetspec", "--loss", "kl"], "loss", "kl"),
+    "size": (
+        ["--algorithm", "dflash2", "--draft-options", '{"selector_rank": 8}'],
+        "draft_options",
+        {**ALGORITHMS["dflash2"].sizes, "selector_rank": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_option_that_refines_an_algorithm_is_taken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, option, value = TAKEN[name]
+    settings = asked(*words, folder=tmp_path, patch=monkeypatch)
+    assert getattr(settings, option) == value
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {
@@ -62,6 +87,18 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--algorithm", "jetspec", "--draft-options", '{"is_causal": false}'],
         "expected is_causal true in --draft-options with --algorithm jetspec, got False",
     ),
+    "loss of the default that is named": (
+        ["--algorithm", "dflash", "--loss", "kl"],
+        "expected --loss dpace with --algorithm dflash, got 'kl'; leave one of them out",
+    ),
+    "selector": (
+        ["--algorithm", "dflash", "--draft-options", '{"selector_rank": 8}'],
+        "expected no selector_rank in --draft-options with --algorithm dflash, got 8",
+    ),
+    "no selector": (
+        ["--algorithm", "dflash2", "--draft-options", '{"selector_rank": null}'],
+        "expected a size as selector_rank in --draft-options with --algorithm dflash2, got None",
+    ),
     "draft that is there": (
         ["--algorithm", "dflash2", "--draft", TOY / "draft"],
         "expected --algorithm without --draft, whose config says it",
@@ -72,7 +109,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     ),
     "more tokens than there are": (
         ["--draft-vocab-size", 10**6],
-        "expected different draft_token_ids from 0 to",
+        "tokens as --draft-vocab-size, got 1000000; leave it out for all tokens",
     ),
 }
 
@@ -85,6 +122,59 @@ def test_a_contradiction_is_refused_before_anything_is_written(name: str, tmp_pa
     assert result.exit_code == 2, result.output
     assert sentence in said(result)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocabulary_without_room_for_the_ends_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "end_tokens", lambda target: [2, 3])
+    data = write_rows(tmp_path / "rows.jsonl")
+    words = ["--dataset", data, "--output-dir", tmp_path / "out", *SMALL, "--draft-vocab-size", 1]
+    result = train(*words)
+    assert result.exit_code == 2, result.output
+    sentence = "expected room for the 2 tokens that end an answer in --draft-vocab-size, got 1"
+    assert sentence in said(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_algorithm_keeps_nothing_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
+    words = [*SMALL, "--algorithm", "jetspec", "--stages", "prepare"]
+    result = train("--dataset", data, "--output-dir", out, *words)
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load((out / "settings.yaml").read_text())
+    assert written["algorithm"] == "jetspec"
+    assert written["draft_options"] == {"num_taps": 2}
+    assert "loss" not in written
+    found: list[TrainSettings] = []
+    monkeypatch.setattr(stages, "run_stages", lambda settings, *rest: found.append(settings))
+    for words in ([], ["--algorithm", "dflash"]):
+        result = train("--output-dir", out, *words)
+        assert result.exit_code == 0, result.output
+    same, other = found
+    assert (same.loss, same.draft_options) == ("kl", {"num_taps": 2, "is_causal": True})
+    assert (other.loss, other.draft_options) == ("dpace", {"num_taps": 2})
+
+
+def test_a_reduced_vocabulary_is_kept_by_resume_and_export(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl")
+    words = [*SMALL, "--draft-vocab-size", 40, "--formats", "speculators"]
+    words += ["--stages", "prepare,regenerate,run,export"]
+    outs = [tmp_path / "whole", tmp_path / "killed"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(stages.RUNNERS, "run", killed(stages.RUNNERS["run"]))
+        assert train("--dataset", data, "--output-dir", outs[1], *words).exit_code == 130
+    for out in outs:
+        result = train("--dataset", data, "--output-dir", out, *words)
+        assert result.exit_code == 0, result.output
+    whole, resumed = (load_draft(out / "draft").state_dict() for out in outs)
+    assert whole["lm_head.weight"].shape[0] == whole["d2t"].shape[0] <= 40
+    exported = load_draft(outs[1] / "export" / "speculators").state_dict()
+    for name, value in whole.items():
+        assert value.equal(resumed[name]), name
+        assert value.equal(exported[name]), name
 
 
 def test_a_selector_over_frequent_tokens_is_trained_and_loaded(tmp_path: Path) -> None:

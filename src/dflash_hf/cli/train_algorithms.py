@@ -1,4 +1,4 @@
-"""What `--algorithm` stands for: options of a published recipe, by names of ours."""
+"""The recipes of `--algorithm`: which options each one sets, and which options contradict it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from dflash_hf.cli.train_settings import TrainSettings, flag
 from dflash_hf.errors import require
 
+ALGORITHM = "algorithm"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
@@ -18,25 +20,30 @@ class Algorithm:
     Args:
         options (mapping): Fields of [`TrainSettings`].
         draft_options (mapping): Fields of a fresh draft's config.
+        sizes (mapping): Fields of the config that its drafts have, in these sizes or others.
+        absent (tuple of `str`): Fields of the config that its drafts do not have.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     draft_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    absent: tuple[str, ...] = ()
 
 
+# z-lab/Qwen3.8-27B-DFlash2's sizes. Its loss is not published: every --loss is a refinement.
+DFLASH2 = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 ALGORITHMS: dict[str, Algorithm] = {
-    "dflash": Algorithm(),
-    # A convolution around each sublayer, and a selector of paths, with the sizes of z-lab/Qwen3.8-27B-DFlash2.
-    "dflash2": Algorithm(
-        draft_options={
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-            "selector_rank": 256,
-            "selector_top_k": 16,
-        }
+    "dflash": Algorithm(options={"loss": "dpace"}, absent=tuple(DFLASH2)),
+    "dflash2": Algorithm(sizes=DFLASH2),
+    # Each slot sees the earlier ones of its block, and learns the target's distribution: for trees
+    "jetspec": Algorithm(
+        options={"loss": "kl"}, draft_options={"is_causal": True}, absent=tuple(DFLASH2)
     ),
-    # Slots that see the earlier ones of their block, under the target's distribution: for trees.
-    "jetspec": Algorithm(options={"loss": "kl"}, draft_options={"is_causal": True}),
 }
 
 
@@ -52,18 +59,48 @@ def with_algorithm(settings: TrainSettings, given: Collection[str]) -> TrainSett
     name = settings.algorithm
     known = f"--algorithm among {', '.join(ALGORITHMS)}"
     require(name in ALGORITHMS, known, name, "choose one of them")
-    # What it sets is of fresh drafts: `TrainSettings.check_idle` refuses it beside another one
-    if settings.draft is not None:
+    # The default contradicts nothing, and what it sets are defaults. A recipe is of fresh drafts:
+    # `TrainSettings.check_idle` refuses it beside another draft
+    if ALGORITHM not in given or settings.draft is not None:
         return settings
     algorithm = ALGORITHMS[name]
     action = "leave one of them out"
     for option, value in algorithm.options.items():
         got = getattr(settings, option)
         is_fine = option not in given or got == value
-        require(is_fine, f"{flag(option)} {value} with --algorithm {name}", got, action)
+        require(is_fine, f"{flag(option)} {value} with {flag(ALGORITHM)} {name}", got, action)
     fields = dict(settings.draft_options)
+    for option in algorithm.absent:
+        got = fields.get(option)
+        what = f"no {option} in --draft-options with {flag(ALGORITHM)} {name}"
+        require(got is None, what, got, action)
     for option, value in algorithm.draft_options.items():
-        what = f"{option} {json.dumps(value)} in --draft-options with --algorithm {name}"
-        require(fields.get(option, value) == value, what, fields.get(option), action)
+        got = fields.get(option, value)
+        what = f"{option} {json.dumps(value)} in --draft-options with {flag(ALGORITHM)} {name}"
+        require(got == value, what, got, action)
         fields[option] = value
+    for option, size in algorithm.sizes.items():
+        got = fields.setdefault(option, size)
+        what = f"a size as {option} in --draft-options with {flag(ALGORITHM)} {name}"
+        require(got is not None, what, got, action)
     return replace(settings, draft_options=fields, **algorithm.options)
+
+
+def without_algorithm(settings: TrainSettings) -> TrainSettings:
+    """Returns settings without what their `algorithm` sets: a file of them names the algorithm alone.
+
+    So another `--algorithm` does not keep the options of the one before.
+    """
+    algorithm = ALGORITHMS[settings.algorithm]
+    defaults = TrainSettings(target=settings.target, output_dir=settings.output_dir)
+    unset: dict[str, Any] = {}
+    for option, value in algorithm.options.items():
+        if getattr(settings, option) == value:
+            unset[option] = getattr(defaults, option)
+    set_by_it = {**algorithm.draft_options, **algorithm.sizes}
+    fields = {
+        option: value
+        for option, value in settings.draft_options.items()
+        if option not in set_by_it or value != set_by_it[option]
+    }
+    return replace(settings, draft_options=fields, **unset)

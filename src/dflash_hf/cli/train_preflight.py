@@ -33,6 +33,7 @@ from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.forward import check_packing
+from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.server import ServerCheck, check_servers
 from dflash_hf.training.trainer import DFlashTrainer
 
@@ -131,9 +132,16 @@ def _fresh_config(
 ) -> DFlashConfig:
     """The config of a fresh draft."""
     fields = fresh_options(settings, processor)
-    if settings.draft_vocab_size is not None:
-        # Which they are the answers will say
-        fields["draft_token_ids"] = list(range(settings.draft_vocab_size))
+    size = settings.draft_vocab_size
+    if size is not None:
+        ends = end_tokens(target)
+        what = f"room for the {len(ends)} tokens that end an answer in --draft-vocab-size"
+        require(size >= len(ends), what, size, "give a larger one")
+        every = target.config.get_text_config(decoder=True).vocab_size
+        what = f"fewer than the target's {every} tokens as --draft-vocab-size"
+        require(size < every, what, size, "leave it out for all tokens")
+        # Any tokens: the answers, which come later, say which are frequent
+        fields["draft_token_ids"] = range(size)
     names = ("num_taps", "tokenizer", "draft_token_ids")
     options = {name: fields.pop(name) for name in names if name in fields}
     try:

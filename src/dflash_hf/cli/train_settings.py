@@ -57,8 +57,9 @@ class TrainSettings:
     loss: str = option(TRAINING, "dpace, cross_entropy, kl, tv, or lk.", "dpace")
     algorithm: str = option(
         TRAINING,
-        "dflash. dflash2: conv_kernel_size 2, conv_group_size 16, selector_rank 256, selector_top_k 16 as "
-        "--draft-options. jetspec, for trees: is_causal true as --draft-options, and --loss kl.",
+        "A recipe of a fresh draft. dflash: --loss dpace. dflash2: conv_kernel_size 2, conv_group_size 16, "
+        "selector_rank 256, selector_top_k 16 as --draft-options. jetspec, for trees: is_causal true as "
+        "--draft-options, --loss kl.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(

@@ -54,6 +54,7 @@ from dflash_hf.training.local_answers import ALONE, Ranks
 from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
+from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens
 
@@ -319,7 +320,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
         fields = fresh_options(settings, processor)
         size = settings.draft_vocab_size
         if size is not None:
-            fields["draft_token_ids"] = frequent_tokens(train, size, _end_tokens(model))
+            fields["draft_token_ids"] = frequent_tokens(train, size, end_tokens(model))
         draft = DFlashDraftModel.from_target(model, **fields)
     else:
         draft = load_draft(settings.draft, dtype=torch.float32)
@@ -352,15 +353,6 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     if lengths:
         facts["acceptance_length"] = round(lengths[-1], 3)
     return facts
-
-
-def _end_tokens(target: PreTrainedModel) -> list[int]:
-    """Returns the tokens that end an answer: a draft that lacks them never proposes an end."""
-    options: Any = target.generation_config
-    found: int | list[int] | None = options.eos_token_id
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else found
 
 
 def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:

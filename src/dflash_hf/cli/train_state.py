@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_hf.cli.train_algorithms import without_algorithm
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import listed, require, shown
@@ -220,7 +221,7 @@ class RunState:
         """Writes `settings.yaml`: another run's `--config`, and what this one goes on with."""
         import yaml
 
-        asked = self.settings.asked()
+        asked = without_algorithm(self.settings).asked()
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(asked, sort_keys=False, allow_unicode=True)
         write_whole(self.path / SETTINGS_FILE, text)
