@@ -71,6 +71,34 @@ def test_rows_with_images_and_of_text_go_through_every_stage(tmp_path: Path) -> 
     )
 
 
+def test_images_of_several_turns_go_through_every_stage(tmp_path: Path) -> None:
+    """A column of images, each with its place in one of the user's turns, of which all are answered."""
+    (tmp_path / "pictures").symlink_to(PICTURES)
+    place = {"type": "image"}
+    names = [f"pictures/{path.name}" for path in sorted(PICTURES.glob("*.png"))[:5]]
+    rows: list[dict[str, Any]] = []
+    for number in range(5):
+        first = {"role": "user", "content": [place, block(f"What is in picture {number}?")]}
+        second = {"role": "user", "content": [place, block("And in this one?")]}
+        images = [names[number], names[number - 1]]
+        rows.append({"messages": [first, second], "images": images})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*SMALL, "--target", TOY / "vision" / "target", "--turns", "all", "--num-eval", 1]
+    words += ["--max-new-tokens", 48, "--max-steps", 2, "--stages", "prepare,regenerate,run,bench"]
+    result = train("--dataset", tmp_path / "rows.jsonl", "--output-dir", tmp_path / "out", *words)
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "out" / "answered" / "train.jsonl").read_text().splitlines()
+    answered = [json.loads(line) for line in lines]
+    by_turns = {1: 0, 2: 0}
+    for row in answered:
+        asked = [turn for turn in row["messages"] if turn["role"] == "user"]
+        assert len(row["images"]) == len(asked)
+        by_turns[len(asked)] += 1
+    assert by_turns[1] == 4
+    assert by_turns[2] > 0
+    assert "questions 0, left out 1" in result.output, "a bench asks about images first"
+
+
 def test_images_are_decoded_by_workers_beside_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

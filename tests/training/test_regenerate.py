@@ -317,6 +317,45 @@ def test_rows_with_images_from_prepare_to_examples(tmp_path: Path) -> None:
     assert list(examples.lengths) == [len(e.input_ids) for e in examples]
 
 
+@pytest.mark.parametrize("has_answers", [False, True])
+def test_every_turn_is_answered_with_its_own_images(has_answers: bool, tmp_path: Path) -> None:
+    """A column of images fills the places of the user's turns in order; each answer sees those before it."""
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+    target = qwen_target(processor)
+    target.generation_config.eos_token_id = list(range(2, 60000))  # each answer ends at once
+    for at in range(3):
+        picture(24 + 16 * at, 16, seed=at).save(tmp_path / f"{at}.png")
+    place = {"type": "image"}
+    turns = [[place, "one"], ["none"], [place, "two", place]]
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        blocks = [{"type": "text", "text": b} if isinstance(b, str) else b for b in turn]
+        messages.append({"role": "user", "content": blocks})
+        if has_answers:
+            messages.append({"role": "assistant", "content": "theirs"})
+    source = tmp_path / "in.jsonl"
+    row = {"messages": messages, "images": [f"{at}.png" for at in range(3)]}
+    source.write_text(json.dumps(row) + "\n")
+    made = PrepareSettings(
+        datasets=[str(source)], output=tmp_path / "out" / "prompts.jsonl", turns="none"
+    )
+    prepare(made, processor)
+    settings = RegenerateSettings(
+        prompts=made.output, output=tmp_path / "out.jsonl", max_new_tokens=2, turns="all"
+    )
+    regenerate(settings, target, processor)
+    seen = [len(row.get("images", ())) for row in rows_of(settings.output)]
+    assert seen == [1, 1, 3]
+    examples: Any = read_examples(settings.output, processor)
+    shapes = [example.model_inputs["image_grid_thw"].tolist() for example in examples]
+    assert [len(shape) for shape in shapes] == [1, 1, 3]
+    assert shapes[0] == shapes[1] == shapes[2][:1]
+    assert shapes[2][0] != shapes[2][1] != shapes[2][2]
+    before = settings.output.read_bytes()
+    regenerate(settings, target, processor)
+    assert settings.output.read_bytes() == before
+
+
 # ---- a server
 
 

@@ -19,7 +19,8 @@ ADDRESSES = ("http://", "https://", "data:")
 def question_of(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns a held-out conversation as a question of a bench: all up to the user's last turn, with its images.
 
-    It is empty where an image is no file: a bench reads nothing else.
+    It is empty where a bench cannot ask it: an image is no file, or one comes behind the first of several turns that
+    are asked one by one, as those of a conversation of the user's turns alone.
     """
     found = resolved(row, folder)
     messages = found["messages"]
@@ -30,6 +31,10 @@ def question_of(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     has_blocks = any(isinstance(turn["content"], list) for turn in messages)
     if images or has_blocks:
         messages = prepare_multimodal_messages(messages, images)
+        all_asked = all(turn["role"] == "user" for turn in messages)
+        later = [block["type"] for turn in messages[1:] for block in turn["content"]]
+        if all_asked and "image" in later:
+            return {}
         blocks = [block for turn in messages for block in turn["content"]]
         for block in blocks:
             if block["type"] != "image":

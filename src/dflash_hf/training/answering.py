@@ -21,6 +21,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.data.row_files import RowFile, repair, write_rows
 from dflash_hf.errors import require
 from dflash_hf.training.answer_rows import (
@@ -217,15 +218,20 @@ class _Run:
                 continue
             said = self.template.tokenizer.decode(answer["answer_ids"], skip_special_tokens=True)
             own = {"role": "assistant", "content": said}
-            self._ask(more, at, question, [*question["messages"], own, messages[users[number]]])
+            asked_next = [*question["messages"], own, messages[users[number]]]
+            self._ask(more, at, self.rows[at], asked_next)
         return more
 
     def _ask(
         self, asked: list[Question], at: int, row: Mapping[str, Any], messages: list[Any]
     ) -> None:
         """Adds a question, unless it has been asked."""
-        names = [name for name in ("images", "chat_template_kwargs") if row.get(name)]
-        question = {"messages": messages, **{name: row[name] for name in names}}
+        question: dict[str, Any] = {"messages": messages}
+        images = _images_up_to(row, messages)
+        if images:
+            question["images"] = images
+        if row.get("chat_template_kwargs"):
+            question["chat_template_kwargs"] = row["chat_template_kwargs"]
         name = content_id(question)
         if name in self.seen:
             self.report.left_out["duplicates"] += 1
@@ -245,3 +251,24 @@ class _Run:
 
 def _users(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     return [at for at, message in enumerate(messages) if message["role"] == "user"]
+
+
+def _images_up_to(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns those of a row's column of images whose places are in its first messages.
+
+    All of them where there are not as many places: without places they go into the user's first turn, and what else
+    is wrong is told where the row is read.
+    """
+    images: Any = row.get("images")
+    is_placed = isinstance(images, list) and len(images) == _num_places(row["messages"])
+    if is_placed:
+        return images[: _num_places(messages)]
+    return images
+
+
+def _num_places(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many blocks of images some messages have that are without an image of their own."""
+    contents = [message.get("content") for message in messages]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    images = [block for block in blocks if block["type"] == "image"]
+    return sum(block.keys().isdisjoint(SOURCES) for block in images)
