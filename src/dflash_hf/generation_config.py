@@ -151,6 +151,8 @@ class DFlashGenerationConfig(GenerationConfig):
             pays more.
         max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees;
             4 at most and by default, 0 is none.
+        num_assistant_tokens (`int`, *optional*): Transformers' name for the number of tokens that an assistant
+            proposes: `n` is a `verify_width` of `n + 1`, which counts the target's own token too.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host, over exactly
             as many keys as there are. `"cuda_graph"` captures the step over fixed buffers once per shape and replays
             it; what cannot be captured runs eagerly, with the reason in the log. `"auto"` is `"cuda_graph"` on CUDA
@@ -210,6 +212,14 @@ class DFlashGenerationConfig(GenerationConfig):
                 "them out"
             ) from error
         self.validate_options()
+
+    @property
+    def asked_width(self) -> int | Literal["auto"] | dict[int, int] | None:
+        """How many tokens a step verifies: `verify_width`, or `num_assistant_tokens` and the target's own token."""
+        proposed: Any = self.num_assistant_tokens
+        if self.verify_width is None and proposed is not None:
+            return proposed + 1
+        return self.verify_width
 
     def validate_options(
         self, max_block_size: int | None = None, sample_from_anchor: bool = False
@@ -271,19 +281,27 @@ class DFlashGenerationConfig(GenerationConfig):
             longest,
             "leave it out",
         )
-        width = self.verify_width
+        proposed: Any = self.num_assistant_tokens
+        is_known = proposed is None or _is_number(proposed, 0)
+        require(is_known, "num_assistant_tokens of at least 0", proposed, "leave it out")
+        is_one = proposed is None or self.verify_width is None
+        both = "verify_width or num_assistant_tokens, which is the same without the target's token"
+        require(is_one, both, "both", "leave one of them out")
+        width = self.asked_width
         if width in (None, "auto"):
             return
         # A tree chooses by itself how many of its nodes are verified.
-        beside = "verify_width left out or 'auto' beside num_tree_nodes"
+        beside = (
+            "verify_width left out or 'auto', and no num_assistant_tokens, beside num_tree_nodes"
+        )
         require(not nodes, beside, width, "leave one of them out")
         # What a draft can do is known only with its checkpoint: without one, a token more is let through.
         has_one_more = sample_from_anchor or not max_block_size
         self._validate_widths(size or max_block_size, has_one_more)
 
     def _validate_widths(self, block_size: int | None, has_one_more: bool) -> None:
-        """Checks the number or table of `verify_width` against a block size, as far as that is known."""
-        width: Any = self.verify_width
+        """Checks the number or table of `asked_width` against a block size, as far as that is known."""
+        width: Any = self.asked_width
         table: dict[Any, Any] = width if isinstance(width, dict) else {1: width}
         what = "a table of verify_width by rows, {rows: tokens}, of whole numbers from 1"
         is_table = bool(table) and all(_is_number(rows, 1) for rows in table)

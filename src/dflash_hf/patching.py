@@ -1,8 +1,9 @@
 """What `import dflash_hf` leaves behind in Transformers, so that nothing else has to be called.
 
-`generate`, `AutoConfig` and `AutoModel` know drafts, and `AutoProcessor` Qwen's processors without torchvision. No
-module of Transformers is imported for it: what one has to be told, it is told when it is imported, or at once where it
-has been. Nor are our own: they are named there, and imported when somebody asks for them.
+`generate`, `pipeline`, `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know drafts, and `AutoProcessor` Qwen's
+processors without torchvision. No module of Transformers is imported for it: what one has to be told, it is told when
+it is imported, or at once where it has been. Nor are our own: they are named there, and imported when somebody asks
+for them.
 """
 
 from __future__ import annotations
@@ -95,6 +96,24 @@ def _name_model(auto: Any) -> None:
         table._reverse_config_mapping["DFlashConfig"] = MODEL_TYPE
 
 
+def _load_by_name(base: Any) -> None:
+    """`pipeline(..., assistant_model=NAME)`: Transformers looks there for classes of its own alone."""
+    original = base.load_assistant_model
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> Any:
+        if isinstance(assistant_model, str):
+            from dflash_hf.checkpoints.drafts import load_if_draft
+
+            assistant_model = load_if_draft(assistant_model, model)
+        return original(model, assistant_model, assistant_tokenizer)
+
+    setattr(load_assistant_model, _MARK, original)
+    base.load_assistant_model = load_assistant_model
+
+
 def _replace_processors(auto: ModuleType) -> None:
     """`AutoProcessor`: its table holds classes."""
     from transformers.utils.import_utils import is_torchvision_available
@@ -111,6 +130,7 @@ _TOLD: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _name_config,
     "transformers.models.auto.modeling_auto": _name_model,
     "transformers.models.auto.processing_auto": _replace_processors,
+    "transformers.pipelines.base": _load_by_name,
 }
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file, unshared
-from dflash_hf.checkpoints.formats import FORMATS, CheckpointFormat
+from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file, read_config, unshared
+from dflash_hf.checkpoints.formats import FORMATS, CheckpointFormat, is_draft
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, require
@@ -39,6 +39,17 @@ def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftM
         ValueError: See [`DFlashDraftModel.from_pretrained`].
     """
     return DFlashDraftModel.from_pretrained(path_or_repo, **kwargs)
+
+
+def load_if_draft(path_or_repo: str, target: PreTrainedModel) -> DFlashDraftModel | str:
+    """Loads a draft with a target's dtype onto its device; returns the name of any other checkpoint as it is.
+
+    Raises `OSError`, as Transformers does, if there is no such checkpoint, and `ValueError` as [`load_draft`] does.
+    """
+    if not is_draft(read_config(path_or_repo, {})):
+        return path_or_repo
+    draft: Any = load_draft(path_or_repo, dtype=target.dtype)
+    return draft.to(device=target.device)
 
 
 def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:

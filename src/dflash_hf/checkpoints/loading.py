@@ -94,6 +94,13 @@ class DFlashPreTrainedModel(PreTrainedModel):
         """Returns the draft's own embedding, `None` where it uses the target's (FSDP asks)."""
         return getattr(self, "embed_tokens", None)
 
+    def _supports_logits_to_keep(self) -> bool:
+        """Raises: Transformers' own assisted decoding asks, in a `generate` that does not know drafts."""
+        raise ValueError(
+            "expected a generate that knows DFlash drafts, got Transformers' own (kept from before the import of "
+            "dflash_hf, or after disable()); import dflash_hf first and call model.generate(...) again"
+        )
+
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: PathOrRepo | None, *model_args: Any, **kwargs: Any

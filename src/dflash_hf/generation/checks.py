@@ -181,6 +181,7 @@ def check_settings(settings: Settings) -> None:
     ]
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
+    _check_num_assistant_tokens(settings.arguments)
     # Transformers refuses it too, but later: what both need is done here, see `use_tokenizer`.
     has_tokenizer = is_given(settings.arguments, "tokenizer")
     has_ids = isinstance(given_ids(settings.arguments), Tensor)
@@ -190,6 +191,14 @@ def check_settings(settings: Settings) -> None:
     can_heal = has_tokenizer and has_ids
     require(can_heal or not heals, "input_ids and tokenizer= with token_healing", None, do)
     require(has_tokenizer or not stops_at_strings, "tokenizer= with stop_strings", None, do)
+
+
+def _check_num_assistant_tokens(arguments: Mapping[str, Any]) -> None:
+    """Refuses a number of proposals in the call: as in Transformers it counts in the assistant's own config."""
+    # Not looked for in a config: pipelines of older releases of Transformers write its default there.
+    given = arguments.get("num_assistant_tokens")
+    do = "set draft.generation_config.num_assistant_tokens, as for any assistant in Transformers"
+    require(given is None, "no num_assistant_tokens in the call", given, do)
 
 
 def _is_synchronized(settings: Settings) -> bool:

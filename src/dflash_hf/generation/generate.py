@@ -12,6 +12,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
+from os import PathLike
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from dflash_hf.block.cache_name import given_cache
 from dflash_hf.checkpoints.formats import explain_foreign_draft
 from dflash_hf.devices import Inventory
+from dflash_hf.errors import require
 from dflash_hf.generation.arguments import Settings, keep_new_images, use_tokenizer
 from dflash_hf.generation.checks import (
     check_draft,
@@ -57,6 +59,12 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     # Calls that have nothing to do with a draft go on at once.
     if draft is None:
         return original(model, *args, **kwargs)
+    require(
+        not isinstance(draft, str | PathLike),
+        "a loaded model as assistant_model",
+        draft,
+        "load a draft with dflash_hf.load_draft(...)",
+    )
     if not isinstance(draft, DFlashDraftModel):
         # A draft of this kind that was loaded by another class would fail within Transformers, far from its cause.
         is_stock = Settings(model, arguments)["speculation_type"] == "dflash"

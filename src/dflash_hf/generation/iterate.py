@@ -134,7 +134,7 @@ def _start(
     # A run may be left half-way, so that no cache is advanced and no buffers are taken from the pool.
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
-    if request.draft.generation_config.verify_width is None:
+    if request.draft.generation_config.asked_width is None:
         # To be looked at, a run drafts at every step.
         run.chooser = FixedWidth(run.generator.verify_width)
     if propose is not None:

@@ -53,7 +53,7 @@ def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Option
     num_rows = len(request.input_ids)
     # To be looked at, a step verifies its whole block.
     is_captured = keeps_buffers and not is_looked_at
-    width = _widest_verify(given.verify_width, longest, num_rows, is_captured)
+    width = _widest_verify(given.asked_width, longest, num_rows, is_captured)
     proposal: ProposalRule = "argmax" if given.proposal == "auto" else given.proposal
     # Rejection goes along one chain: its redraw needs the distribution at the first refusal.
     is_drawn = request.config.do_sample and proposal == "sample"
@@ -75,7 +75,7 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
     input_ids = request.input_ids
     is_on_host = keeps_buffers and input_ids.is_cuda and not ops.use_tree_kernels(input_ids)
     # A number of tokens asks for the block's first ones, one behind the other.
-    has_number = isinstance(given.verify_width, int)
+    has_number = isinstance(given.asked_width, int)
     # Recurrent states follow one path.
     needs_chain = is_on_host or has_number or bool(request.target.recurrences)
     if not may_be_tree or needs_chain or width == 1:
@@ -110,7 +110,7 @@ def choose_widths(
     draft = generator.draft
     width = generator.verify_width
     options = draft.generation_config
-    asked = "auto" if options.num_tree_nodes == "auto" else options.verify_width
+    asked = "auto" if options.num_tree_nodes == "auto" else options.asked_width
     is_by_rejection = state.host.is_sampled and generator.proposal == "sample"
     is_left_open = asked is None and not keeps_buffers and not is_by_rejection
     is_half = _computes_in_half(generator.target)
