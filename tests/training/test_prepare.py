@@ -167,7 +167,8 @@ def test_prompts_alone_for_the_targets_own_answers(tmp_path: Path) -> None:
     """No answer has to be found then, so that any template will do."""
     tokenizer = byte_tokenizer(THOUGHTLESS, ("<|User|>", "<|Assistant|>", "<e>"), "<e>")
     with pytest.raises(
-        ValueError, match=r"its own generation prompt.* \(line 1 of .*in\.jsonl\), or skip bad rows"
+        ValueError,
+        match=r"its own generation prompt.* \(line 1 of .*in\.jsonl\), or leave .* --skip-bad-rows",
     ):
         prepared(tmp_path, tokenizer, {"messages": CHAT})
     (row,), _ = prepared(tmp_path, tokenizer, {"messages": CHAT}, turns="none")

@@ -138,7 +138,9 @@ def test_a_bad_row_may_be_skipped_then_and_parts_stay(
 ) -> None:
     rows = lines()
     source = write(tmp_path / "in.jsonl", [*rows[:10], '{"text": "q"}', *rows[11:]])
-    with pytest.raises(ValueError, match=rf"in line 11 of {source}, got text; .* or skip bad rows"):
+    with pytest.raises(
+        ValueError, match=rf"in line 11 of {source}, got text; .* with --skip-bad-rows"
+    ):
         prepare(asked(tmp_path, source), smollm2)
     made.clear()
     report = prepare(asked(tmp_path, source, skip_bad_rows=True), smollm2)
@@ -282,7 +284,7 @@ def test_a_file_is_taken_by_its_very_name(tmp_path: Path, name: str, streaming: 
     assert question.values["prompt"] == "this file"
 
 
-def test_rows_are_split_as_they_are(tmp_path: Path) -> None:
+def test_rows_are_split_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write(tmp_path / "all.jsonl", [f'"\u2028{at}"' for at in range(23)])
     train = tmp_path / "train.jsonl"
     held_out = tmp_path / "held_out.jsonl"
@@ -293,6 +295,9 @@ def test_rows_are_split_as_they_are(tmp_path: Path) -> None:
     ]
     every = sorted(train.read_bytes().splitlines() + held_out.read_bytes().splitlines())
     assert every == sorted(source.read_bytes().splitlines())
+    assert not caplog.messages
     assert split_rows(source, train, held_out, 99) == (19, 4)
+    said = "4 of 23 conversations are held out, and not 99 as asked: at most a fifth of them are"
+    assert caplog.messages == [said]
     assert split_rows(source, train, held_out, 0) == (23, 0)
     assert held_out.read_bytes() == b""

@@ -83,7 +83,8 @@ def _turns(row: Row, template: str | None) -> list[Any]:
     if not present:
         raise ValueError(
             f"expected {', '.join(FORMS[:-1])} or prompt in {row.where}, got {listed(row.values) or 'no column'}; "
-            "say what the user asks with a template of names in braces: '{COLUMN}'"
+            f"say what the user asks with --template '{{{next(iter(row.values), 'COLUMN')}}}', a text with names of "
+            "columns in braces"
         )
     name = present[0]
     value: Any = row.values[name]

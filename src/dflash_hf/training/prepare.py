@@ -257,7 +257,9 @@ def _kept_lines(
             if not made["where"]:
                 continue
             if made["malformed"] and not settings.skip_bad_rows:
-                raise ValueError(f"{made['malformed']}, or skip bad rows")
+                raise ValueError(
+                    f"{made['malformed']}, or leave such rows out with --skip-bad-rows"
+                )
             if report.takes(made, seen):
                 yield made["line"]
 
@@ -297,7 +299,7 @@ def prepare_row(
     except Exception as error:  # a template or an image may refuse it in any way
         sentence = _sentence(error, row.where)
         if not settings.skip_bad_rows:
-            raise ValueError(f"{sentence}, or skip bad rows") from error
+            raise ValueError(f"{sentence}, or leave such rows out with --skip-bad-rows") from error
         made["malformed"] = sentence
     return made
 
@@ -406,6 +408,13 @@ def split_rows(path: Path, train: Path, held_out: Path, num_held_out: int) -> tu
     with path.open("rb") as file:
         num_lines = sum(1 for _ in file)
     num_chosen = max(0, min(num_held_out, num_lines // 5))
+    if num_chosen < num_held_out:
+        logger.warning(
+            "%d of %d conversations are held out, and not %d as asked: at most a fifth of them are",
+            num_chosen,
+            num_lines,
+            num_held_out,
+        )
     chosen = {at * num_lines // num_chosen for at in range(num_chosen)}
 
     def part(is_held_out: bool) -> Iterator[str]:
