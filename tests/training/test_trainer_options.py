@@ -30,6 +30,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpace": ({"loss": "dpace"}, {}),
     "kl": ({"loss": "kl"}, {}),
     "lk": ({"loss": "lk"}, {}),
+    "lk in bfloat16": ({"loss": "lk", "bf16": True, "use_cpu": True}, {}),
+    "tv in bfloat16": ({"loss": "tv", "bf16": True, "use_cpu": True}, {}),
     "packed": ({"packing_length": 64, "per_device_train_batch_size": 2}, {}),
     "own head": ({}, {"own_lm_head": True, "own_embed_tokens": True}),
     "from the anchor": ({}, {"sample_from_anchor": True}),
