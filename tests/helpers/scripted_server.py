@@ -135,25 +135,29 @@ def read(parts: list[dict[str, Any]]) -> Found:
     """Reads a whole answer, or the chunks of one, all the same."""
     found = Found()
     names: dict[int, list[str]] = {}
+    choices: list[dict[str, Any]] = []
     for part in parts:
         found.usage = part.get("usage") or found.usage
-        for choice in part["choices"]:
-            message = choice.get("message") or choice.get("delta") or {}
-            found.content += message.get("content") or choice.get("text") or ""
-            found.reasoning += message.get("reasoning") or ""
-            for place, call in enumerate(message.get("tool_calls") or []):
-                key = call.get("index")
-                if key is None:
-                    key = place
-                entry = names.setdefault(key, ["", ""])
-                entry[0] += call["function"]["name"] or ""
-                entry[1] += call["function"]["arguments"] or ""
-                assert call["id"], call
-            if choice.get("finish_reason"):
-                found.reasons.append(choice["finish_reason"])
-                found.acceptance.append(choice.get("acceptance_length"))
-            logprobs = choice.get("logprobs")
-            if logprobs:
-                found.logprobs += logprobs.get("content") or logprobs.get("token_logprobs") or []
+        choices += part["choices"]
+    # Chunks of several choices come in turn.
+    choices.sort(key=lambda choice: choice["index"])
+    for choice in choices:
+        message = choice.get("message") or choice.get("delta") or {}
+        found.content += message.get("content") or choice.get("text") or ""
+        found.reasoning += message.get("reasoning") or ""
+        for place, call in enumerate(message.get("tool_calls") or []):
+            key = call.get("index")
+            if key is None:
+                key = place
+            entry = names.setdefault(key, ["", ""])
+            entry[0] += call["function"]["name"] or ""
+            entry[1] += call["function"]["arguments"] or ""
+            assert call["id"], call
+        if choice.get("finish_reason"):
+            found.reasons.append(choice["finish_reason"])
+            found.acceptance.append(choice.get("acceptance_length"))
+        logprobs = choice.get("logprobs")
+        if logprobs:
+            found.logprobs += logprobs.get("content") or logprobs.get("token_logprobs") or []
     found.calls = [(name, json.loads(arguments)) for name, arguments in names.values()]
     return found
