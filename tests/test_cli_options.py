@@ -107,6 +107,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--draft",
         "--dtype",
         "--host",
+        "--max-rows",
         "--no-thinking",
         "--pair",
         "--port",

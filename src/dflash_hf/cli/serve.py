@@ -47,12 +47,12 @@ def serve(
         int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
     ] = None,
     max_rows: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Answers that are decoded together, at most; 1 answers one request after the other.",
+            help="Answers that are decoded together, at most; 8 on a CPU, on a GPU 1: one after the other.",
             min=1,
         ),
-    ] = 8,
+    ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:

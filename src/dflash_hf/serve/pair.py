@@ -14,7 +14,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.serve.engine import Engine
 from dflash_hf.serve.metrics import Metrics
-from dflash_hf.serve.rows import MAX_ROWS, Rows
+from dflash_hf.serve.rows import Rows, rows_for
 
 DEFAULT_TOKENS = 1024  # of an answer, where neither the request nor the target says more
 PROBE = "one part of a turn"
@@ -28,7 +28,7 @@ class Pair:
         name (`str`): What clients call it.
         encoding (`dict`): Options of the chat template, where a request has none.
         note (callable): Gets a line about each request.
-        max_rows (`int`): Answers that are decoded together, at most.
+        max_rows (`int`, *optional*): Answers that are decoded together, at most; by default [`rows_for`].
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Pair:
         name: str,
         encoding: dict[str, Any],
         note: Callable[[str], None],
-        max_rows: int = MAX_ROWS,
+        max_rows: int | None = None,
     ) -> None:
         self.target: Any = target
         self.processor: Any = processor
@@ -66,7 +66,8 @@ class Pair:
         if is_a(own_limit, int) and own_limit > DEFAULT_TOKENS:
             self.default_tokens = own_limit
         self.metrics = Metrics(name)
-        self.engine: Engine = Rows(target, draft, self.tokenizer, note, max_rows)
+        num_rows = max_rows or rows_for(target)
+        self.engine: Engine = Rows(target, draft, self.tokenizer, note, num_rows)
 
     def _renders_parts(self) -> bool:
         """Whether the chat template renders a list of text parts itself, and not as Python would print it."""

@@ -21,8 +21,18 @@ from dflash_hf.generation.running_batch import NewTokens, RequestStats, RunningB
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.serve.engine import Alone, Counts, Done, Ended, Job, Tokens, is_said, tell_end
 
-MAX_ROWS = 8
+ROWS_ON_CPU = 8
 OF_TEXT = {"input_ids", "attention_mask"}  # inputs of a prompt without images
+
+
+def rows_for(target: PreTrainedModel) -> int:
+    """Returns how many jobs are decoded together if nothing is asked for.
+
+    One on a GPU: there `generate` captures its steps, and rows that join and leave are decoded eagerly.
+    """
+    if target.device.type == "cuda":
+        return 1
+    return ROWS_ON_CPU
 
 
 class Row:
