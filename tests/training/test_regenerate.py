@@ -5,6 +5,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dflash_hf.training import (
 )
 from dflash_hf.training.answering import regenerate
 from dflash_hf.training.identity import target_identity
+from dflash_hf.training.local_answers import Ranks
 from dflash_hf.training.prepare import PrepareSettings, prepare
 from dflash_hf.training.prompts import write_prompts
 from helpers.processors import picture, published_folder, qwen_target
@@ -170,6 +172,42 @@ def test_a_kill_in_mid_run_keeps_whole_batches(
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ValueError, match=r"expected to write .*, got No space left on device"):
         regenerate(settings, target, tokenizer)
+
+
+@pytest.mark.parametrize("turns", ["last", "all"])
+def test_processes_that_share_write_what_one_writes(
+    tmp_path: Path, target: Any, tokenizer: Any, turns: Any
+) -> None:
+    write_rows(tmp_path / "prompts.jsonl", *([f"what is {n}?", "x", "and?"] for n in range(40)))
+    alone = asked(tmp_path, turns=turns)
+    regenerate(alone, target, tokenizer)
+    expected = alone.output.read_bytes()
+    shared = asked(tmp_path, "shared.jsonl", turns=turns)
+    meeting = threading.Barrier(2)
+    counts: dict[int, int] = {}
+
+    def share(rank: int) -> None:
+        ranks = Ranks(rank=rank, size=2, wait=lambda: meeting.wait(timeout=60))
+        counts[rank] = regenerate(shared, target, tokenizer, ranks=ranks).num_new
+
+    def run() -> None:
+        counts.clear()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(share, (0, 1)))
+
+    run()
+    assert shared.output.read_bytes() == expected
+    assert shared.parts() == []
+    assert min(counts.values()) > 0, "one did all: the case shows nothing"
+    # Killed before all was merged, and begun again with one process
+    lines = expected.splitlines(keepends=True)
+    shared.output.write_bytes(b"".join(lines[:9]))
+    part = shared.output.with_suffix(".rank1.jsonl")
+    part.write_bytes(b"".join(lines[20:25]) + lines[25][:7])
+    report = regenerate(shared, target, tokenizer)
+    assert report.num_new == len(lines) - 14
+    assert sorted(shared.output.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    assert shared.parts() == []
 
 
 def test_every_turn_is_answered_behind_the_targets_own_answers(
