@@ -156,7 +156,7 @@ def num_captures(run: Run) -> int:
 
     def capture_one(self: GraphStep, bound: int) -> Captured:
         bounds.append(bound)
-        return Captured(None, None, None)
+        return Captured(None, None, None, None)
 
     with (
         mock.patch.object(cuda_graph, "_fingerprint", return_value=0),

@@ -76,6 +76,19 @@ def _is_below(value: int, limit: int | None) -> bool:
     return limit is None or value < limit
 
 
+def narrowed(kind: AttentionKind, draft_window: int | None) -> AttentionKind:
+    """Returns a layer's kind under `draft_window`, which narrows wider windows.
+
+    In a layer that has no window of its own it counts from the anchor: all slots of a block see the same context.
+    """
+    window, causal, from_anchor = kind
+    is_full = window is None
+    is_narrowed = draft_window is not None and (is_full or window > draft_window)
+    if is_narrowed:
+        return draft_window, causal, from_anchor or is_full
+    return kind
+
+
 @strict
 class DFlashConfig(PreTrainedConfig):
     r"""
@@ -402,21 +415,13 @@ class DFlashConfig(PreTrainedConfig):
         check_own(config_dict)
         return super().from_dict(config_dict, **kwargs)
 
-    def attention_kind(self, layer_idx: int, draft_window: int | None = None) -> AttentionKind:
-        """Returns `(window, causal, from_anchor)` of one layer, as [`positions.visible`] takes them.
-
-        `draft_window` narrows it, as the option of that name does. In a layer that has no window of its own it counts
-        from the anchor: all slots of a block see the same context.
-        """
+    def attention_kind(self, layer_idx: int) -> AttentionKind:
+        """Returns `(window, causal, from_anchor)` of one layer, as [`positions.visible`] takes them."""
         causal = self.is_causal[layer_idx]
         # Layers of one kind share their masks, so that a full layer's kind names no window.
-        is_full = self.layer_types[layer_idx] != "sliding_attention"
-        window = None if is_full else self.sliding_window
-        from_anchor = self.window_from_anchor and not is_full
-        is_narrowed = draft_window is not None and (window is None or window > draft_window)
-        if is_narrowed:
-            return draft_window, causal, from_anchor or is_full
-        return window, causal, from_anchor
+        if self.layer_types[layer_idx] == "sliding_attention":
+            return self.sliding_window, causal, self.window_from_anchor
+        return None, causal, False
 
     def num_proposals(self, block_size: int) -> int:
         """Returns how many tokens a block of `block_size` slots proposes; a verify takes one more, the anchor."""

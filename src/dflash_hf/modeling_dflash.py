@@ -23,7 +23,7 @@ from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
-from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
+from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
 from dflash_hf.devices import execution_device, raw_embeddings
 from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
 from dflash_hf.draft_model.layers import (
@@ -113,7 +113,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         device = execution_device(self)
         shapes: list[LayerShape] = []
         for index in range(self.config.num_hidden_layers):
-            window, _, _ = self.config.attention_kind(index, draft_window)
+            window, _, _ = narrowed(self.config.attention_kind(index), draft_window)
             shape = LayerShape(
                 num_heads=self.config.num_key_value_heads,
                 key_size=size,

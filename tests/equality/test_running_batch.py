@@ -486,3 +486,34 @@ def test_200_prompts_of_5_to_800_tokens(cancelled: float) -> None:
     assert found["answered"] + found["broken"] == 200
     # Some of those to be broken off have ended before.
     assert (found["broken"] >= 60) is (cancelled > 0)
+
+
+@pytest.mark.parametrize("others", [{}, {"do_sample": True, "temperature": 0.8}])
+def test_each_row_has_a_least_length_of_its_own(others: dict[str, Any]) -> None:
+    target: Any = tiny_target("qwen3")
+    prompt = [5, 6, 7, 8]
+    ids = torch.tensor([prompt])
+    free = target.generate(ids, do_sample=False, max_new_tokens=20)[0, len(prompt) :].tolist()
+    ends = free[2:4]
+    wanted: list[list[int]] = []
+    found: dict[int, list[int]] = {}
+    draft = tiny_draft(target)
+    batch = RunningBatch(target, draft)
+    for least in (None, 6, 14, 0):
+        settings = {"min_new_tokens": least, "do_sample": False, "eos_token_id": ends}
+        if least == 0:
+            settings |= others
+        torch.manual_seed(3)
+        alone = target.generate(
+            ids, max_new_tokens=20, pad_token_id=0, assistant_model=draft, **settings
+        )
+        wanted.append(alone[0, len(prompt) :].tolist())
+        number = batch.add(prompt, max_new_tokens=20, seed=3, **settings)
+        found[number] = []
+    while batch.num_running + batch.num_waiting:
+        for new in batch.step():
+            found[new.id] += new.token_ids
+    assert list(found.values()) == wanted
+    lengths = [len(tokens) for tokens in wanted]
+    assert lengths[0] < 6 <= lengths[1], "a least length has to tell"
+    assert lengths[2] >= 14

@@ -510,12 +510,12 @@ class Listener(BaseStreamer):
         (
             {"num_tree_nodes": "auto", "verify_width": 4},
             {},
-            "expected verify_width left out or 'auto' beside",
+            "expected verify_width left out or 'auto', and no num_assistant_tokens, beside",
         ),
         (
             {"num_tree_nodes": 8, "verify_width": 4},
             {},
-            "expected verify_width left out or 'auto' beside num_tree_nodes",
+            "expected verify_width left out or 'auto', and no num_assistant_tokens, beside",
         ),
         (
             {"max_matching_ngram_size": -1},

@@ -21,7 +21,7 @@ from fuzz.targets import forget
 # Rounds whose first cases show a fault that others show late.
 SOON = {
     "a cache not restored after an interrupt": 6,
-    "a rejected token seen by a processor": 3,
+    "a rejected token seen by a processor": 1,
     "a sampler applied to one token of a block": 2,
     "matches behind a mismatch count": 12,
     "an end of sequence missed inside a block": 44,

@@ -176,7 +176,7 @@ class QuantisedTensor(NamedTuple):
 
 def unpacked(packed: Tensor, num_bits: int, columns: int) -> Tensor:
     """Returns the signed numbers `[rows, columns]` that int32s `[rows, words]` hold, the first in the lowest bits."""
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=packed.device)
     # An arithmetic shift fills with the sign, which the mask cuts off.
     numbers = (packed[:, :, None] >> shifts) & (2**num_bits - 1)
     # They are stored with an offset, so that none is negative.

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dflash_hf import ops
 from dflash_hf.block.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig
+from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
 from dflash_hf.draft_model.dflash2 import convolution_of
 from dflash_hf.draft_model.norm_and_rope import CosSin, DFlashRMSNorm, rotate
 
@@ -57,7 +57,6 @@ class DFlashAttention(nn.Module):
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.config = config
         self.head_dim = config.head_dim
         # Configs may have an integer here.
         self.dropout = float(config.attention_dropout)
@@ -81,7 +80,7 @@ class DFlashAttention(nn.Module):
     def kind_in(self, cache: RaggedCache) -> AttentionKind:
         """Returns the kind of this layer over a cache, whose window may be narrower than the layer's own."""
         window = cache.attention[self.layer_idx].shape.window
-        return self.config.attention_kind(self.layer_idx, window)
+        return narrowed(self.kind, window)
 
     def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""

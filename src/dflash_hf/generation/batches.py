@@ -129,7 +129,7 @@ def _arguments(prompt: Prompt, index: int, common: dict[str, Any]) -> dict[str, 
     require("input_ids" in found, "input_ids in a mapping", list(found), "name them so")
     # Tokenizers return one.
     mask = found.pop("attention_mask", None)
-    is_whole = mask is None or bool(torch.as_tensor(mask).all())
+    is_whole = mask is None or bool(torch.as_tensor(mask, device="cpu").all())
     require(is_whole, "a prompt without padding", "an attention_mask with zeros", "cut it off")
     return found
 

@@ -112,7 +112,8 @@ def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
         run.rule = RowPositionRule(processors, end_ids)
     run.generator.processors = processors
     # A greedy row's noise is never looked at.
-    seeds = [torch.zeros((), dtype=torch.long) if row.seed is None else row.seed for row in rows]
-    state.seed = torch.stack([seed.to(device) for seed in seeds])[:, None]
+    nothing = torch.zeros((), dtype=torch.long, device=device)
+    seeds = [nothing if row.seed is None else row.seed.to(device) for row in rows]
+    state.seed = torch.stack(seeds)[:, None]
     limit = max(row.length for row in rows)
     state.host = HostNumbers(columns=0, limit=limit, has_eos=False, is_sampled=any(is_sampled))

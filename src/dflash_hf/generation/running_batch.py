@@ -566,7 +566,7 @@ def _as_list(value: Any) -> list[int]:
     """Returns end tokens, given as one, several or none, as a list."""
     if value is None:
         return []
-    return torch.as_tensor(value).reshape(-1).tolist()
+    return torch.as_tensor(value, device="cpu").reshape(-1).tolist()
 
 
 def _is_count(value: object) -> bool:

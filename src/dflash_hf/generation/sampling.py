@@ -263,6 +263,8 @@ class RowProcessors(BlockProcessors):
         super().__init__(LogitsProcessorList(every))
         # What is true of all of them together says nothing of one row.
         self.draw = None
+        self.hidden = []
+        self.is_stateless = all(row.is_stateless for row in rows)
         self.rows = list(rows)
         self.is_sampled = list(is_sampled)
 
@@ -275,6 +277,16 @@ class RowProcessors(BlockProcessors):
             found = self.rows[row].at(ids[one], scores[one], is_alone)
             scores[one] = self._noise_proof(row, found)
         return scores
+
+    def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
+        """Returns logits without the tokens that each row's own processors hide; see [`BlockProcessors.hide`]."""
+        if not any(row.hidden for row in self.rows):
+            return logits_BKV
+        found: list[Tensor] = []
+        for row, own in enumerate(self.rows):
+            one = slice(row, row + 1)
+            found.append(own.hide(logits_BKV[one], columns_BK[one]))
+        return torch.cat(found)
 
     def warp(self, logits_BKV: Tensor) -> Tensor:
         """Applies each row's stateless warpers to every position of it; see [`BlockProcessors.warp`]."""
