@@ -26,7 +26,9 @@ def choose_block(
     state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors
 ) -> Tensor | None:
     """Chooses the tokens of a block at once: writes `state.tokens`; returns the number accepted under rejection."""
-    logits_BWV = processors.hide(logits_BWV, state.columns_behind_block)
+    # Columns are computed only where somebody asks for them: each step would launch them.
+    if processors.hides:
+        logits_BWV = processors.hide(logits_BWV, state.columns_behind_block)
     has_drawn_proposals = state.draft_probs.numel() > 0
     # A block of one token has no proposals; `draft_probs` are then those of an earlier block.
     if has_drawn_proposals and state.width > 1:
@@ -70,7 +72,9 @@ def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
 def scores_of_block(state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors) -> Tensor:
     """Returns the processed scores `[B, W, V]`, float32, of tokens that were chosen at once, in their order."""
     in_order = state.along_path(logits_BWV)
-    return processors.warp(processors.hide(in_order, state.decided_columns))
+    if processors.hides:
+        in_order = processors.hide(in_order, state.decided_columns)
+    return processors.warp(in_order)
 
 
 class ChainWalk:

@@ -188,6 +188,7 @@ class BlockProcessors:
             if hidden is None:
                 break
             self.hidden.append(hidden)
+        self.hides = bool(self.hidden)
         # Exact types: a subclass may look at anything.
         self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
         # Whether a block needs no prefix: its positions are processed at once.
@@ -223,12 +224,10 @@ class BlockProcessors:
         return scores
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
-        """Returns logits without the tokens that [`hidden`] hides; where it hides none, the logits themselves.
+        """Returns logits without the tokens that `hidden` hides; called where [`hides`] says that there are any.
 
         `columns_BK`, int64, are the columns of the text that each token is chosen behind.
         """
-        if not self.hidden:
-            return logits_BKV
         # A copy, because the target's own logits may be asked for.
         logits_BKV = logits_BKV.clone()
         for hidden in self.hidden:
@@ -264,6 +263,7 @@ class RowProcessors(BlockProcessors):
         # What is true of all of them together says nothing of one row.
         self.draw = None
         self.hidden = []
+        self.hides = any(row.hides for row in rows)
         self.is_stateless = all(row.is_stateless for row in rows)
         self.rows = list(rows)
         self.is_sampled = list(is_sampled)
@@ -280,8 +280,6 @@ class RowProcessors(BlockProcessors):
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
         """Returns logits without the tokens that each row's own processors hide; see [`BlockProcessors.hide`]."""
-        if not any(row.hidden for row in self.rows):
-            return logits_BKV
         found: list[Tensor] = []
         for row, own in enumerate(self.rows):
             one = slice(row, row + 1)
