@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from dflash_hf import DFlashDraftModel
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation.buffers import kept_buffers
+from dflash_hf.generation.graphs import Graphs
 from helpers.half import pairs
 from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.vision import VISION, Grid, vision_prompts, vision_target
@@ -361,7 +362,7 @@ def test_a_conversation_over_a_kept_cache_goes_on(family: str, engine: Any) -> N
         )
         draft.arm(truth_of(following, ref.sequences), turn)
         # The oracle's new text is not part of what is captured
-        kept_buffers(draft)[0].graphs = None
+        kept_buffers(draft)[0].graphs = Graphs()
         out = target.generate(**following, **settings, **{CACHE_NAME: ours}, assistant_model=draft)
         assert draft.last_stats.acceptance_length > 1.0
     for layer, other in zip(plain.layers, ours.layers, strict=True):

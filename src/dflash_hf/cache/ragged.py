@@ -242,6 +242,7 @@ class RaggedCache(Cache):
         for index, shape in enumerate(shapes):
             self.attention[index] = RaggedLayer(shape, batch, max_length, block)
         super().__init__(layers=[*self.attention.values()])
+        self.max_length = max_length
         self.longest_block = block
         self.groups: list[RecurrentGroup] = []
         self._block: RaggedBlock | None = None
@@ -303,7 +304,7 @@ class RaggedCache(Cache):
             new_layers = list(shapes.values())
             check_memory(new_layers, batch, max_length, block, freed)
             # No layer yet: each is allocated below, when its source is copied.
-            cache = cls([], batch=batch, max_length=0, block=block)
+            cache = cls([], batch=batch, max_length=max_length, block=block)
             cache.groups = [RecurrentGroup(*members) for members in plans]
         # 3. The recurrent states. Padding is on the left, so that the last column is every row's last token.
         states: dict[int, RecurrentLayer] = {}
@@ -369,19 +370,19 @@ class RaggedCache(Cache):
             for layer in self.attention.values()
             if layer.ring < layer.shape.ring(max_length, block)
         ]
-        if not too_short:
-            return
-        freed = defaultdict[torch.device, int](int)
-        for layer in too_short:
-            num_bytes = layer.key_buffer.nbytes + layer.value_buffer.nbytes
-            freed[layer.shape.device] += num_bytes
-        batch = len(too_short[0].key_buffer)
-        shapes = [layer.shape for layer in too_short]
-        # All layers are checked before the first one grows: rows of two lengths would be of no use.
-        check_memory(shapes, batch, max_length, block, freed)
+        if too_short:
+            freed = defaultdict[torch.device, int](int)
+            for layer in too_short:
+                num_bytes = layer.key_buffer.nbytes + layer.value_buffer.nbytes
+                freed[layer.shape.device] += num_bytes
+            batch = len(too_short[0].key_buffer)
+            shapes = [layer.shape for layer in too_short]
+            # All layers are checked before the first one grows: rows of two lengths would be of no use.
+            check_memory(shapes, batch, max_length, block, freed)
         for layer in too_short:
             ring = layer.shape.ring(max_length, block)
             layer.grow(ring)
+        self.max_length = max_length
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone; see [`kept_rows`]. All layers must be of attention."""

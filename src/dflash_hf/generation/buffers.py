@@ -24,6 +24,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError, check_memory
 from dflash_hf.devices import free_memory, total_memory
 from dflash_hf.generation.float8 import free_float8
+from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.newest_context import NewestContext
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.layer_configs import attention_sizes
@@ -44,13 +45,6 @@ def num_choices(target: Target, draft: DFlashDraftModel) -> int:
     return draft.config.selector_top_k or draft.config.draft_vocab_size or target.vocab_size
 
 
-class LastUse(NamedTuple):
-    """The last call over some buffers on CUDA, as far as the next one has to know: it may be on another stream."""
-
-    idle: torch.cuda.Event  # when its work is done
-    stream: torch.cuda.Stream  # of the call that allocated the buffers
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class FixedBuffers:
     """Every tensor that the steps of a run read or write. `B` rows.
@@ -59,14 +53,12 @@ class FixedBuffers:
     """
 
     shape: BufferShape  # the sizes that a run must have to use these buffers
-    capacity: int  # longest row in tokens, a block included; also columns of `state.ids`
     state: DecodeState  # begun again by every run
     draft_cache: RaggedCache  # the draft's context
+    cache: RaggedCache  # the target's keys and values; it has no layers before the first prefill
     context: NewestContext  # context that the draft's cache does not hold yet
     trees: TreeBuilder | None  # builds the trees that are verified; none where chains are
-    cache: RaggedCache | None = None  # the target's; known after the first prefill
-    graphs: Any = None  # the graphs captured over these buffers, see `cuda_graph.Graphs`
-    last_use: LastUse | None = None  # on CUDA, of the last call that has ended
+    graphs: Graphs  # captured over these buffers
 
     @classmethod
     @torch.inference_mode(False)
@@ -90,23 +82,26 @@ class FixedBuffers:
             longest = draft.config.num_proposals(shape.block_size)
             choices = num_choices(target, draft)
             trees = TreeBuilder(shape.width, longest, choices, shape.device)
+        # Both caches are as long; the target's layers show in its prefill.
+        sizes = {"batch": shape.batch, "max_length": capacity, "block": shape.block}
         return cls(
             shape=shape,
-            capacity=capacity,
             state=DecodeState.allocate(shape, num_columns),
-            draft_cache=RaggedCache(
-                layers, batch=shape.batch, max_length=capacity, block=shape.block
-            ),
+            draft_cache=RaggedCache(layers, **sizes),
+            cache=RaggedCache([], **sizes),
             context=NewestContext(shape, draft.fc.in_features, draft.dtype),
             trees=trees,
+            graphs=Graphs(),
         )
 
+    @property
+    def capacity(self) -> int:
+        """The longest row in tokens, a block included."""
+        return min(self.draft_cache.max_length, self.cache.max_length)
+
     def reopen(self) -> None:
-        """Waits on the device, not on the host, for the call before, and empties the caches in place."""
-        if self.last_use is not None:
-            current = torch.cuda.current_stream(self.shape.device)
-            current.wait_event(self.last_use.idle)
-        self.context.columns.zero_()
+        """Empties the caches and the newest context in place, for another run."""
+        self.context.clear()
         reads_no_stale_slot = reads_lengths_on_device(*self.caches())
         for cache in self.caches():
             for group in cache.groups:
@@ -120,7 +115,6 @@ class FixedBuffers:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
-        assert self.cache is not None
         self.shape = replace(self.shape, batch=len(rows))
         for part in (self.state, self.context, self.draft_cache, self.cache):
             part.keep_rows(rows)
@@ -130,8 +124,6 @@ class FixedBuffers:
 
         Raises `OutOfRoomError`, and changes nothing then.
         """
-        assert self.cache is not None
-        assert source.cache is not None
         for cache in self.caches():
             cache.check_row(max_rows)
         self.cache.add_row(source.cache, length, max_rows)
@@ -152,8 +144,8 @@ class FixedBuffers:
         return found
 
     def caches(self) -> list[RaggedCache]:
-        """Returns the draft's cache, and the target's once there is one."""
-        return [cache for cache in (self.draft_cache, self.cache) if cache is not None]
+        """Returns the draft's cache and the target's."""
+        return [self.draft_cache, self.cache]
 
 
 def reads_lengths_on_device(*caches: RaggedCache) -> bool:
@@ -204,14 +196,24 @@ def buckets_between(shortest: int, longest: int, capacity: int) -> list[int]:
     return found[::-1]
 
 
-# The pool: per draft and target, the sets that no run has at the moment, least recently used first.
-_pool = weakref.WeakKeyDictionary[
-    nn.Module, weakref.WeakKeyDictionary[nn.Module, list[FixedBuffers]]
-]()
+class _KeptSet(NamedTuple):
+    """A set of buffers that no run has at the moment."""
+
+    buffers: FixedBuffers
+    # On CUDA, when the work of the last call over them is done: the next one may be on another stream.
+    idle: torch.cuda.Event | None
+
+    def num_bytes(self) -> int:
+        """Returns the size of the buffers in bytes."""
+        return self.buffers.num_bytes()
+
+
+# The pool: per draft and target, the sets that are kept, least recently used first.
+_pool = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, list[_KeptSet]]]()
 _pool_lock = threading.Lock()
 
 
-def _pool_of(draft: DFlashDraftModel, target: Target) -> list[FixedBuffers]:
+def _pool_of(draft: DFlashDraftModel, target: Target) -> list[_KeptSet]:
     """Returns the sets of a draft and a target, in a list to be changed under the lock."""
     of_draft = _pool.setdefault(draft, weakref.WeakKeyDictionary())
     return of_draft.setdefault(target.model, [])
@@ -247,21 +249,23 @@ def _take_from_pool(
     """Returns a set of the pool for rows of up to `length` tokens, a block included, or a new one."""
     with _pool_lock:
         pool = _pool_of(draft, target)
-        alike = [buffers for buffers in pool if buffers.shape == shape]
-        fitting = [buffers for buffers in alike if buffers.capacity >= length]
+        alike = [kept for kept in pool if kept.buffers.shape == shape]
+        fitting = [kept for kept in alike if kept.buffers.capacity >= length]
         # Sets of this shape that are too short leave the pool: they are freed before a longer one is made.
         taken = fitting[:1] or alike
-        pool[:] = [buffers for buffers in pool if buffers not in taken]
+        pool[:] = [kept for kept in pool if kept not in taken]
     if fitting:
         found = fitting[0]
-        found.reopen()
-        return found
+        # The device waits for the call before, and the host does not.
+        if found.idle is not None:
+            torch.cuda.current_stream(shape.device).wait_event(found.idle)
+        found.buffers.reopen()
+        return found.buffers
     # A new set is twice as long where that can be kept: a growing conversation is captured anew a few times, not with
     # every turn.
     total = total_memory(shape.device) or 0
-    doubled = [
-        2 * buffers.capacity for buffers in alike if 2 * buffers.num_bytes() <= total * KEPT_SHARE
-    ]
+    most = total * KEPT_SHARE
+    doubled = [2 * kept.buffers.capacity for kept in alike if 2 * kept.num_bytes() <= most]
     longest = max([round_up(length), *doubled])
     # The last references to the short sets: their memory may be what the new one needs.
     alike.clear()
@@ -285,12 +289,13 @@ def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, l
 def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers) -> None:
     """Keeps buffers for the next call of their shape, instead of the least recently used ones if they are too many."""
     device = buffers.shape.device
+    idle: torch.cuda.Event | None = None
     if device.type == "cuda":
-        _mark_idle(buffers)
+        idle = _mark_idle(buffers)
     total = total_memory(device)
     with _pool_lock:
         pool = _pool_of(draft, target)
-        pool.append(buffers)
+        pool.append(_KeptSet(buffers, idle))
         del pool[:-MAX_KEPT]
         while (
             pool and total is not None and sum(one.num_bytes() for one in pool) > total * KEPT_SHARE
@@ -306,26 +311,23 @@ def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers)
         )
 
 
-def _mark_idle(buffers: FixedBuffers) -> None:
-    """Marks on the current CUDA stream that the work of a call over these buffers ends here."""
+def _mark_idle(buffers: FixedBuffers) -> torch.cuda.Event:
+    """Returns an event of the current CUDA stream: the work of a call over these buffers ends there."""
     current = torch.cuda.current_stream(buffers.shape.device)
     idle = torch.cuda.Event()
     idle.record(current)
-    allocated_on = current
-    if buffers.last_use is not None:
-        allocated_on = buffers.last_use.stream
-    buffers.last_use = LastUse(idle, allocated_on)
-    if current != allocated_on:
-        # Once freed, their memory is for others on the stream they were made on, which knows nothing of this one.
-        for tensor in buffers.owned():
-            tensor.record_stream(current)
+    # Once freed, their memory is for others on the stream they were made on, which knows nothing of another one. On
+    # that stream itself torch does nothing.
+    for tensor in buffers.owned():
+        tensor.record_stream(current)
+    return idle
 
 
 def kept_buffers(draft: DFlashDraftModel) -> Sequence[FixedBuffers]:
     """Returns the buffers that a draft keeps between calls, with whatever target."""
     # Copied first: another thread may give buffers back meanwhile.
     pools = list(_pool.get(draft, {}).values())
-    return [buffers for pool in pools for buffers in pool]
+    return [kept.buffers for pool in pools for kept in pool]
 
 
 def free_buffers(draft: DFlashDraftModel) -> None:

@@ -72,8 +72,6 @@ class DFlashCandidateGenerator:
         self.processors = processors
         self.proposal: ProposalRule = proposal
         self.buffers = buffers
-        # Whether rows lack context for their first tokens; the draft then counts from `offset`.
-        self.has_offset = False
         self.iterated = Iterated()
 
     @property
@@ -126,11 +124,6 @@ class DFlashCandidateGenerator:
         """First index of each row that there is context for `[B]`, int64, on the target's device."""
         return self.newest.offset
 
-    def set_offset(self, offset: Tensor) -> None:
-        """Has the draft count from these indices `[B]`, of which one at least is above 0."""
-        self.has_offset = True
-        self.offset.copy_(offset)
-
     def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
         """Turns the taps `[B, S, L * D]` of (a chunk of) the prompts straight into context K/V.
 
@@ -138,7 +131,7 @@ class DFlashCandidateGenerator:
         """
         states = self._as_draft(context_hidden_states)
         # Tokens before the offset get negative positions and go nowhere.
-        if self.has_offset:
+        if self.newest.has_offset:
             positions = positions - self.offset.to(positions.device)[:, None]
         self.draft.write_prompt(states, positions, self.cache)
 
@@ -151,12 +144,9 @@ class DFlashCandidateGenerator:
 
     def begin(self, lengths: Tensor) -> None:
         """Begins a run whose prompts have these `lengths` `[B]`; the offset is set by now."""
-        if self.has_offset:
-            lengths = lengths - self.offset
-        else:
-            # Buffers of the pool may have that of another run.
-            self.offset.zero_()
         newest = self.newest
+        if newest.has_offset:
+            lengths = lengths - newest.offset
         newest.begin(lengths)
         # Weights are copied where a kernel is to write context of all layers at once.
         newest.weights = self.draft.stack_weights(self.cache, newest.weights)
@@ -326,7 +316,7 @@ class DFlashCandidateGenerator:
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
         """Returns the same block, counted on the draft's device and from where its context begins."""
-        if self.has_offset:
+        if self.newest.has_offset:
             # Rows are shorter here than the bound says, and it still holds; a tree's depths are not needed.
             positions = block.positions - self.offset[:, None]
             block = RaggedBlock(positions, block.bound)

@@ -17,8 +17,7 @@ import threading
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,9 @@ from transformers.utils import logging
 from dflash_hf import ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.generation.capture import NotCapturableError, capture, first_line
+from dflash_hf.generation.graphs import Captured, Graphs, Kept, Settings
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
-from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import WidthChooser, useful_widths
 from dflash_hf.generation_config import Engine
@@ -42,8 +41,6 @@ from dflash_hf.target_model.user_code import is_harmless
 from dflash_hf.undo import held
 
 logger: Any = logging.get_logger(__name__)
-Settings = tuple[object, ...]
-Size = tuple[int, int]  # slots that are read, tokens that are verified
 # Settings whose graphs are kept, for several lengths each; every sampling temperature is a setting of its own.
 MAX_SETTINGS = 4
 EAGER = "Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}"
@@ -55,34 +52,6 @@ _capturing = threading.Lock()
 _uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
 # Dtypes of experts that torch itself multiplies; quantised ones have functions of their own.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Captured(NamedTuple):
-    """A graph, or anything else with a `replay`, and the tensors that each replay overwrites."""
-
-    graph: Any
-    outputs: CausalLMOutputWithPast | None  # the target's, of a step that the host accepts
-    draft_probs: Tensor  # the state's
-    processors: BlockProcessors  # kept for as long as the graph: replays read their tensors
-
-
-class Kept(dict[Size, Captured]):
-    """The graph of each size under some settings, and the costs of steps there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Seconds that a step of each useful width takes; empty until they are measured.
-        self.costs: dict[int, float] = {}
-
-
-@dataclass(slots=True)
-class Graphs:
-    """The graphs captured over one set of buffers, per settings, or the reason why nothing can be captured."""
-
-    fingerprint: int  # of the models at the time
-    pool: Any = None  # of memory, which all graphs share; replays never overlap
-    captured: dict[Settings, Kept] = field(default_factory=dict)
-    reason: str = ""
 
 
 @contextmanager
@@ -176,9 +145,10 @@ class GraphStep(StaticStep):
         if run.generator.drafter is not run.generator.draft:
             parts.append(Inventory.of(run.generator.drafter))
         fingerprint = _fingerprint(run.request.target, parts)
-        if run.buffers.graphs is None or run.buffers.graphs.fingerprint != fingerprint:
+        # Graphs of other weights or switches would give another text.
+        if run.buffers.graphs.fingerprint != fingerprint:
             run.buffers.graphs = Graphs(fingerprint)
-        self.graphs: Graphs = run.buffers.graphs
+        self.graphs = run.buffers.graphs
         self.kept = self.graphs.captured.get(self.settings, Kept())
 
     def capture(self) -> None:
@@ -329,7 +299,7 @@ def _settings(run: Run, accepts: bool) -> Settings:
         options.max_matching_ngram_size,
         proposal,
         run.request.processors.settings(),
-        generator.has_offset,
+        generator.newest.has_offset,
         ops.forced(),
         tuple(sorted(keywords)),
     )

@@ -157,7 +157,9 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     state.width = 1
     # The cursor stands behind the first token by now.
     last_of_prompt = state.ids[:, state.host.columns - 1]
-    yield _look(run, 0, last_of_prompt, state.lengths - 1, state.tokens, run.reported.committed, {})
+    yield _look(
+        run, 0, last_of_prompt, state.lengths - 1, state.tokens, run.rows.reported.committed, {}
+    )
     for index in itertools.count(1):
         if run.finished:
             break

@@ -77,9 +77,12 @@ def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> No
     run.generator.flush()
     length = other.longest
     run.buffers.add_row(other.buffers, length, max_rows)
-    run.reported = Reported(*map(list.__add__, run.reported, other.reported))
-    run.reach = run.reach + other.reach
-    run.rows = Rows(list(range(len(rows))))
+    # The batch has no request whose rows could be numbered: they are numbered by their places.
+    run.rows = Rows(
+        numbers=list(range(len(rows))),
+        reach=run.rows.reach + other.rows.reach,
+        reported=Reported(*map(list.__add__, run.rows.reported, other.rows.reported)),
+    )
     run.chooser.use_rows(len(rows))
     use_settings(run, rows)
 
@@ -92,7 +95,7 @@ def leave(run: Run, rows: Sequence[RowSettings]) -> list[int]:
     """
     drop_finished(run)
     places = run.rows.numbers
-    run.rows = Rows(list(range(len(places))))
+    run.rows = replace(run.rows, numbers=list(range(len(places))), ended={})
     use_settings(run, [rows[place] for place in places])
     return places
 

@@ -81,7 +81,7 @@ class KeptPrefixes:
             place (`int`): The row's.
             ids (sequence of `int`): The row's text, one token longer at least.
         """
-        length = run.reported.lengths[place]
+        length = run.rows.reported.lengths[place]
         num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.cache, length)
         if length < SHORTEST or num_bytes > self.max_bytes:
             return

@@ -45,6 +45,8 @@ class NewestContext:
         # [B], int64, on the target's device: first index in its row that there is context for; the draft counts from
         # it.
         self.offset = torch.zeros(shape.batch, dtype=torch.long, device=shape.device)
+        # Whether one of these indices is above 0, which the host would have to read.
+        self.has_offset = False
         # Copies for the kernel that writes context of all layers at once; none where no kernel is to write it.
         self.weights: ContextWeights | None = None
         # Whether single tokens gather. Not in captured steps, each of which writes its own.
@@ -67,6 +69,17 @@ class NewestContext:
     def states(self) -> Tensor:
         """Tapped states `[B, W, L * D]` of the block that was verified last, rejected rows included."""
         return self.columns[:, self._newest]
+
+    def clear(self) -> None:
+        """Forgets the context of another run."""
+        self.columns.zero_()
+        self.offset.zero_()
+        self.has_offset = False
+
+    def set_offset(self, offset: Tensor) -> None:
+        """Has the draft count from these indices `[B]`, of which one at least is above 0."""
+        self.offset.copy_(offset)
+        self.has_offset = True
 
     def begin(self, lengths: Tensor) -> None:
         """Begins a run whose prompts have these lengths `[B]` as the draft counts; the states are zeros by now."""

@@ -20,6 +20,7 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.checks import check_padding, check_room
 from dflash_hf.generation.filling import PER_TOKEN, Filling, empty_cache
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
+from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.options import Options, choose_widths, resolve
 from dflash_hf.generation.run import Reported, Request, Rows, Run, first_room
 from dflash_hf.generation.sampling import new_seed
@@ -175,11 +176,13 @@ class Prefill:
             user_cache=self.user_cache,
             taps=_taps_of_verifies(request, cache),
             extra=extra,
-            reach=_reach_of(request.target, prompts),
             room=self.room,
             keeps_buffers=self.keeps_buffers,
-            rows=Rows(list(range(num_rows))),
-            reported=Reported.before(prompts.row_lengths, state.host.columns),
+            rows=Rows(
+                numbers=list(range(num_rows)),
+                reach=_reach_of(request.target, prompts),
+                reported=Reported.before(prompts.row_lengths, state.host.columns),
+            ),
         )
         # 3. The first token, by the commit of every step: the prefill's logits are those of a verify of one token.
         _commit_first(run, outputs)
@@ -321,8 +324,6 @@ def _into_ragged(
         length = buffers.capacity
 
     def take(length: int) -> RaggedCache:
-        # What does not fit the target's cache is of no use in the draft's.
-        buffers.capacity = min(buffers.capacity, length)
         recurrences = generator.target.recurrences
         return RaggedCache.take_prefill(
             filled, positions, length, width, keeps_filled, buffers.cache, recurrences
@@ -331,7 +332,7 @@ def _into_ragged(
     cache = else_freed(generator.draft, take, length, least)
     if cache is not buffers.cache:  # nothing was captured over this one
         buffers.cache = cache
-        buffers.graphs = None
+        buffers.graphs = Graphs()
     return cache
 
 

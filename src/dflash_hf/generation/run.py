@@ -7,7 +7,7 @@ much there is, so that nothing is read for it.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,13 +93,25 @@ class Reported(NamedTuple):
         return cls(nothing, nothing, lengths, nothing, [num_columns] * len(lengths))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Rows:
-    """Which of the request's rows are still in the state, and the texts of those that are not."""
+    """What the host knows of the rows of the state, and the texts of the request's rows that have left it."""
 
     numbers: list[int]  # the number in the request of each row of the state
+    # Per row the length at which a target with a table of positions has used all; else empty
+    reach: list[int]
+    reported: Reported  # of the last step that was read
     # Prompt and answer of each row that has ended and was dropped, by its number.
     ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Keeps the rows of these places alone, in this order."""
+        self.numbers = [self.numbers[place] for place in places]
+        kept = ([numbers[place] for place in places] for numbers in self.reported)
+        self.reported = Reported(*kept)
+        # Few targets have a table of positions.
+        if self.reach:
+            self.reach = [self.reach[place] for place in places]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,12 +127,9 @@ class Run:
     user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
     taps: Taps  # of the verifies: they record what the target runs over the run's cache
     extra: dict[str, Any]  # keywords of the caller's own for the target's forward
-    # Per row the length at which a target with a table of positions has used all; else empty
-    reach: list[int]
     room: int  # new tokens that the buffers are made for
     keeps_buffers: bool  # whether they go back for the next call when the run has ended well
     rows: Rows
-    reported: Reported  # of the last step
 
     @property
     def buffers(self) -> FixedBuffers:
@@ -130,9 +139,7 @@ class Run:
     @property
     def cache(self) -> RaggedCache:
         """The target's cache."""
-        cache = self.buffers.cache
-        assert cache is not None, "the prefill has filled it"
-        return cache
+        return self.buffers.cache
 
     @property
     def stats(self) -> SpeculativeStats:
@@ -142,7 +149,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether every row has ended."""
-        return all(self.reported.done)
+        return all(self.rows.reported.done)
 
     @property
     def state(self) -> DecodeState:
@@ -152,27 +159,27 @@ class Run:
     @property
     def longest(self) -> int:
         """Tokens in the caches of the longest row."""
-        return max(self.reported.lengths)
+        return max(self.rows.reported.lengths)
 
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, padding not counted."""
         # Caches and ids grow by the same tokens, but for the anchor, which is in no cache yet.
-        pairs = zip(self.reported.lengths, self.reported.filled, strict=True)
+        pairs = zip(self.rows.reported.lengths, self.rows.reported.filled, strict=True)
         num_padding = min(filled - length for length, filled in pairs) - 1
         return self.state.host.columns - num_padding
 
     @property
     def num_new(self) -> int:
         """Tokens that the longest answer has."""
-        return max(self.reported.filled) - self.state.host.columns
+        return max(self.rows.reported.filled) - self.state.host.columns
 
     @property
     def ends_at_next(self) -> bool:
         """Whether every row ends with the step behind the last one that was read: each commits a token at least."""
         host = self.state.host
         last = host.columns + host.limit - 1
-        rows = zip(self.reported.done, self.reported.filled, strict=True)
+        rows = zip(self.rows.reported.done, self.rows.reported.filled, strict=True)
         return all(has_ended or filled >= last for has_ended, filled in rows)
 
     def check_reach(self, reported: Reported) -> None:
@@ -180,7 +187,7 @@ class Run:
 
         At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
         """
-        for row, reach in enumerate(self.reach):
+        for row, reach in enumerate(self.rows.reach):
             # A row that goes on feeds its anchor to the next forward.
             num_needed = 0 if reported.done[row] else 1
             if reported.lengths[row] + num_needed > reach:
@@ -263,7 +270,8 @@ def drop_finished(run: Run) -> None:
 
     The last rows go where they were.
     """
-    done = run.reported.done
+    rows = run.rows
+    done = rows.reported.done
     if not any(done):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
@@ -271,16 +279,12 @@ def drop_finished(run: Run) -> None:
     moved = [row for row in running if row >= len(running)]
     left = [moved.pop() if done[row] else row for row in range(len(running))]
     # 2. The texts of the others. Copies, because another row's go to their place.
-    rows = run.rows
     for row, has_ended in enumerate(done):
         if has_ended:
-            text = run.state.ids[row, : run.reported.filled[row]]
+            text = run.state.ids[row, : rows.reported.filled[row]]
             rows.ended[rows.numbers[row]] = text.clone()
     # 3. Everything that the host knows by row, then the tensors, then the times of steps of so many rows.
-    rows.numbers = [rows.numbers[row] for row in left]
-    run.reported = Reported(*([numbers[row] for row in left] for numbers in run.reported))
-    if run.reach:
-        run.reach = [run.reach[row] for row in left]
+    rows.keep(left)
     run.buffers.keep_rows(left)
     run.chooser.use_rows(len(left))
 

@@ -282,7 +282,7 @@ class RunningBatch:
         for place, row in enumerate(self._running):
             if row.id == id:
                 assert self._run is not None
-                self._run.reported.done[place] = 1
+                self._run.rows.reported.done[place] = 1
                 with no_gradients(row.request.target):
                     self._drop_finished()
                 return True
@@ -380,7 +380,7 @@ class RunningBatch:
         # Others may come with the same system prompt before this one ends.
         self._kept.keep(run, 0, run.state.ids[0].tolist())
         row.stats.first_token_seconds = time.perf_counter() - row.added
-        is_last = bool(run.reported.done[0])
+        is_last = bool(run.rows.reported.done[0])
         if is_last:
             keep_for_next_call(run)
             self._report(row, [first], is_last)
@@ -440,9 +440,9 @@ class RunningBatch:
         tokens = run.state.tokens.tolist()
         for place, row in enumerate(self._running):
             row.stats.proposed.append(run.state.width - 1)
-            row.stats.accepted.append(min(run.reported.accepted[place], committed[place]))
+            row.stats.accepted.append(min(run.rows.reported.accepted[place], committed[place]))
             new = tokens[place][: committed[place]]
-            is_last = bool(run.reported.done[place])
+            is_last = bool(run.rows.reported.done[place])
             if is_last:
                 self._kept.keep(run, place, run.state.ids[place].tolist())
             self._report(row, new, is_last)
@@ -456,7 +456,7 @@ class RunningBatch:
             keep_for_next_call(run)
             self._end_all()
             return
-        if not any(run.reported.done):
+        if not any(run.rows.reported.done):
             return
         places = leave(run, [row.settings for row in self._running])
         self._running = [self._running[place] for place in places]

@@ -230,7 +230,7 @@ def record_progress(run: Run, reported: Reported, tokens: Tensor) -> None:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         new_tokens = tokens[0, :num_new].to("cpu", copy=True)
         streamer.put(new_tokens)
-    run.reported = reported
+    run.rows.reported = reported
 
 
 def stream_tree(run: Run, tree: TreeReport, reported: Reported) -> None:

@@ -169,7 +169,7 @@ class UserCache:
                 "sees the new tokens only, and accepts less. The text is not affected."
             )
         if bool(offset.any()):
-            generator.set_offset(offset)
+            generator.newest.set_offset(offset)
 
     def finish(
         self,

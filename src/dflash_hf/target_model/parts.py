@@ -44,7 +44,7 @@ class Target:
         """Returns what a verify passes as positions: `[B, W]`, or `[rows, B, W]` under M-RoPE; no host sync.
 
         The last row of a table of positions stands for all behind it. Those are of proposals that follow the last
-        token which could be looked at, and cannot be kept: see `Run.reach`.
+        token which could be looked at, and cannot be kept: see `Rows.reach`.
 
         Args:
             indices_BW (`torch.Tensor` of shape `[B, W]`, int64): Index of each token in its row.
