@@ -52,7 +52,8 @@ from dflash_hf.generation import float8
 from dflash_hf.generation import prefill as prefill_module
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Request, Run
+from dflash_hf.generation.request import Request
+from dflash_hf.generation.run import Run
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.user_cache import NoUserCache

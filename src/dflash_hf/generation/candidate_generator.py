@@ -16,6 +16,7 @@ from dflash_hf.cache.rows import copy_row
 from dflash_hf.draft_model.dflash2 import follow_path
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.newest_context import NewestContext
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.sampling import (
     DRAFT_STREAM,
     TARGET_STREAM,
@@ -48,10 +49,9 @@ class DFlashCandidateGenerator:
     Of every verify it keeps the tapped states, see [`NewestContext`]; its next forward writes them.
 
     Args:
-        draft (`DFlashDraftModel`): The run's draft.
-        target (`Target`): The run's target; its embedding and head serve drafts without their own.
-        processors (`BlockProcessors`): The run's; their stateless warpers shape the proposals too.
-        buffers (`FixedBuffers`): Its context cache and the newest context, both cleared.
+        request (`Request`): What is asked for. The target's embedding and head serve drafts without their own, and
+            the stateless warpers among the processors shape the proposals too.
+        buffers (`FixedBuffers`): The run's, with its context cache and the newest context, both cleared.
         proposal (`str`): How to propose when sampling.
         drafter (`DFlashDraftModel`): The model that computes the blocks and their logits: the draft, or a copy of it;
             see `float8.drafting_copy`.
@@ -59,20 +59,31 @@ class DFlashCandidateGenerator:
 
     def __init__(
         self,
-        draft: DFlashDraftModel,
-        target: Target,
-        processors: BlockProcessors,
+        request: Request,
         buffers: FixedBuffers,
         proposal: ProposalRule,
         drafter: DFlashDraftModel,
     ) -> None:
-        self.draft = draft
+        self.request = request
         self.drafter = drafter
-        self.target = target
-        self.processors = processors
         self.proposal: ProposalRule = proposal
         self.buffers = buffers
         self.iterated = Iterated()
+
+    @property
+    def draft(self) -> DFlashDraftModel:
+        """The run's draft."""
+        return self.request.draft
+
+    @property
+    def target(self) -> Target:
+        """The run's target."""
+        return self.request.target
+
+    @property
+    def processors(self) -> BlockProcessors:
+        """The run's logits processors."""
+        return self.request.processors
 
     @property
     def block_size(self) -> int:

@@ -33,7 +33,7 @@ from dflash_hf.errors import require
 from dflash_hf.generation import float8
 from dflash_hf.generation.arguments import Settings, are_new, cached_columns, given_ids, is_given
 from dflash_hf.generation.cuda_graph import counted_experts, is_uncaptured
-from dflash_hf.generation.run import Request
+from dflash_hf.generation.request import Request
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target

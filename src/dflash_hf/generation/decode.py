@@ -21,7 +21,8 @@ from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.capture import device_errors_explained
 from dflash_hf.generation.cuda_graph import choose_engine, start_engine
 from dflash_hf.generation.prefill import prefill
-from dflash_hf.generation.run import Request, Run, drop_finished, drops_rows, make_room, tapped
+from dflash_hf.generation.request import Request
+from dflash_hf.generation.run import Run, drop_finished, drops_rows, make_room, tapped
 from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import NoUserCache, UserCache

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.run import Request
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps

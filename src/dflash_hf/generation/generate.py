@@ -33,7 +33,7 @@ from dflash_hf.generation.checks import (
 )
 from dflash_hf.generation.decode import decode
 from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.run import Request
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.tested_versions import warn_if_newer
 from dflash_hf.modeling_dflash import DFlashDraftModel

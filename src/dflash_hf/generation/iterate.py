@@ -24,7 +24,8 @@ from dflash_hf.generation.checks import check_iterated, check_rules
 from dflash_hf.generation.decode import no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
-from dflash_hf.generation.run import Request, Run
+from dflash_hf.generation.request import Request
+from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.generation.widths import FixedWidth

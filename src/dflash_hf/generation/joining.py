@@ -113,7 +113,7 @@ def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
         run.rule = RowBlockRule(processors, end_ids)
     else:
         run.rule = RowPositionRule(processors, end_ids)
-    run.generator.processors = processors
+    run.generator.request = replace(run.request, processors=processors)
     # A greedy row's noise is never looked at.
     nothing = torch.zeros((), dtype=torch.long, device=device)
     seeds = [nothing if row.seed is None else row.seed.to(device) for row in rows]

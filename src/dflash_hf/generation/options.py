@@ -10,7 +10,7 @@ import torch
 from dflash_hf import ops
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
-from dflash_hf.generation.run import Request
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.generation.widths import (

@@ -22,7 +22,8 @@ from dflash_hf.generation.filling import PER_TOKEN, Filling, empty_cache
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.options import Options, choose_widths, resolve
-from dflash_hf.generation.run import Reported, Request, Rows, Run, first_room
+from dflash_hf.generation.request import Request
+from dflash_hf.generation.run import Reported, Rows, Run, first_room
 from dflash_hf.generation.sampling import new_seed
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
@@ -167,7 +168,6 @@ class Prefill:
             if name not in OF_PREFILL and value is not None
         }
         run = Run(
-            request=request,
             generator=generator,
             rule=rule,
             recorder=recorder,
@@ -293,9 +293,7 @@ def _start_draft(
     buffers = take_buffers(
         target, draft, shape, length, request.input_ids.shape[1] + room, keeps_buffers
     )
-    generator = DFlashCandidateGenerator(
-        draft, target, request.processors, buffers, options.proposal, drafter
-    )
+    generator = DFlashCandidateGenerator(request, buffers, options.proposal, drafter)
     # The cache first: its context says from which token on the draft counts.
     user_cache.begin(generator, prompts.positions.to(request.input_ids.device), prompts.limit)
     generator.begin(prompts.lengths)

@@ -1,4 +1,4 @@
-"""A request, the run that answers it, and how many new tokens its buffers have room for.
+"""The run that answers a request, and how many new tokens its buffers have room for.
 
 A limit says little about how long an answer gets, and plain `generate` allocates nothing for it. So a run begins with
 room for some tokens of its limit, and doubles that when a step could need more. The host knows from the last step how
@@ -13,68 +13,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, StoppingCriteriaList
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteria,
-)
-from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.recurrent import recording_blocks
-from dflash_hf.devices import Inventory, plain_tensors
+from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.accept import AcceptanceRule
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.ranks import Ranks
-from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
-from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_layers import fast_layers, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
-from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.reentry import ragged_attention
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import is_unmodified
-
-# Criteria that the commit itself decides.
-LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is asked for; nothing of it changes during the run."""
-
-    target: Target
-    draft: DFlashDraftModel
-    draft_parts: Inventory  # the modules of the draft
-    ranks: Ranks
-    streamer: BaseStreamer | None  # gets every accepted run; `generate` puts the prompt
-    cache: Cache | None  # that the caller passed
-    started: float  # `time.perf_counter()` at the user's call
-    input_ids: torch.LongTensor  # [B, S], left-padded, on the target's device
-    given_on: torch.device  # where they were
-    processors: BlockProcessors
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-
-    @property
-    def own_criteria(self) -> list[StoppingCriteria]:
-        """Criteria besides length and end of sequence."""
-        return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
-
-    @property
-    def calls_out(self) -> bool:
-        """Whether code of the user's runs between two forwards, which may want to use the target itself."""
-        return (
-            bool(self.own_criteria) or self.streamer is not None or not self.processors.is_stateless
-        )
 
 
 class Reported(NamedTuple):
@@ -118,7 +74,6 @@ class Rows:
 class Run:
     """The parts of one run, after its prefill."""
 
-    request: Request
     generator: DFlashCandidateGenerator
     rule: AcceptanceRule
     recorder: Recorder
@@ -130,6 +85,11 @@ class Run:
     room: int  # new tokens that the buffers are made for
     keeps_buffers: bool  # whether they go back for the next call when the run has ended well
     rows: Rows
+
+    @property
+    def request(self) -> Request:
+        """What is asked for."""
+        return self.generator.request
 
     @property
     def buffers(self) -> FixedBuffers:

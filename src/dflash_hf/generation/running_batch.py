@@ -30,7 +30,8 @@ from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.joining import RowSettings, begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from dflash_hf.generation.prefill import Prefill, begin_prefill
-from dflash_hf.generation.run import Request, Run
+from dflash_hf.generation.request import Request
+from dflash_hf.generation.run import Run
 from dflash_hf.generation.sampling import new_seed
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache

@@ -1,0 +1,53 @@
+"""What one call asks for, as Transformers has prepared it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, GenerationConfig, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf.devices import Inventory
+from dflash_hf.generation.ranks import Ranks
+from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.parts import Target
+
+# Criteria that the commit itself decides.
+LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; nothing of it changes during the run."""
+
+    target: Target
+    draft: DFlashDraftModel
+    draft_parts: Inventory  # the modules of the draft
+    ranks: Ranks
+    streamer: BaseStreamer | None  # gets every accepted run; `generate` puts the prompt
+    cache: Cache | None  # that the caller passed
+    started: float  # `time.perf_counter()` at the user's call
+    input_ids: torch.LongTensor  # [B, S], left-padded, on the target's device
+    given_on: torch.device  # where they were
+    processors: BlockProcessors
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+
+    @property
+    def own_criteria(self) -> list[StoppingCriteria]:
+        """Criteria besides length and end of sequence."""
+        return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
+
+    @property
+    def calls_out(self) -> bool:
+        """Whether code of the user's runs between two forwards, which may want to use the target itself."""
+        return (
+            bool(self.own_criteria) or self.streamer is not None or not self.processors.is_stateless
+        )
