@@ -16,10 +16,10 @@ import torch
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.methods import WAYS, Inputs, Models, Raw, Way, answers_of, dflash, timed
 from dflash_hf.bench.zlab import zlab_way
-from dflash_hf.generation.cuda_graph import uncaptured
 from dflash_hf.pair.answers import changed
 
 from .pair import Pair
+from .uncaptured import uncaptured
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from dflash_hf.generation import decode
 from dflash_hf.generation import static_step as step_module
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.capture import NotCapturableError
-from dflash_hf.generation.cuda_graph import GraphStep, uncaptured
+from dflash_hf.generation.cuda_graph import GraphStep
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
@@ -32,6 +32,7 @@ from dflash_hf.undo import held
 
 from .gaps import gaps_between, spans_of
 from .pair import Inputs, Pair
+from .uncaptured import uncaptured
 
 # The function that ends each part; the acceptance ends with the step.
 ENDS: dict[str, tuple[Any, str]] = {

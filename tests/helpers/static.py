@@ -6,8 +6,10 @@ replayed graph does: no Python of the step runs, nothing can have another addres
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -19,9 +21,13 @@ from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation import buffers, checks, cuda_graph, decode
-from dflash_hf.generation.cuda_graph import Captured, GraphStep, uncaptured
+from dflash_hf.generation.cuda_graph import GraphStep
+from dflash_hf.generation.graphs import Captured
 from dflash_hf.undo import held
 from tiny import OracleDraft, draft_config, randomise_dflash2
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from harness.uncaptured import uncaptured
 
 DECIMALS = 43758.5453
 _static: dict[DFlashDraftModel, ExitStack] = {}

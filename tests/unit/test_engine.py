@@ -17,14 +17,14 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache import ragged, size
 from dflash_hf.generation import buffers, cuda_graph, static_step
 from dflash_hf.generation.buffers import buckets_between, kept_buffers, round_up
-from dflash_hf.generation.cuda_graph import uncaptured, why_not
+from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.undo import held
 from helpers.engine import GREEDY, NEW, Watched, freeze_each_step_first, pair
 from helpers.pretended_gpu import pretended_gpu
-from helpers.static import Tape, TapeStep, use_tapes
+from helpers.static import Tape, TapeStep, uncaptured, use_tapes
 from tiny import DFLASH2, prompts, tiny_draft, tiny_target
 
 

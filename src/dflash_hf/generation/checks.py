@@ -32,7 +32,7 @@ from dflash_hf.devices import Inventory, execution_device, execution_devices
 from dflash_hf.errors import require
 from dflash_hf.generation import float8
 from dflash_hf.generation.arguments import Settings, are_new, cached_columns, given_ids, is_given
-from dflash_hf.generation.cuda_graph import counted_experts, is_uncaptured
+from dflash_hf.generation.cuda_graph import counted_experts
 from dflash_hf.generation.request import Request
 from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -126,7 +126,7 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
     """
     # Under "auto" the steps run eagerly then, and the log says why.
     is_asked_for = draft.generation_config.engine == "cuda_graph"
-    if not is_asked_for or is_uncaptured(draft):
+    if not is_asked_for:
         return
     device = target.device
     require(

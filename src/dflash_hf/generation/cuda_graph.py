@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,32 +47,13 @@ EAGER = "Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}"
 NUM_TIMED = 3
 # One capture at a time: the beginning of one returns memory to the driver.
 _capturing = threading.Lock()
-# Drafts whose steps are not captured: see `uncaptured`.
-_uncaptured: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
 # Dtypes of experts that torch itself multiplies; quantised ones have functions of their own.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@contextmanager
-def uncaptured(draft: DFlashDraftModel) -> Generator[None]:
-    """Has a draft's steps of `"cuda_graph"` run uncaptured, on any device, in any thread; for tests and benchmarks."""
-    _uncaptured.add(draft)
-    try:
-        yield
-    finally:
-        _uncaptured.discard(draft)
-
-
-def is_uncaptured(draft: DFlashDraftModel) -> bool:
-    """Returns True while a draft's steps are not to be captured: see [`uncaptured`]."""
-    return draft in _uncaptured
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     """Returns the engine that a call asks for, or the eager one, with the reason once in the log."""
     wanted = draft.generation_config.engine
-    if wanted == "cuda_graph" and draft in _uncaptured:
-        return wanted
     if wanted == "eager" or target.device.type != "cuda":
         return "eager"
     reason = why_not(target, draft)
@@ -120,8 +100,6 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
 
 def start_engine(run: Run) -> StaticStep | None:
     """Returns the step that a run with fixed buffers takes, captured where it can be; `None` is the eager one."""
-    if run.generator.draft in _uncaptured:
-        return StaticStep(run)
     step = GraphStep(run)
     try:
         step.capture()
