@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, StaticLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from dflash_hf import ops
 from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.cache.ordinary import num_bytes_of, shapes_of, stored_columns
 from dflash_hf.cache.prompts import PromptSlots
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
 from dflash_hf.cache.rows import copy_row, kept_rows, lengthened, with_row
 from dflash_hf.cache.size import LayerShape, check_memory
 from dflash_hf.devices import plain_tensors
-from dflash_hf.errors import require
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -88,7 +88,9 @@ class RaggedLayer(CacheLayerMixin):
     @property
     def has_room_for_row(self) -> bool:
         """Whether there is memory for one row more."""
-        return self._allocated[0].shape[0] > self.key_buffer.shape[0]
+        allocated_keys, _ = self._allocated
+        num_allocated = allocated_keys.shape[0]
+        return num_allocated > self.key_buffer.shape[0]
 
     def add_row(self, source: RaggedLayer, length: int, max_rows: int) -> None:
         """Adds the first row of another layer, of `length` tokens, behind the last; see [`RaggedCache.add_row`]."""
@@ -98,9 +100,12 @@ class RaggedLayer(CacheLayerMixin):
             keys = with_row(self.key_buffer, max_rows)
             values = with_row(self.value_buffer, max_rows)
             self._allocated = (keys, values)
-        self._set_buffers(keys[: place + 1], values[: place + 1])
-        for buffer, theirs in zip(self.buffers(), source.buffers(), strict=True):
-            copy_row(theirs[0], buffer[place], length)
+        num_rows = place + 1
+        self._set_buffers(keys[:num_rows], values[:num_rows])
+        pairs = zip(self.buffers(), source.buffers(), strict=True)
+        for buffer, theirs in pairs:
+            row = buffer[place]
+            copy_row(theirs[0], row, length)
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
@@ -162,14 +167,19 @@ class RaggedLayer(CacheLayerMixin):
         batch = positions.shape[0]
         rows = torch.arange(batch, device=positions.device)
         rows = rows[:, None]
-        slots = positions.clamp_min(0) % self.ring
+        # A missing token reads some slot, whose content is hidden below.
+        readable = positions.clamp_min(0)
+        slots = readable % self.ring
         hidden = is_missing[:, :, None, None]
         # Zeros, as a cache of Transformers has them where nothing was written: finite, and masked by whoever reads.
         keys = self.key_buffer[rows, slots]
         values = self.value_buffer[rows, slots]
         keys.masked_fill_(hidden, 0)
         values.masked_fill_(hidden, 0)
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        # Ordinary caches have the heads before the tokens.
+        keys_by_head = keys.transpose(1, 2)
+        values_by_head = values.transpose(1, 2)
+        return keys_by_head, values_by_head
 
     def take(self, source: Any, prompts: PromptSlots, keep: bool) -> None:
         """Copies a filled layer of an ordinary cache in and releases it, unless `keep` is True."""
@@ -289,7 +299,7 @@ class RaggedCache(Cache):
         # 1. What the filled cache consists of; a layer of an unknown kind is refused here, before anything moves.
         plans = plan_groups(prefill, recurrences, block)
         batch, num_columns = positions_BS.shape
-        shapes = _shapes_of(prefill, recurrences, num_columns)
+        shapes = shapes_of(prefill, recurrences, num_columns)
         # 2. The buffers: those of an earlier call where they fit, over which a graph may have been captured.
         fits = into is not None and into.has_shapes(shapes, plans, batch)
         if into is not None and fits:
@@ -297,7 +307,7 @@ class RaggedCache(Cache):
         else:
             freed = defaultdict[torch.device, int](int)
             if not keep:
-                freed = _num_bytes_of(prefill, shapes)
+                freed = num_bytes_of(prefill, shapes)
             for plan, members in plans:
                 num_bytes = plan.num_bytes() * len(members)
                 freed[plan.device] -= num_bytes
@@ -322,10 +332,11 @@ class RaggedCache(Cache):
                     cache.layers.append(states[index])
                 continue
             if not fits:
-                layer = RaggedLayer(shapes[index], batch, max_length, block)
-                cache.attention[index] = layer
-                cache.layers.append(layer)
-            cache.attention[index].take(source, prompts, keep)
+                new = RaggedLayer(shapes[index], batch, max_length, block)
+                cache.attention[index] = new
+                cache.layers.append(new)
+            layer = cache.attention[index]
+            layer.take(source, prompts, keep)
         return cache
 
     def has_shapes(
@@ -333,10 +344,13 @@ class RaggedCache(Cache):
     ) -> bool:
         """Returns True if a new cache for these layers would have the same buffers, apart from their length."""
         own_shapes = {index: layer.shape for index, layer in self.attention.items()}
-        if own_shapes != shapes or len(self.groups) != len(plans):
+        has_other_layers = own_shapes != shapes or len(self.groups) != len(plans)
+        if has_other_layers:
             return False
         layers = self.attention.values()
-        if any(layer.key_buffer.shape[0] != batch for layer in layers):
+        # Rows are no part of a layer's shape.
+        has_other_rows = any(layer.key_buffer.shape[0] != batch for layer in layers)
+        if has_other_rows:
             return False
         pairs = zip(self.groups, plans, strict=True)
         return all(group.is_for(plan, members) for group, (plan, members) in pairs)
@@ -365,11 +379,11 @@ class RaggedCache(Cache):
         """
         block = self.longest_block
         # A ring that holds its window and a block is long enough for any row.
-        too_short = [
-            layer
-            for layer in self.attention.values()
-            if layer.ring < layer.shape.ring(max_length, block)
-        ]
+        too_short: list[RaggedLayer] = []
+        for layer in self.attention.values():
+            needed = layer.shape.ring(max_length, block)
+            if layer.ring < needed:
+                too_short.append(layer)
         if too_short:
             freed = defaultdict[torch.device, int](int)
             for layer in too_short:
@@ -392,6 +406,7 @@ class RaggedCache(Cache):
     def check_row(self, max_rows: int) -> None:
         """Raises `OutOfRoomError` if [`add_row`] has no memory."""
         layers = list(self.attention.values())
+        # Rows are added to all layers at once, so that one layer tells for all.
         if layers[0].has_room_for_row:
             return
         shapes = [layer.shape for layer in layers]
@@ -450,7 +465,8 @@ class RaggedCache(Cache):
         """
         unused: list[int] = []
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, RecurrentLayer) and layer.waiting:
+            is_recurrent = isinstance(layer, RecurrentLayer)
+            if is_recurrent and layer.waiting:
                 unused.append(index)
         if unused:
             raise RuntimeError(
@@ -501,93 +517,3 @@ class RaggedCache(Cache):
     def num_bytes(self) -> int:
         """Returns the size of all buffers in bytes."""
         return sum(buffer.nbytes for buffer in self.buffers())
-
-
-def _shapes_of(
-    prefill: Cache, recurrences: Mapping[int, Recurrence], num_columns: int
-) -> dict[int, LayerShape]:
-    """Returns the shapes of a filled cache's attention layers by index; raises `ValueError` if there are none."""
-    shapes: dict[int, LayerShape] = {}
-    for index, layer in enumerate(prefill.layers):
-        if index not in recurrences:
-            shapes[index] = _shape_of(layer, index, num_columns)
-    if not shapes:
-        raise ValueError(
-            "expected a prefill cache with attention layers, got none; does the target use its cache?"
-        )
-    return shapes
-
-
-def _num_bytes_of(
-    prefill: Cache, shapes: Mapping[int, LayerShape]
-) -> defaultdict[torch.device, int]:
-    """Returns the bytes of a filled cache's keys and values on each device."""
-    sizes = defaultdict[torch.device, int](int)
-    for index, shape in shapes.items():
-        layer: Any = prefill.layers[index]
-        num_bytes = layer.keys.nbytes + layer.values.nbytes
-        sizes[shape.device] += num_bytes
-    return sizes
-
-
-def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
-    """Returns the shape of the layer that a filled one is moved into.
-
-    Raises `ValueError` for a layer without keys and values of all columns of the prompt.
-    """
-    keys = getattr(source, "keys", None)
-    values = getattr(source, "values", None)
-    # Keys are `[B, G, S, E]`; some caches keep compressed ones of three dimensions.
-    has_keys = isinstance(keys, Tensor) and keys.dim() == 4
-    if not has_keys or not isinstance(values, Tensor):
-        raise ValueError(
-            f"expected keys and values in every layer of the prefill cache, got {type(source).__name__} in "
-            f"layer {index}; this target has a layer without its own K/V and is not supported"
-        )
-    num_filled = int(source.get_seq_length())
-    what = f"keys of {num_columns} prompt tokens in layer {index} of the prefill cache"
-    reason = "does not keep the whole prompt in it"
-    if num_filled > num_columns:
-        reason = "adds tokens to the prompt"
-    action = f"the target {reason}, drop assistant_model"
-    require(num_filled == num_columns, what, num_filled, action)
-    keys, values = stored_columns(source)
-    window = layer_window(source)
-    if getattr(source, "record_past", False):
-        # A cache that records its past is given all of it back, also from before the window.
-        window = None
-    return LayerShape(
-        num_heads=keys.shape[1],
-        key_size=keys.shape[3],
-        value_size=values.shape[3],
-        window=window,
-        dtype=keys.dtype,
-        value_dtype=values.dtype,
-        device=keys.device,
-    )
-
-
-def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
-    """Returns the newest `n` columns, those that an initialised layer of an ordinary cache holds: `[B, G, n, E]`.
-
-    Reads the length of a static layer on the host.
-    """
-    if not isinstance(layer, StaticLayer):
-        return layer.keys, layer.values
-    # A static layer's buffer may be longer than the text, and a sliding one's text longer than the buffer.
-    assert layer.keys is not None
-    assert layer.values is not None
-    num_seen = int(layer.get_seq_length())
-    num = min(num_seen, layer.max_cache_len)
-    keys = layer.keys[:, :, :num]
-    values = layer.values[:, :, :num]
-    return keys, values
-
-
-def layer_window(layer: Any) -> int | None:
-    """Returns the window of a layer of an ordinary cache in tokens, the query included; `None` without a window."""
-    if not layer.is_sliding:
-        return None
-    if isinstance(layer, StaticLayer):
-        return layer.max_cache_len
-    return getattr(layer, "sliding_window", None)

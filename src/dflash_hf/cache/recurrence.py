@@ -322,7 +322,8 @@ def _convolved(block: RecordedBlock, name: str, skip: int = 0) -> Tensor:
     width = block.is_kept.shape[1]
     convolutions = [getattr(module, name) for module in block.modules]
     # The convolution is depthwise, so that one call runs those of all layers, side by side as channels.
-    by_row = block.inputs[:, :, skip:].transpose(0, 1)
+    inputs_of_rest = block.inputs[:, :, skip:]
+    by_row = inputs_of_rest.transpose(0, 1)
     inputs = by_row.flatten(1, 2)
     # A depthwise weight is [C, 1, k].
     weights = [_parameter(convolution, "weight").squeeze(1) for convolution in convolutions]

@@ -132,7 +132,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Records the convolution's input `[B, C, w]` and returns it behind the window: `[B, C, k + w]`."""
         width = conv_states.shape[-1]
-        self._block[..., :width].copy_(conv_states)
+        recorded = self._block[..., :width]
+        recorded.copy_(conv_states)
         self.waiting.discard(_CONVOLUTION)
         # The window itself stays: the block's tokens are not accepted yet.
         window = self.window.to(conv_states.dtype)
@@ -169,7 +170,8 @@ class GroupPlan:
         num_bytes = numbers * dtype.itemsize
         if self.state is not None:
             size, state_dtype = self.state
-            num_bytes += size.numel() * state_dtype.itemsize
+            state_bytes = size.numel() * state_dtype.itemsize
+            num_bytes += state_bytes
         return self.batch * num_bytes
 
 
@@ -243,9 +245,11 @@ class RecurrentGroup:
         """
         for slot, index in enumerate(self.indices):
             source = layers[index]
-            self.windows[slot].copy_(source.conv_states[0])
+            window = self.windows[slot]
+            window.copy_(source.conv_states[0])
             if self.states is not None:
-                self.states[slot].copy_(source.recurrent_states[0])
+                state = self.states[slot]
+                state.copy_(source.recurrent_states[0])
             if not keep:
                 _release(source)
         self.lengths.copy_(lengths)
@@ -274,7 +278,8 @@ class RecurrentGroup:
             self.states.copy_(after)
         # The new window is the `k` columns that end with the last kept token.
         columns = num_kept[:, None] + self._columns
-        of_all_layers = columns[None, :, None].expand_as(self.windows)
+        by_channel = columns[None, :, None]
+        of_all_layers = by_channel.expand_as(self.windows)
         new_windows = inputs.gather(-1, of_all_layers)
         self.windows.copy_(new_windows)
         self.lengths.copy_(lengths)
@@ -348,6 +353,7 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
             state=state_size,
             num_projected=sum(projections.values()),
         )
+        # Layers of one plan share buffers, so that a replay is one call for all of them.
         members = groups.setdefault(plan, {})
         members[index] = recurrences[index]
     return list(groups.items())

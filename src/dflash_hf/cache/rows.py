@@ -17,10 +17,13 @@ def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
     row is copied.
     """
     for place, row in enumerate(rows):
+        # Most rows stay where they are.
         if place == row:
             continue
         source = buffer.select(dim, row)
-        buffer.select(dim, place).copy_(source)
+        destination = buffer.select(dim, place)
+        destination.copy_(source)
+    # The memory behind them stays allocated: a row that joins later goes there.
     return buffer.narrow(dim, 0, len(rows))
 
 
@@ -31,7 +34,9 @@ def with_row(buffer: Tensor, max_rows: int) -> Tensor:
     """
     with plain_tensors():
         num_rows, *rest = buffer.shape
-        new = buffer.new_zeros(max(max_rows, num_rows + 1), *rest)
+        # Several at once, so that the rows are not copied again for each one that joins.
+        num_places = max(max_rows, num_rows + 1)
+        new = buffer.new_zeros(num_places, *rest)
         new[:num_rows] = buffer
     return new
 
@@ -40,6 +45,7 @@ def lengthened(buffer: Tensor, ring: int) -> Tensor:
     """Returns a copy of a buffer `[B, R, G, E]` with `ring` slots, the new ones zero."""
     with plain_tensors():
         batch, num_slots, *head = buffer.shape
+        # Zeros, because the content of a masked slot must be finite.
         new = buffer.new_zeros(batch, ring, *head)
         new[:, :num_slots] = buffer
     return new
@@ -57,23 +63,34 @@ def copy_row(source: Tensor, row: Tensor, length: int) -> None:
     row.zero_()
     num_slots = source.shape[0]
     num_places = row.shape[0]
+    # A row that has never wrapped stands in its slots in order.
     if length <= min(num_slots, num_places):
         row[:length] = source[:length]
         return
     num_newest = min(length, num_slots, num_places)
-    positions = torch.arange(length - num_newest, length, device=source.device)
-    newest = source.index_select(0, positions % num_slots)
-    row.index_copy_(0, positions % num_places, newest)
+    first = length - num_newest
+    positions = torch.arange(first, length, device=source.device)
+    # The two rings may differ in size, so that a token's slot is found in each of them by its index.
+    source_slots = positions % num_slots
+    places = positions % num_places
+    newest = source.index_select(0, source_slots)
+    row.index_copy_(0, places, newest)
 
 
 def newest_of_row(row: Tensor, length: int, num: int) -> Tensor:
     """Returns a copy of the newest `num` tokens of a row `[R, G, E]` of `length` tokens: `[num, G, E]`."""
-    positions = torch.arange(length - num, length, device=row.device)
-    return row.index_select(0, positions % row.shape[0])
+    first = length - num
+    positions = torch.arange(first, length, device=row.device)
+    num_slots = row.shape[0]
+    slots = positions % num_slots
+    return row.index_select(0, slots)
 
 
 def with_gap(newest: Tensor, length: int) -> Tensor:
     """Returns the newest tokens of a row `[m, G, E]` as one of `length` tokens, zeros before them: `[1, G, n, E]`."""
     num_missing = length - newest.shape[0]
-    row = torch.nn.functional.pad(newest, (0, 0, 0, 0, num_missing, 0))
-    return row.transpose(0, 1)[None]
+    # `pad` counts from the last dimension: nothing for heads, and zeros before the tokens.
+    before_tokens = (0, 0, 0, 0, num_missing, 0)
+    row = torch.nn.functional.pad(newest, before_tokens)
+    by_head = row.transpose(0, 1)
+    return by_head[None]
