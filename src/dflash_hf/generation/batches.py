@@ -100,6 +100,7 @@ class _Requests:
 
     def add_next(self) -> bool:
         """Adds the next prompt; returns False if there is none. Raises `ValueError` if it is refused."""
+        # The loop is left behind the first prompt: an iterator is asked for one at a time.
         for prompt in self.prompts:
             index = self.num_added
             self.num_added += 1
@@ -120,6 +121,7 @@ class _Requests:
 def _arguments(prompt: Prompt, index: int, common: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `RunningBatch.add` for a prompt; its own come before those of all."""
     found = dict(common)
+    # Each prompt has noise of its own, whatever order the rows run in.
     if found["seed"] is not None:
         found["seed"] += index
     if not isinstance(prompt, Mapping):
@@ -145,8 +147,10 @@ def _answers(batch: RunningBatch, requests: _Requests) -> Generator[BatchAnswer]
             return
         for new in batch.step():
             index, token_ids = requests.open[new.id]
+            # A step brings a few tokens of each answer, and the caller gets whole ones.
             token_ids.extend(new.token_ids)
             if new.finished is not None:
                 del requests.open[new.id]
+                # The batch keeps these until its next step.
                 stats = batch.ended[new.id]
                 yield BatchAnswer(index, token_ids, new.finished, stats)

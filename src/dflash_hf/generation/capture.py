@@ -39,6 +39,7 @@ def capture(
         warm_up()
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    # The warm-up has made a workspace outside the graph's pool.
     _clear_workspaces()
     try:
         # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.

@@ -89,8 +89,10 @@ class Filling:
         if past == 0 or is_cut_by_prefill:
             model: Any = request.target.model
             with self._tapped():
+                # Transformers cuts the prompt into chunks where the call asks for them.
                 self._outputs = model._prefill(request.input_ids, request.config, self.inputs)
             return
+        # Without a chunk size all that is left is one chunk.
         chunk_size = request.config.prefill_chunk_size or self.num_columns - past
         with self._tapped():
             for end in range(past + chunk_size, self.num_columns + chunk_size, chunk_size):
@@ -102,6 +104,7 @@ class Filling:
         Those of each layer, of fewer tokens than the prompt has; zeros where a window has passed them.
         """
         cache: Cache = self.inputs[CACHE_NAME]
+        # By the cache's own method: a layer with a window keeps its newest tokens alone.
         for index, (keys, values) in enumerate(kept):
             cache.update(keys, values, index)
         self.seen = kept[0][0].shape[2]
@@ -126,6 +129,7 @@ class Filling:
                 f"expected taps on {self.num_columns - past} prompt tokens, got {self.seen - past}; a compiled target "
                 "runs no hooks that are added later, use the model as it was before torch.compile"
             )
+        # Of the last chunk: its logits give the first token of the answer.
         outputs = self._outputs
         assert outputs is not None, "there is a column at least"
         # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
@@ -151,6 +155,7 @@ class Filling:
         if not in_whole_run(target):
             watching = outermost(target.model, target.decoder)
         with watching as is_ours:
+            # The states go to the draft as they come: those of a long prompt are larger than its keys and values.
             taps = Taps(
                 target.layers,
                 config.target_layer_ids,
@@ -176,6 +181,7 @@ class Filling:
         # The ids may be those of the whole conversation, or of its new columns alone: they are counted from the end.
         first = ids.shape[1] - (self.num_columns - self.seen)
         chunk = ids[:, first : ids.shape[1] - num_left]
+        # The chunk is cut here, and Transformers would cut it again.
         config = copy.copy(self.request.config)
         config.prefill_chunk_size = None
         # What goes along with the tokens is of the whole conversation: the columns behind this chunk are cut off.

@@ -41,6 +41,7 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair, check_target
 from dflash_hf.undo import calling
 
+# Kept per function: to find a signature takes longer than to check a call.
 _signature = functools.cache(inspect.signature)
 
 
@@ -115,6 +116,7 @@ def answer_with(
     started = time.perf_counter()
     draft.last_stats = None  # an error leaves none of the call before
     ranks = Ranks(model)
+    # A copy, because names are taken out and put in below.
     arguments = dict(arguments)
     warn_if_newer()
     with calling(), ranks.together():

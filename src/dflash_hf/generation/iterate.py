@@ -121,7 +121,7 @@ def iterate(
     # Checks and prefill run here and not in the generator: an error is raised at the call.
     start = functools.partial(_start, propose=propose, accept=accept)
     run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
-    # The object that the steps go on counting in.
+    # The object that the steps go on counting in, so that statistics are up to date at every pause.
     draft.last_stats = run.stats
     run.generator.iterated.keeps_logits = output_logits
     return _steps(run, output_logits, output_hidden_states)
@@ -183,6 +183,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             draft_logits = run.generator.iterated.logits
             if draft_logits is not None:
                 optional["draft_logits"] = draft_logits.clone()
+        # Copies, because the next step writes into the same tensors.
         if output_hidden_states:
             optional["hidden_states"] = run.generator.newest.states.clone()
         if state.is_tree:
@@ -195,6 +196,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             # By now the accepted proposals stand in `state.tokens`.
             tokens = run.rule.tokens
         yield _look(run, index, anchor, lengths, tokens, committed, optional)
+    # A run that is left half-way never gets here, and its streamer is not ended.
     if run.request.streamer is not None:
         run.request.streamer.end()
 
@@ -245,6 +247,7 @@ def _checked_propose(rule: Propose, vocab_size: int) -> Propose:
 
     def propose(logits: Tensor, anchor: Tensor) -> Tensor:
         proposals = rule(logits, anchor)
+        # Other ids would be looked up in the target's embedding, out of its range.
         _check_integers(proposals, logits.shape[:2], vocab_size - 1, rule)
         return proposals
 
@@ -256,6 +259,7 @@ def _checked_accept(rule: Accept) -> Accept:
 
     def accept(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
         num_accepted = rule(proposals, tokens, logits)
+        # More than there are proposals would commit what was never verified.
         _check_integers(num_accepted, proposals.shape[:1], proposals.shape[1], rule)
         return num_accepted
 

@@ -83,6 +83,7 @@ def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> No
         reach=run.rows.reach + other.rows.reach,
         reported=Reported(*map(list.__add__, run.rows.reported, other.rows.reported)),
     )
+    # A step over more rows costs more, which may make another width the best.
     run.chooser.use_rows(len(rows))
     use_settings(run, rows)
 
@@ -106,6 +107,7 @@ def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
     device = state.ids.device
     is_sampled = [row.seed is not None for row in rows]
     processors = RowProcessors([row.processors for row in rows], is_sampled)
+    # One tensor for all rows: shorter lists are filled up with ids that no token has.
     num_ends = max([1, *(len(row.end_ids) for row in rows)])
     ends = [row.end_ids + [-1] * (num_ends - len(row.end_ids)) for row in rows]
     end_ids = torch.tensor(ends, device=device)
@@ -118,5 +120,6 @@ def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
     nothing = torch.zeros((), dtype=torch.long, device=device)
     seeds = [nothing if row.seed is None else row.seed.to(device) for row in rows]
     state.seed = torch.stack(seeds)[:, None]
+    # Rows end by what they may still generate; this one says how long the buffers may get.
     limit = max(row.length for row in rows)
     state.host = HostNumbers(columns=0, limit=limit, has_eos=False, is_sampled=any(is_sampled))

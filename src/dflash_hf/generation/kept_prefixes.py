@@ -44,6 +44,7 @@ class KeptPrefix:
 
     def num_shared(self, prompt: Tensor) -> int:
         """Returns how many of a prompt's first tokens `[n]` can be taken from here: the last one never is."""
+        # The last token goes through the target in any case: its logits give the first token of the answer.
         longest = min(len(self.ids), len(prompt) - 1)
         is_same = self.ids[:longest] == prompt[:longest]
         num_same = int(is_same.long().cumprod(dim=0).sum())
@@ -82,6 +83,7 @@ class KeptPrefixes:
             ids (sequence of `int`): The row's text, one token longer at least.
         """
         length = run.rows.reported.lengths[place]
+        # Looked at before anything is copied: a text that is too long would push all others out.
         num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.cache, length)
         if length < SHORTEST or num_bytes > self.max_bytes:
             return
@@ -95,6 +97,7 @@ class KeptPrefixes:
         # What is the beginning of this text is of no more use.
         self.kept = [one for one in self.kept if not _begins(prefix.ids, one.ids)]
         self.kept.append(prefix)
+        # The text itself fits, so that it is never the one that goes.
         while self.num_bytes > self.max_bytes:
             del self.kept[0]
 
@@ -110,6 +113,7 @@ class KeptPrefixes:
         num = max(shared, default=0)
         if num < SHORTEST:
             return 0
+        # What was used now is the last to go.
         index = shared.index(num)
         prefix = self.kept.pop(index)
         self.kept.append(prefix)

@@ -69,6 +69,7 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
     if asked == "auto":
         num_paths = ops.num_paths(width - 1, num_choices(request.target, request.draft))
         return min(MOST_NODES * width, num_paths + 1, ops.MAX_NODES)
+    # A number was checked with the options: 0 is chains.
     if asked is not None:
         return asked
     # Without kernels the host of a GPU builds trees, which a captured step cannot wait for.

@@ -139,6 +139,7 @@ class Ranks:
         decided = [state.tokens, num_accepted, state.remaining, rule.unfinished(state)]
         if state.is_tree:
             decided.append(state.path)
+        # In place: the commit that follows reads these tensors.
         self.share(*decided)
         return num_accepted
 

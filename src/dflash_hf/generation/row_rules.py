@@ -19,12 +19,14 @@ class RowBlockRule(BlockRule):
     """A [`BlockRule`] with end tokens for each row `[B, N]`, int64; negative ones are none."""
 
     def __init__(self, processors: BlockProcessors, end_ids_BN: Tensor) -> None:
+        # Rows that join others have no criteria, and nobody asks for their scores.
         super().__init__(processors, [], has_scores=False)
         self.end_ids = end_ids_BN
 
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:
         """Chooses as [`BlockRule.choose`]."""
         chosen = super().choose(state, logits_BWV)
+        # The commit ends every row by the same tokens, and these are each row's own.
         stop_at_ends(state, self.end_ids)
         return chosen
 
@@ -52,9 +54,12 @@ def stop_at_ends(state: DecodeState, end_ids_BN: Tensor) -> None:
     """Lowers `remaining` of the rows whose next tokens hold one of their end tokens; no host sync."""
     num_committed = accepted(state, None) + 1
     index = torch.arange(state.width, device=state.tokens.device)
-    is_end = (state.tokens[..., None] == end_ids_BN[:, None]).any(dim=-1)
+    # Each row's tokens are compared with its own ends: [B, W, N].
+    is_one = state.tokens[..., None] == end_ids_BN[:, None]
+    is_end = is_one.any(dim=-1)
     # An end among tokens that are not committed is none.
     is_end = is_end & (index < num_committed[:, None])
+    # Of several ends the first one counts: the least is taken below.
     behind_end = torch.where(is_end, index + 1, state.remaining[:, None])
     num_left = behind_end.amin(dim=1)
     torch.minimum(state.remaining, num_left, out=state.remaining)

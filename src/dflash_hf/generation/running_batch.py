@@ -227,6 +227,7 @@ class RunningBatch:
         Raises:
             ValueError: If the request is refused; nothing is changed then.
         """
+        # Everything is refused before anything is kept: a request that is not there cannot fail later.
         ids = self._checked_ids(input_ids)
         require(
             _is_count(max_new_tokens), "max_new_tokens of at least 1", max_new_tokens, "correct it"
@@ -239,6 +240,7 @@ class RunningBatch:
         require(not refused, "settings of one row of text", refused, "leave them out")
         arguments = dict(settings)
         if stop_token_ids:
+            # Setting end tokens replaces the target's own, and these are to be added.
             own: Any = Settings(self.model, arguments)["eos_token_id"]
             arguments["eos_token_id"] = [*_as_list(own), *map(int, stop_token_ids)]
         arguments |= {
@@ -249,9 +251,11 @@ class RunningBatch:
             "return_dict_in_generate": False,
         }
         generate = cast(Any, self.model).generate
+        # Transformers prepares processors and limits as for `generate`; nothing runs yet.
         request, inputs = answer_with(_prepared, generate, self.model, self.draft, arguments)
         _check_joins(request)
         noise: Tensor | None = None
+        # Drawn now, so that seeds follow the order of requests and not that of their prefills.
         if request.config.do_sample:
             noise = _seed_of(seed, request.input_ids.device)
         row = _Row(
@@ -283,6 +287,7 @@ class RunningBatch:
         for place, row in enumerate(self._running):
             if row.id == id:
                 assert self._run is not None
+                # The row counts as ended, and leaves as one does that has come to its end.
                 self._run.rows.reported.done[place] = 1
                 with no_gradients(row.request.target):
                     self._drop_finished()
@@ -354,6 +359,7 @@ class RunningBatch:
             return False
         if self.max_tokens is None or not self._running:
             return True
+        # Buffers are as long for every row as for the longest.
         lengths = [row.length for row in (*self._running, self._waiting[0])]
         return len(lengths) * max(lengths) <= self.max_tokens
 
@@ -364,6 +370,7 @@ class RunningBatch:
         except ValueError as error:
             self._fail(row, error)
             return
+        # Tokens of an earlier text need not go through the target again.
         row.stats.num_kept_tokens = self._kept.go_on(begun)
         row.end_ids = begun.prompts.eos_ids.tolist()
         self._prefilled = (row, begun)
@@ -372,6 +379,7 @@ class RunningBatch:
         """Makes a run of a prefill that has seen its prompt, reports its first token, and adds it to the batch."""
         try:
             run = begun.finish()
+            # A verify has one set of further inputs for all rows.
             what = "a target whose steps take no inputs of their own"
             require(not run.extra, what, list(run.extra), "generate it alone")
         except ValueError as error:
@@ -382,6 +390,7 @@ class RunningBatch:
         self._kept.keep(run, 0, run.state.ids[0].tolist())
         row.stats.first_token_seconds = time.perf_counter() - row.added
         is_last = bool(run.rows.reported.done[0])
+        # An answer of one token joins nothing.
         if is_last:
             keep_for_next_call(run)
             self._report(row, [first], is_last)
@@ -400,11 +409,13 @@ class RunningBatch:
             self._run = run
             self._running = [row]
             return
+        # The row's run ends here: what its widths have shown is for the next one.
         keep_for_next_call(run)
         rows = [*self._running, row]
         settings = [each.settings for each in rows]
         try:
             join(self._run, run, settings, self.max_rows)
+        # A row that has no room is refused before the batch is changed.
         except ValueError:
             raise
         except BaseException:
@@ -441,9 +452,11 @@ class RunningBatch:
         tokens = run.state.tokens.tolist()
         for place, row in enumerate(self._running):
             row.stats.proposed.append(run.state.width - 1)
+            # Proposals behind the end of a text were accepted, and are no part of it.
             row.stats.accepted.append(min(run.rows.reported.accepted[place], committed[place]))
             new = tokens[place][: committed[place]]
             is_last = bool(run.rows.reported.done[place])
+            # Kept before the row leaves: another one goes to its place.
             if is_last:
                 self._kept.keep(run, place, run.state.ids[place].tolist())
             self._report(row, new, is_last)
@@ -506,6 +519,7 @@ class RunningBatch:
         what = "input_ids of one prompt, [n] or [1, n] whole numbers with n of at least 1"
         require(is_row and is_whole, what, f"{ids.dtype} {list(ids.shape)}", "pass one prompt")
         low, high = map(int, ids.aminmax())
+        # An embedding on a GPU reports an id out of range by failing for good.
         num = find_target(self.model).vocab_size
         is_known = low >= 0 and high < num
         require(is_known, f"token ids from 0 to {num - 1}", f"{low} to {high}", "correct them")
@@ -513,6 +527,7 @@ class RunningBatch:
 
     def _check_length(self, length: int) -> None:
         """Refuses a request that has no room even alone, or more tokens than the target has positions."""
+        # Said now and not in the prefill, where the request would have waited for nothing.
         limits = [self.max_tokens, find_target(self.model).facts.num_positions]
         for limit in limits:
             fits = limit is None or length <= limit

@@ -290,6 +290,7 @@ class RowProcessors(BlockProcessors):
         """Applies each row's stateless warpers to every position of it; see [`BlockProcessors.warp`]."""
         found: list[Tensor] = []
         for row, own in enumerate(self.rows):
+            # A slice keeps the dimension of rows, which warpers expect.
             scores = own.warp(logits_BKV[row : row + 1])
             found.append(self._noise_proof(row, scores))
         return torch.cat(found)
@@ -300,6 +301,7 @@ class RowProcessors(BlockProcessors):
         for row, own in enumerate(self.rows):
             one = slice(row, row + 1)
             logits = logits_BKV[one]
+            # A greedy row beside sampled ones is chosen without noise.
             if self.is_sampled[row]:
                 of_row = NoiseKey(key.seed[one], key.rows[one])
                 tokens = draw_from_logits(logits, own, of_row, positions_BK[one])
@@ -389,6 +391,7 @@ def choose(
     The argmax, or a sample by keyed Gumbel noise: `key` is the run's, where `None` is greedy; `positions_BK` are the
     indices of the tokens; for `stream` see `ops.exponential_noise`.
     """
+    # The argmax of scores and Gumbel noise is a sample of their softmax.
     if key is not None:
         scores_BKV = with_noise(scores_BKV, key, positions_BK, stream=stream)
     return ops.first_argmax(scores_BKV)

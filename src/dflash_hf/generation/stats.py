@@ -111,9 +111,11 @@ class SpeculativeStats:
 
     def start_run(self, num_rows: int, num_proposed: int, proposal: str) -> None:
         """Starts to count a run of so many rows, behind its prefill."""
+        # A list of its own for each row: rows end at different steps.
         self.num_committed = [[] for _ in range(num_rows)]
         self.num_accepted = [[] for _ in range(num_rows)]
         self.num_proposed = num_proposed
+        # The prefill is one.
         self.num_target_forwards = 1
         self.proposal = proposal
 
@@ -322,6 +324,7 @@ class Stopwatch:
         name = f"{part}_seconds"
         seconds = getattr(self.stats, name) + now - self.last
         setattr(self.stats, name, seconds)
+        # The next part begins where this one ends: no time is lost between them.
         self.last = now
 
 

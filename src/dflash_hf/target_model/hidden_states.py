@@ -78,6 +78,7 @@ class Taps:
                 f"expected outputs of target layers {self.layer_ids}, got none from {missing}; a compiled target runs "
                 "no hooks that are added later, use the model as it was before torch.compile"
             )
+        # In the order of the draft's config, which its first weight is made for.
         states = [self._states[layer_id] for layer_id in self.layer_ids]
         # Layers may be on several devices.
         device = states[0].device
@@ -109,6 +110,7 @@ class Taps:
             states = output[0] if isinstance(output, tuple) else output
             self._record(layer_id, states)
 
+        # The layer -1 is the embedding: its output is the first layer's input.
         if is_input_of_next:
             next_layer = self.layers[layer_id + 1]
             return Hook(next_layer, record_input, before=True, options=options)

@@ -82,6 +82,7 @@ class _SwitchableConfig:
         self.own = own
 
     def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
+        # The class itself is asked, as `hasattr` on a class does.
         if module is None:
             return self._of_class(kind)
         scope = _verifying.scope
@@ -147,6 +148,7 @@ def _with_text_config(config: Any, text: PreTrainedConfig, ragged: PreTrainedCon
 
     An image model makes the masks of its text decoder by the text config that is within its own.
     """
+    # A text model holds its text config itself.
     if config is text:
         return ragged
     if not isinstance(config, PreTrainedConfig):
