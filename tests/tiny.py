@@ -38,6 +38,8 @@ DFLASH2: dict[str, Any] = {
     "selector_rank": 4,
     "selector_top_k": 6,
 }
+# What makes a draft a DSpark one.
+DSPARK: dict[str, Any] = {"markov_rank": 4}
 MIXED = ["sliding_attention", "full_attention"] * (DEPTH // 2)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -189,14 +191,14 @@ def tiny_draft(
     """Builds a random draft in the target's dtype: almost never right, but everything runs."""
     torch.manual_seed(seed)
     draft = DFlashDraftModel(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
-    randomise_dflash2(draft)
+    randomise_heads(draft)
     return draft
 
 
-def randomise_dflash2(draft: DFlashDraftModel) -> None:
-    """Gives a draft's convolutions and selector random weights: fresh ones do nothing."""
+def randomise_heads(draft: DFlashDraftModel) -> None:
+    """Gives a draft's convolutions, selector and Markov head random weights: fresh ones do nothing."""
     for name, parameter in draft.named_parameters():
-        if "_conv." in name or "candidate_selector." in name:
+        if any(part in name for part in ("_conv.", "candidate_selector.", "markov_head.")):
             nn.init.normal_(parameter, std=0.5)
 
 
@@ -273,12 +275,12 @@ def oracle_draft(
     block_size: int = 8,
     **overrides: Any,
 ) -> OracleDraft:
-    """Builds an [`OracleDraft`] for a tiny target; with a selector, one whose pairs sometimes outvote the oracle."""
+    """Builds an [`OracleDraft`] for a tiny target; with a selector or Markov head, one that sometimes outvotes it."""
     torch.manual_seed(seed)
     draft = OracleDraft(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
-    if draft.candidate_selector is not None:
+    if draft.config.num_candidates is not None:
         draft.strength = 4.0
-    randomise_dflash2(draft)
+    randomise_heads(draft)
     return draft.arm(truth, seed)
 
 

@@ -42,6 +42,9 @@ MAX_VOCABULARY = 2**24
 MAX_BLOCK_SIZE = 1024
 # The selector scores every pair of candidates of neighbouring slots.
 MAX_CANDIDATES = 1024
+# Tokens of each slot that trees of a DSpark draft choose among: published blocks have 7 or 8 slots, and so a tree of a
+# chain's size lacks none of the likeliest paths.
+MARKOV_CANDIDATES = 8
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -141,6 +144,8 @@ class DFlashConfig(PreTrainedConfig):
             and the neighbouring channels that share a dynamic kernel. `None` means no convolution.
         selector_rank, selector_top_k (`int`, *optional*): DFlash 2's selector of paths: the width of its codebooks,
             and the candidates per slot. `None` means no selector.
+        markov_rank (`int`, *optional*): Rank of DSpark's Markov head, which adds to a slot's logits what the token
+            before it says. `None` means no such head.
         initializer_range (`float`): Standard deviation of fresh weights.
 
     Raises:
@@ -191,6 +196,7 @@ class DFlashConfig(PreTrainedConfig):
     conv_group_size: int | None = None
     selector_rank: int | None = None
     selector_top_k: int | None = None
+    markov_rank: int | None = None
     initializer_range: float | int = 0.02
     tie_word_embeddings: bool = False
 
@@ -248,6 +254,7 @@ class DFlashConfig(PreTrainedConfig):
             "conv_kernel_size",
             "conv_group_size",
             "selector_rank",
+            "markov_rank",
         )
         limits = {
             **dict.fromkeys(sizes, MAX_SIZE),
@@ -309,11 +316,12 @@ class DFlashConfig(PreTrainedConfig):
             require(is_right, f"a positive number as {one_line(name)} of the RoPE", value, "fix it")
 
     def _check_agreement(self) -> None:
-        """Raises `ValueError` unless the fields of attention, layers, taps, tokens and DFlash 2 agree."""
+        """Raises `ValueError` unless the fields of attention, layers, taps, tokens, DFlash 2 and DSpark agree."""
         self._check_attention()
         self._check_taps()
         self._check_vocabulary()
         self._check_dflash2()
+        self._check_dspark()
 
     def _check_attention(self) -> None:
         """Raises `ValueError` unless block, heads and kinds of layers agree."""
@@ -393,6 +401,30 @@ class DFlashConfig(PreTrainedConfig):
         fits = top_k <= size
         what = f"selector_top_k up to {size}"
         require(fits, what, top_k, "candidates are tokens of the vocabulary")
+
+    def _check_dspark(self) -> None:
+        """Raises `ValueError` unless a Markov head has its vocabulary, and chooses the paths alone."""
+        if self.markov_rank is None:
+            return
+        size = self.vocab_size or 0
+        what = "vocab_size beside markov_rank"
+        require(size > 0, what, self.vocab_size, "the head has a row per token")
+        what = "no selector_rank beside markov_rank"
+        two = "a selector and a Markov head would both choose the path; leave one of them out"
+        require(self.selector_rank is None, what, self.selector_rank, two)
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Tokens of each slot that trees choose among where those depend on the token before; `None` otherwise."""
+        if self.markov_rank is None:
+            return self.selector_top_k
+        num_tokens = self.draft_vocab_size or self.vocab_size or 0
+        return min(MARKOV_CANDIDATES, num_tokens)
+
+    @property
+    def is_dspark(self) -> bool:
+        """True if the draft has what DSpark adds: a Markov head."""
+        return self._is_given("markov_rank")
 
     @property
     def is_dflash2(self) -> bool:

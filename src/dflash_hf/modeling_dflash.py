@@ -26,6 +26,7 @@ from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
 from dflash_hf.devices import execution_device, raw_embeddings
 from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
+from dflash_hf.draft_model.dspark import MarkovHead, likeliest_transitions, walk
 from dflash_hf.draft_model.layers import (
     BlockProjector,
     CombinedProjector,
@@ -71,7 +72,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.post_init()
 
     def _add_own_vocabulary(self, config: DFlashConfig) -> None:
-        """Adds the modules with a row per token that this draft has of its own: selector, embedding, head, offsets."""
+        """Adds the modules with a row per token that this draft has of its own: selector, Markov head, embedding,
+        head, offsets.
+        """
         # The config is checked: without a size there are no such modules.
         num_tokens = config.vocab_size or 0
         num_ids = config.draft_vocab_size or num_tokens
@@ -83,6 +86,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if rank and top_k:
             self.candidate_selector = CandidateSelector(
                 num_tokens, hidden_size, rank, top_k, config.initializer_range
+            )
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(
+                num_tokens, num_ids, config.markov_rank, config.initializer_range
             )
         self.embed_tokens: nn.Embedding | None = None
         if config.own_embed_tokens:
@@ -102,7 +110,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             # The buffer is in no checkpoint, and a model that was built on meta has lost it.
             inv_freq, _ = module.frequencies(module.config)
             module.inv_freq.copy_(inv_freq)
-        elif isinstance(module, GroupedDynamicConvolution | CandidateSelector):
+        elif isinstance(module, GroupedDynamicConvolution | CandidateSelector | MarkovHead):
             module.reset_parameters()
 
     def cache_shapes(self) -> list[LayerShape]:
@@ -316,18 +324,43 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cap = self.config.final_logit_softcapping
         if cap:
             logits = torch.tanh(logits / cap) * cap
-        if self.d2t is None:
+        # What a reduced vocabulary leaves out is never proposed.
+        return self._over_all_tokens(logits, -torch.inf)
+
+    def logits_behind(self, logits: Tensor, before: Tensor) -> Tensor:
+        """Returns the draft's logits of slots behind the tokens before them: those that it was given, plus what its
+        Markov head says. A draft without one returns them as they are.
+
+        Args:
+            logits (`torch.Tensor` of shape `[..., V]`): Logits of the slots, from [`compute_logits`].
+            before (`torch.Tensor` of shape `[...]`, int64): The token before each slot; both shapes may be broadcast.
+
+        Returns:
+            `torch.Tensor` of shape `[..., V]`: In float32 or wider, on the device of the logits.
+        """
+        if self.markov_head is None:
             return logits
+        bias = self._over_all_tokens(self.markov_head(before), 0.0)
+        # The product may be in half precision, as its weights are; the sum is not.
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(dtype) + bias.to(logits.device, dtype)
+
+    def _over_all_tokens(self, values: Tensor, rest: float) -> Tensor:
+        """Returns values `[..., num_ids]` of the draft's tokens as `[..., V]`, with `rest` for all other tokens."""
+        if self.d2t is None:
+            return values
         # The config is checked: beside a reduced vocabulary it states the whole one.
         num_tokens = self.config.vocab_size or 0
         num_ids = self.d2t.shape[0]
-        # Row `i` of a reduced head is the token `i + d2t[i]`; what it leaves out is never proposed.
-        everything = logits.new_full((*logits.shape[:-1], num_tokens), -torch.inf)
+        # Row `i` of a reduced head is the token `i + d2t[i]`.
+        everything = values.new_full((*values.shape[:-1], num_tokens), rest)
         ids = torch.arange(num_ids, device=self.d2t.device)
-        return everything.index_copy_(-1, self.d2t + ids, logits)
+        return everything.index_copy_(-1, self.d2t + ids, values)
 
     def best_path(self, hidden_states: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
-        """Returns the draft's own choice for a block, without noise: the greedy walk of its selector, or the argmaxes.
+        """Returns the draft's own choice for a block, without noise.
+
+        That is the greedy walk of its selector or along its Markov head, or the argmaxes.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, K, D]`): States of the slots after the anchor.
@@ -337,13 +370,32 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         Returns:
             `torch.Tensor` of shape `[B, K]`, int64, on the device of the logits.
         """
-        if self.candidate_selector is None:
-            return ops.first_argmax(logits)
-        candidates, scores = self.candidate_selector(hidden_states, logits, anchors)
-        # The best candidate behind each one is found for all slots at once; the walk only looks them up.
-        best = scores.argmax(dim=-1)
-        path, _ = follow_path(candidates, scores, best)
-        return path
+        if self.candidate_selector is not None:
+            candidates, scores = self.candidate_selector(hidden_states, logits, anchors)
+            # The best candidate behind each one is found for all slots at once; the walk only looks them up.
+            best = scores.argmax(dim=-1)
+            path, _ = follow_path(candidates, scores, best)
+            return path
+        if self.markov_head is not None:
+            return walk(logits, anchors, self.logits_behind, _likeliest)
+        return ops.first_argmax(logits)
+
+    def transitions(
+        self, hidden_states: Tensor, logits: Tensor, anchors: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Returns what a tree of a block is built of; the arguments are [`best_path`]'s.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Candidates `[B, K, C]` and the scores of all transitions between them
+            `[B, K, C, C]`, as [`CandidateSelector`] returns them. Where the token before does not matter, no
+            candidates and the logits.
+        """
+        if self.candidate_selector is not None:
+            return self.candidate_selector(hidden_states, logits, anchors)
+        if self.markov_head is not None:
+            num = self.config.num_candidates or 0
+            return likeliest_transitions(logits, anchors, self.logits_behind, num)
+        return None, logits
 
     def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
         """Returns embeddings `[B, K, D]` of ids `[B, K]`: the draft's own, or the target's as in its training."""
@@ -382,3 +434,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         # The last sum is taken by the final norm; nobody needs it beside the norm's result.
         normed, _ = self.norm(hidden_states, residual)
         return normed
+
+
+def _likeliest(logits: Tensor, slots: slice) -> Tensor:
+    """Returns the likeliest token `[B, 1]` of one slot's logits `[B, 1, V]`."""
+    return ops.first_argmax(logits)

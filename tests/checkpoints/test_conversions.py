@@ -13,7 +13,7 @@ import torch
 from dflash_hf import DFlashDraftModel
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from dflash_hf.checkpoints.formats import FIELDS, FORMATS
-from helpers.layouts import DFLASH2, FULL, OWN, SLIDING, YARN, content, make_draft
+from helpers.layouts import DFLASH2, DSPARK, FULL, OWN, SLIDING, YARN, content, make_draft
 
 # Option -> the ways in which a draft may have it, the first one as most drafts.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "reduced": {"own_lm_head": True, "draft_vocab_size": 13},
     },
     "anchor": {"kept": {}, "proposes": {"sample_from_anchor": True}},
-    "selector": {"none": {}, "DFlash 2": DFLASH2},
+    "path": {"none": {}, "DFlash 2": DFLASH2, "DSpark": DSPARK},
 }
 
 
@@ -133,7 +133,7 @@ def draft_of(choice: dict[str, str]) -> DFlashDraftModel:
 
 
 # How many of the pairs each format expresses.
-EXPRESSED = {"dflash": 104, "zlab": 33, "speculators": 46, "muse": 16, "deepspec": 5}
+EXPRESSED = {"dflash": 119, "zlab": 42, "speculators": 57, "muse": 16, "deepspec": 6}
 
 
 @pytest.mark.parametrize("layout", FORMATS)

@@ -15,6 +15,7 @@ from helpers.layouts import (
     CONFIGS,
     CONV,
     DFLASH2,
+    DSPARK,
     FULL,
     OWN,
     SELECTOR,
@@ -141,6 +142,35 @@ def test_fields_of_the_section_may_stand_at_the_top(tmp_path: Path) -> None:
         # DFlash 2 is recognised by its fields, in either place, whatever the architecture is called.
         ({"dflash_config": {**CONV, **SELECTOR}, "architectures": ["DFlash2DraftModel"]}, DFLASH2),
         ({**CONV, "dflash_config": SELECTOR}, DFLASH2),
+        # SpecForge's DSpark: the anchor's slot proposes, unless a key says otherwise.
+        (
+            {
+                "architectures": ["DSparkDraftModel"],
+                "markov_rank": 3,
+                "markov_head_type": "vanilla",
+                "enable_confidence_head": True,
+                "confidence_head_with_markov": True,
+                "dflash_config": {"markov_rank": 3, "projector_type": "dspark"},
+            },
+            {**DSPARK, "sample_from_anchor": True},
+        ),
+        # Model-Optimizer's.
+        (
+            {
+                "dflash_config": {
+                    "markov_rank": 3,
+                    "markov_head_type": "vanilla",
+                    "projector_type": "dspark",
+                    "shift_label": True,
+                    "use_confidence_head": True,
+                }
+            },
+            {**DSPARK, "sample_from_anchor": True},
+        ),
+        ({"markov_rank": 3, "dspark_bonus_anchor": True}, DSPARK),
+        ({"dspark_markov_rank": 3, "dflash_config": {"sample_from_anchor": False}}, DSPARK),
+        # No head at all.
+        ({"markov_rank": 0, "dflash_config": {"shift_label": False}}, {}),
     ],
 )
 def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
@@ -172,7 +202,22 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
             "attention_sink_bias absent or in .False,",
         ),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type .* got 'domino'"),
-        ({"dflash_config": {"markov_rank": 64}}, "markov_rank"),
+        (
+            {"dflash_config": {"markov_rank": 64}, "markov_rank": 32},
+            "got dflash_config.markov_rank = 64 beside markov_rank = 32",
+        ),
+        (
+            {"dflash_config": {"markov_rank": 64}, "markov_head_type": "rnn"},
+            "markov_head_type .*'vanilla' in .*, got 'rnn'",
+        ),
+        ({"markov_rank": 64, "vocab_size": None}, "vocab_size beside markov_rank, got None"),
+        ({**SELECTOR, "markov_rank": 64}, "no selector_rank beside markov_rank, got 3"),
+        ({"projector_type": "dspark"}, "projector_type in .'dflash',.*, got 'dspark'"),
+        ({"sample_from_anchor": True}, "no slot of the anchor that proposes, without markov_rank"),
+        (
+            {"markov_rank": 64, "sample_from_anchor": True, "dspark_bonus_anchor": True},
+            "got sample_from_anchor = True beside not dspark_bonus_anchor = False",
+        ),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"is_neox_style": False}, "is_neox_style"),
         ({"dflash_config": {"aaa": 1}, "bbb": 2}, r"got also \['bbb', 'dflash_config.aaa'\]"),
@@ -289,6 +334,31 @@ def saved_config(path: Path, layout: Any, **overrides: Any) -> dict[str, Any]:
             {"head_dim": 4},
         ),
         (
+            {
+                "speculators_model_type": "dspark",
+                "speculators_config": {"algorithm": "dspark"},
+                "sample_from_anchor": True,
+                "markov_rank": 3,
+                "markov_head_type": "vanilla",
+                "enable_confidence_head": True,
+                "confidence_head_with_markov": True,
+            },
+            {},
+            [],
+            {**DSPARK, "sample_from_anchor": True},
+        ),
+        # Written before speculators' configs said which slot proposes first: the anchor's did not.
+        (
+            {
+                "speculators_model_type": "dspark",
+                "speculators_config": {"algorithm": "dspark"},
+                "sample_from_anchor": None,
+            },
+            {},
+            [],
+            {"markov_rank": 256},
+        ),
+        (
             {},
             {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": None},
             [],
@@ -375,11 +445,25 @@ def test_speculators_config(
             "num_hidden_layers from 1 to 1024",
         ),
         ("speculators", {"mask_token_id": 48}, "mask_token_id in"),
-        ("deepspec", {"markov_rank": 256}, "markov_rank absent or in .0,. .* got 256"),
         (
             "deepspec",
-            {"enable_confidence_head": True},
-            "enable_confidence_head absent or in .False,",
+            {"markov_rank": 256, "markov_head_type": "gated"},
+            "markov_head_type 'vanilla' in .*, got 'gated'; the gated and the recurrent head",
+        ),
+        ("deepspec", {"markov_rank": -1}, "markov_rank from 1 to .*, got -1"),
+        (
+            "speculators",
+            {"speculators_model_type": "dspark"},
+            "speculators_config.algorithm 'dspark', got 'dflash'",
+        ),
+        (
+            "speculators",
+            {
+                "speculators_model_type": "dspark",
+                "speculators_config": {"algorithm": "dspark"},
+                "markov_head_type": "rnn",
+            },
+            "markov_head_type 'vanilla' in .*, got 'rnn'; the gated and the recurrent head",
         ),
         (
             "deepspec",

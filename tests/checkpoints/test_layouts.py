@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, Qwen3Model
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from dflash_hf.checkpoints.formats import FORMATS, detect_format, explain_foreign_draft
-from helpers.layouts import CONFIGS, DFLASH2, OWN, content, make_draft
+from helpers.layouts import CONFIGS, DFLASH2, DSPARK, OWN, content, make_draft
 from tiny import DEPTH, VOCAB, tiny_draft, tiny_target
 
 
@@ -77,6 +77,8 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         ("reduced vocabulary", "zlab", "draft_vocab_size = 13 .*; own_lm_head = True"),
         ("reduced vocabulary", "deepspec", "draft_vocab_size = 13"),
         ("from the anchor", "zlab", "sample_from_anchor = True"),
+        ("dspark, muse-like", "muse", "markov_rank = 3 .read back as None"),
+        ("dspark, reduced vocabulary", "zlab", "draft_vocab_size = 13 .*; own_lm_head = True"),
         ("sliding means causal", "speculators", "window_from_anchor = False .read back as True"),
         ("window from the anchor, all causal", "speculators", "is_causal"),
         (
@@ -136,7 +138,10 @@ def test_what_is_read_back_as_something_else_is_refused(tmp_path: Path) -> None:
 def test_names_of_weights_go_both_ways(layout: Any) -> None:
     own = {} if layout.has_vocabulary is False else OWN
     reduced = {"draft_vocab_size": 13} if layout.has_vocabulary is None else {}
-    second = DFLASH2 if layout.name in ("dflash", "zlab") else {}
+    # Of the two second stages the one whose weights are called otherwise.
+    second = DSPARK
+    if layout.name == "muse":
+        second = {}
     draft = make_draft(attention_bias=layout.name != "muse", **own, **reduced, **second)
     assert set(layout.renamed.values()) <= draft.state_dict().keys()
     assert len({layout.their_name(name) for name in draft.state_dict()}) == len(draft.state_dict())
@@ -169,6 +174,24 @@ def test_dflash2_is_stored_under_zlabs_names(tmp_path: Path) -> None:
     ]
     assert DFLASH2.items() <= configs[1]["dflash_config"].items()
     assert not DFLASH2.keys() & configs[0]["dflash_config"].keys()
+
+
+def test_dspark_is_stored_as_its_readers_look_for_it(tmp_path: Path) -> None:
+    """DeepSpec's names of the two tables, the rank in both places of z-lab's layout, and the architecture."""
+    for layout in ("zlab", "speculators"):
+        save_draft(make_draft(**DSPARK, sample_from_anchor=True), tmp_path / layout, layout)
+        names = set(load_file(tmp_path / layout / "model.safetensors"))
+        heads = {name for name in names if "markov" in name}
+        assert heads == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    config = json.loads((tmp_path / "zlab" / "config.json").read_text())
+    section = config["dflash_config"]
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    assert config["markov_rank"] == section["markov_rank"] == 3
+    assert (section["projector_type"], section["shift_label"]) == ("dspark", True)
+    assert not config["dspark_bonus_anchor"]
+    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "dspark"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
 
 
 @pytest.mark.parametrize(("stored", "said"), [(DFLASH2, {}), ({}, DFLASH2)])

@@ -108,8 +108,10 @@ def test_inspect_says_what_was_checked(name: str, said: str, tmp_path: Path) -> 
 
 
 def test_drafts_say_what_is_refused() -> None:
+    printed = " ".join(run("drafts", "--target", "NVFP4", columns=80).stdout.split())
+    assert "30B-A3B-NVFP4-DFlash refused: a variant that is not supported" in printed
     printed = " ".join(run("drafts", "--target", "Qwen3.8-27B", columns=80).stdout.split())
-    assert "RadixArk/Qwen3.8-27B-DSpark refused: a variant that is not supported" in printed
+    assert "RadixArk/Qwen3.8-27B-DSpark layout checked" in printed
     assert "incoai/Qwen3.8-27B-DFlash2 config checked" in printed
 
 

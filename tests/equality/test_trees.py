@@ -25,7 +25,7 @@ from tiny import (
     FAMILIES,
     draft_config,
     prompts,
-    randomise_dflash2,
+    randomise_heads,
     tiny_draft,
     tiny_target,
     truth_of,
@@ -46,7 +46,7 @@ def branching(
 ) -> Oracle:
     """A draft that is right in places, and whose second and third choice sometimes are where the first is not."""
     draft = Oracle(draft_config(target, 16, **options)).to(target.dtype).eval()
-    randomise_dflash2(draft)
+    randomise_heads(draft)
     arm(draft, truth, seed, None, nodes)
     draft.generation_config.num_tree_nodes = nodes
     return draft

@@ -16,7 +16,7 @@ from helpers import families
 from helpers.hybrid import use_float64_rules
 from helpers.static import TensorOracle
 from helpers.vision import VISION, VISION_HYBRIDS, vision_target
-from tiny import DFLASH2, FAMILIES, HYBRIDS, draft_config, randomise_dflash2, tiny_target
+from tiny import DFLASH2, FAMILIES, HYBRIDS, draft_config, randomise_heads, tiny_target
 
 # Built from their config classes, each for something that the families of `tiny` do not have: learned positions,
 # parallel blocks, layer norms, partial or no RoPE, latent attention, two attention calls a layer.
@@ -143,7 +143,7 @@ def draft_of(target: str, kind: str) -> Oracle:
     model = target_of(target)
     torch.manual_seed(0)
     draft = Oracle(draft_config(model, 12, **DRAFTS[kind])).to(model.dtype).eval()
-    randomise_dflash2(draft)
+    randomise_heads(draft)
     return draft
 
 

@@ -25,6 +25,7 @@ TINY: dict[str, Any] = {
 CONV: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4}
 SELECTOR: dict[str, Any] = {"selector_rank": 3, "selector_top_k": 5}
 DFLASH2: dict[str, Any] = {**CONV, **SELECTOR}
+DSPARK: dict[str, Any] = {"markov_rank": 3}
 MUSE_LIKE: dict[str, Any] = {"raw_input_embeddings": True, "is_causal": False}
 ANCHORED: dict[str, Any] = {
     "layer_types": [SLIDING, FULL],
@@ -92,6 +93,17 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**OWN, "is_causal": False, "sample_from_anchor": True, "target_layer_ids": [-1, 2, 7]},
         ["deepspec", "speculators", "deepspec"],
     ),
+    "dspark": ({**DSPARK, "sample_from_anchor": True}, ["zlab", "speculators", "zlab"]),
+    "dspark, kept anchor": (DSPARK, ["zlab", "speculators"]),
+    "dspark, reduced vocabulary": (
+        {**ANCHORED, **DSPARK, "own_lm_head": True, "draft_vocab_size": 13},
+        ["speculators"],
+    ),
+    "dspark of deepspec": (
+        {**OWN, **DSPARK, "is_causal": False, "sample_from_anchor": True},
+        ["deepspec", "speculators", "deepspec"],
+    ),
+    "dspark, muse-like": ({**MUSE_LIKE, **DSPARK}, ["zlab", "speculators"]),
     "tapped after DeepStack": ({**MUSE_LIKE, "tap_after_deepstack": True}, []),
     "embedding tapped": ({"target_layer_ids": [-1, 2]}, ["zlab", "speculators"]),
 }
@@ -105,7 +117,7 @@ def make_draft(**overrides: Any) -> DFlashDraftModel:
     torch.manual_seed(0)
     draft = DFlashDraftModel(DFlashConfig(**{**TINY, **overrides})).eval()
     for name, parameter in draft.named_parameters():
-        if "_conv." in name or "selector." in name:
+        if any(part in name for part in ("_conv.", "selector.", "markov_head.")):
             torch.nn.init.normal_(parameter)
     if draft.d2t is not None:
         draft.d2t.copy_(5 + 2 * torch.arange(draft.d2t.shape[0]))

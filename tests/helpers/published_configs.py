@@ -203,6 +203,89 @@ DEEPSPEC: dict[str, Any] = {
     "enable_confidence_head": False,
     "confidence_head_with_markov": False,
 }
+DEEPSPEC_DSPARK: dict[str, Any] = {
+    **DEEPSPEC,
+    "markov_rank": 256,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+# Read by a reader of its config on 2026-08-18: the layout, with what the card of SpecForge's recipe says.
+RADIXARK: dict[str, Any] = {
+    **without(DFLASH2, "is_causal", "sliding_window", "use_sliding_window", "max_window_layers"),
+    "architectures": ["DSparkDraftModel"],
+    "attention_mode": "gqa",
+    "block_size": 7,
+    "confidence_head_with_markov": True,
+    "dflash_config": {
+        "attention_mode": "gqa",
+        "markov_rank": 256,
+        "mask_token_id": 248070,
+        "projector_type": "dspark",
+        "target_layer_ids": [5, 19, 33, 47, 61],
+    },
+    "draft_vocab_size": 248320,
+    "enable_confidence_head": True,
+    "layer_types": [FULL] * 5,
+    "markov_head_type": "vanilla",
+    "markov_rank": 256,
+    "mask_token_id": 248070,
+    "projector_type": "dspark",
+    "target_layer_ids": [5, 19, 33, 47, 61],
+}
+# RedHatAI/GLM-5.3-speculator.dspark's.
+SPECULATORS_DSPARK: dict[str, Any] = {
+    "architectures": ["DSparkDraftModel"],
+    "aux_hidden_state_layer_ids": [2, 20, 39, 58, 75],
+    "block_size": 8,
+    "confidence_head_with_markov": True,
+    "draft_vocab_size": 154880,
+    "dtype": "bfloat16",
+    "enable_confidence_head": True,
+    "markov_head_type": "vanilla",
+    "markov_rank": 256,
+    "mask_token_id": 154856,
+    "sample_from_anchor": True,
+    "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dspark",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": 8,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "name_or_path": "zai-org/GLM-5.3",
+        },
+    },
+    "speculators_model_type": "dspark",
+    "speculators_version": "0.7.0.dev108",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "layer_types": [SLIDING] * 3,
+        "max_position_embeddings": 1048576,
+        "model_type": "qwen3",
+        "num_attention_heads": 64,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "vocab_size": 154880,
+    },
+}
 # The defaults of Transformers' own class are this draft's.
 MUSE: dict[str, Any] = {
     "architectures": ["MuseGlimmerAssistantModel"],
@@ -299,6 +382,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "nm-testing/dflash-qwen3-8b-speculators": SPECULATORS,
     "deepseek-ai/dflash_qwen3_8b_block7": DEEPSPEC,
+    "deepseek-ai/dspark_qwen3_8b_block7": DEEPSPEC_DSPARK,
+    "RadixArk/Qwen3.8-27B-DSpark": RADIXARK,
+    "RedHatAI/GLM-5.3-speculator.dspark": SPECULATORS_DSPARK,
+    "Model-Optimizer, DSpark": with_section(
+        QWEN3_8B | {"architectures": ["Qwen3DSparkModel"], "block_size": 8},
+        markov_head_type="vanilla",
+        markov_rank=256,
+        projector_type="dspark",
+        shift_label=True,
+        use_confidence_head=True,
+    ),
     "meta-models/Muse-Glimmer-30B-assistant": MUSE,
     "SpecForge, Qwen3.5-35B-A3B": zlab(8, 2048, 6144, (32, 4), 16, ([1, 10, 19, 28, 37], 40)),
     "SpecForge, LFM2.5-1.2B": with_section(
@@ -351,13 +445,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "attention_sink_bias absent or in .False,",
     ),
-    "deepseek-ai/dspark_qwen3_8b_block7": (
-        {**DEEPSPEC, "markov_rank": 256, "enable_confidence_head": True},
-        "markov_rank absent or in .0,.*got 256",
-    ),
-    "RadixArk/Qwen3.8-27B-DSpark": (
-        with_section(DFLASH2, markov_rank=256),
-        "markov_rank absent or in .0,.*got 256",
+    "DeepSpec, a recurrent head": (
+        {**DEEPSPEC, "markov_rank": 256, "markov_head_type": "rnn"},
+        "markov_head_type 'vanilla' in .*, got 'rnn'",
     ),
     "SpecForge, Domino": (
         with_section(QWEN3_8B, projector_type="domino", pure_draft_prefix_len=1),
@@ -410,6 +500,7 @@ TINY: dict[str, Any] = {
     "swa_window_size": 5,
     "selector_rank": 4,
     "selector_top_k": 6,
+    "markov_rank": 4,
 }
 
 
@@ -419,7 +510,10 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
     for name, value in config.items():
         if isinstance(value, dict) and name in ("dflash_config", "transformer_layer_config"):
             out[name] = tiny(value)
-        elif name in TINY and value is not None:
+        elif name == "draft_vocab_size" and value == config.get("vocab_size"):
+            out[name] = TINY["vocab_size"]
+        # A rank of 0 is none.
+        elif name in TINY and value not in (None, 0):
             out[name] = TINY[name]
         else:
             out[name] = copy.deepcopy(value)

@@ -24,7 +24,7 @@ from dflash_hf.generation import buffers, checks, cuda_graph, decode
 from dflash_hf.generation.cuda_graph import GraphStep
 from dflash_hf.generation.graphs import Captured
 from dflash_hf.undo import held
-from tiny import OracleDraft, draft_config, randomise_dflash2
+from tiny import OracleDraft, draft_config, randomise_heads
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from harness.uncaptured import uncaptured
@@ -103,9 +103,9 @@ def tensor_oracle(
     """Builds a [`TensorOracle`] for a tiny target; as `tiny.oracle_draft` otherwise."""
     torch.manual_seed(seed)
     draft = TensorOracle(draft_config(target, block_size, **overrides)).to(target.dtype).eval()
-    if draft.candidate_selector is not None:
+    if draft.config.num_candidates is not None:
         draft.strength = 4.0
-    randomise_dflash2(draft)
+    randomise_heads(draft)
     return draft.arm(truth, seed)
 
 

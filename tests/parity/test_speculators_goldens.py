@@ -1,7 +1,8 @@
 """Draft logits against speculators 0.9, from goldens (see make_speculators_goldens.py), in float64.
 
 What its training forward computes for one anchor: taps stored one higher, the embedding and head of the checkpoint or
-of the target, offsets into a reduced vocabulary, windows that count from the anchor, causality inside them.
+of the target, offsets into a reduced vocabulary, windows that count from the anchor, causality inside them, and what
+DSpark's Markov head adds. Its confidence head is in the files, and left out.
 """
 
 from pathlib import Path
@@ -67,14 +68,17 @@ def block_of(
 
 def test_config_is_read_as_speculators_reads_it(variant: str, draft: DFlashDraftModel) -> None:
     config = draft.config
+    is_reduced = variant in ("reduced", "from-anchor", "dspark-reduced")
+    proposes = variant in ("from-anchor", "dspark", "dspark-reduced")
     assert config.target_layer_ids == [-1, 2, 5]
     assert (config.block_size, config.mask_token_id, config.vocab_size) == (4, 39, 40)
     assert config.own_embed_tokens == (variant == "copies")
-    assert config.own_lm_head == (variant in ("copies", "reduced", "from-anchor"))
-    assert config.draft_vocab_size == (17 if variant in ("reduced", "from-anchor") else None)
-    assert config.sample_from_anchor == (variant == "from-anchor")
-    assert config.num_proposals(4) == (4 if variant == "from-anchor" else 3)
-    slides = variant not in ("full", "copies", "llama")
+    assert config.own_lm_head == (is_reduced or variant == "copies")
+    assert config.draft_vocab_size == (17 if is_reduced else None)
+    assert config.sample_from_anchor == proposes
+    assert config.num_proposals(4) == (4 if proposes else 3)
+    assert config.markov_rank == (5 if variant.startswith("dspark") else None)
+    slides = variant not in ("full", "copies", "llama", "dspark", "dspark-kept-anchor")
     assert (config.sliding_window, config.window_from_anchor) == (
         (5, True) if slides else (None, False)
     )
@@ -89,6 +93,11 @@ def check(
     """Compares hidden states and logits, the latter where the reduced vocabulary puts them."""
     assert relative_error(hidden, golden[f"anchor_{anchor}.hidden"]) < TOLERANCE, f"anchor {anchor}"
     logits = draft.compute_logits(hidden, target_parts(variant)[1])
+    # Behind the right tokens, as its training shows them to a Markov head; without one nothing changes.
+    before = golden["input_ids"][:, anchor : anchor + draft.config.block_size]
+    if not draft.config.sample_from_anchor:
+        before = torch.cat([before[:, :1], before[:, :-1]], dim=1)
+    logits = draft.logits_behind(logits, before)
     assert logits.shape[-1] == 40
     if draft.d2t is not None:
         marks = load_file(GOLDENS / variant / "model.safetensors")["t2d"]

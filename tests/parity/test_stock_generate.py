@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.block.cache_name import CACHE_NAME
-from tiny import DFLASH2, draft_config, prompts, randomise_dflash2, tiny_target
+from tiny import DFLASH2, draft_config, prompts, randomise_heads, tiny_target
 
 BLOCK = 6
 NEW = 40
@@ -89,7 +89,7 @@ def test_partly_right_draft_gives_the_plain_text(
         .eval()
         .arm(plain[0], target.get_output_embeddings().weight, seed)
     )
-    randomise_dflash2(draft)
+    randomise_heads(draft)
     out = target.generate(
         **inputs,
         max_new_tokens=NEW,

@@ -13,7 +13,7 @@ from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
-from tiny import randomise_dflash2
+from tiny import randomise_heads
 
 # A server without a model stands there, which a benchmark asks too
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -78,7 +78,7 @@ def make_draft() -> MakeDraft:
         }
         draft = DFlashDraftModel(DFlashConfig(**{**fields, **changes}))
         if not fresh:
-            randomise_dflash2(draft)
+            randomise_heads(draft)
         return draft
 
     return make

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
-from tiny import DFLASH2, draft_config, randomise_dflash2, tiny_target
+from tiny import DFLASH2, draft_config, randomise_heads, tiny_target
 
 HIDDEN, GROUP, VOCAB, RANK, TOP = 8, 4, 12, 3, 5
 
@@ -126,7 +126,7 @@ def test_a_fresh_dflash2_draft_is_the_dflash1_draft() -> None:
 
     fresh = outcome(two)
     assert all(torch.equal(a, b) for a, b in zip(outcome(one), fresh, strict=True))
-    randomise_dflash2(two)
+    randomise_heads(two)
     assert not any(torch.equal(a, b) for a, b in zip(outcome(two), fresh, strict=True))
 
 

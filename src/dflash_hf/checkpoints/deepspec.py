@@ -1,8 +1,8 @@
-"""The format of DeepSpec's plain DFlash drafts (`markov_rank` 0); its DSpark heads are refused by name.
+"""The format of DeepSpec's drafts: plain DFlash (`markov_rank` 0), and DSpark with its vanilla Markov head.
 
 A flat Qwen3 config. Conventions: the anchor's slot proposes too, so a block of `B` gives `B` tokens; every layer is
 full and never causal inside the block; tap -1 is the embedding output; embedding and head are the draft's own (frozen
-copies of the target's), the embedding's rows raw.
+copies of the target's), the embedding's rows raw. A confidence head is left out: it proposes no token.
 Source: DeepSpec `deepspec/modeling/dspark/qwen3/{config,modeling}.py`.
 """
 
@@ -12,6 +12,9 @@ from typing import Any
 
 from dflash_hf.checkpoints.mapping import (
     COMMON_IGNORED,
+    CONFIDENCE_KEYS,
+    CONFIDENCE_WEIGHTS,
+    MARKOV_WEIGHTS,
     QWEN3_KEYS,
     QWEN3_THETA,
     REQUIRED,
@@ -41,6 +44,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         "own_embed_tokens": True,
         "own_lm_head": True,
         "sample_from_anchor": True,
+        "markov_rank": reader.take_markov_rank("markov_rank", kinds=("markov_head_type",)),
     }
 
 
@@ -51,7 +55,8 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "rope_parameters": config.rope_parameters,
         "num_anchors": 512,  # of its training; its class asks for the key
-        "markov_rank": 0,
+        "markov_rank": config.markov_rank or 0,
+        "markov_head_type": "vanilla",
         "enable_confidence_head": False,
         "tie_word_embeddings": False,
     }
@@ -67,10 +72,11 @@ DEEPSPEC = CheckpointFormat(
     keys=plain_keys(QWEN3_KEYS | dict.fromkeys(_STATED, REQUIRED) | {"num_target_layers": None}),
     read_rest=_read_rest,
     write_rest=_write_rest,
-    neutral={"markov_rank": (0,), "enable_confidence_head": (False,)},
     ignored=COMMON_IGNORED - {"model_type"}
-    # Of heads that are off, and of training
-    | {"confidence_head_with_markov", "markov_head_type", "num_anchors"}
+    | CONFIDENCE_KEYS
+    | {"num_anchors"}  # of training
     | {"max_window_layers", "sliding_window", "use_sliding_window"},  # of layers that do not slide
+    renamed=MARKOV_WEIGHTS,
+    dropped=CONFIDENCE_WEIGHTS,
     has_vocabulary=True,
 )

@@ -29,7 +29,7 @@ from dflash_hf.target_model.support import check_pair
 
 def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftModel:
     """Loads a draft from a folder or the Hub: ours, z-lab's (SpecForge's, Model-Optimizer's), speculators', Muse's, or
-    DeepSpec's plain DFlash.
+    DeepSpec's.
 
     Args:
         path_or_repo (`str` or `os.PathLike`): Folder or Hub id.
@@ -76,7 +76,7 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
             "mask_token_id",
         ),
         *("num_hidden_layers", "hidden_size", "sliding_window", "vocab_size", "draft_vocab_size"),
-        *("own_embed_tokens", "own_lm_head", "sample_from_anchor"),
+        *("own_embed_tokens", "own_lm_head", "sample_from_anchor", "markov_rank"),
     )
     return {
         "format": found.form.name,

@@ -46,9 +46,9 @@ def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
             return candidate
     raise ValueError(
         "expected a DFlash draft (model_type 'dflash' or 'muse_glimmer_assistant', a section dflash_config, "
-        "speculators_model_type 'dflash' with a transformer_layer_config, or markov_rank beside target_layer_ids), "
-        f"got model_type {shown(config.get('model_type'))} with the keys {shown(sorted(config))}; give the folder of "
-        "the draft"
+        "speculators_model_type 'dflash' or 'dspark' with a transformer_layer_config, or markov_rank beside "
+        f"target_layer_ids), got model_type {shown(config.get('model_type'))} with the keys {shown(sorted(config))}; "
+        "give the folder of the draft"
     )
 
 

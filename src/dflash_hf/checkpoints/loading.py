@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from dflash_hf.block.cache_name import CACHE_NAME
@@ -30,11 +30,13 @@ from dflash_hf.checkpoints.files import (
 )
 from dflash_hf.checkpoints.formats import FIELDS, CheckpointFormat, detect_format, make_config
 from dflash_hf.checkpoints.fresh import Tokenizer, fresh_config, set_first_values
+from dflash_hf.checkpoints.mapping import CONFIDENCE_WEIGHTS
 from dflash_hf.checkpoints.quantised import Stored, dequantised, scheme_of
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation_config import DFlashGenerationConfig
 
+logger: Any = logging.get_logger(__name__)
 # The arguments of `from_pretrained` that say which files are meant.
 HUB_ARGUMENTS = (
     "cache_dir",
@@ -83,7 +85,12 @@ class DFlashPreTrainedModel(PreTrainedModel):
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
     # Of speculators' format; which weights a checkpoint may hold is checked before, format by format.
-    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"^verifier_"]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"^t2d$",
+        r"^d2t$",
+        r"^verifier_",
+        r"^confidence_head",
+    ]
     _no_split_modules = ["DFlashDecoderLayer"]  # noqa: RUF012  (Transformers' own form)
     _skip_keys_device_placement = [CACHE_NAME]  # noqa: RUF012
     _supports_sdpa = True
@@ -141,6 +148,10 @@ class DFlashPreTrainedModel(PreTrainedModel):
         advice = "merge the adapter into the draft's weights, or take its files away"
         require(not adapter, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
         checkpoint = cls._checked(path, hub, kwargs, model_args)
+        if CONFIDENCE_WEIGHTS & checkpoint.stored.keys():
+            logger.warning_once(
+                f"The confidence head of {path} is not used: how many tokens a step verifies follows verify_width."
+            )
         generation_config = kwargs.pop("generation_config", None)
         renamed = {
             f"^{re.escape(one.name)}$": name
@@ -315,7 +326,7 @@ def _check_weights(
     """Raises unless the files hold exactly the expected weights, in floating point (and maps in integers)."""
     # Beside the whole vocabulary older speculators wrote the map of a reduced one.
     names = set(found)
-    if form.dropped and "d2t" not in expected:
+    if "t2d" in form.dropped and "d2t" not in expected:
         names.discard("d2t")
     wrong = [f"missing {form.their_name(name)}" for name in sorted(expected.keys() - names)]
     wrong += [f"unknown {found[name].name}" for name in sorted(names - expected.keys())]

@@ -131,6 +131,24 @@ class ConfigReader:
         require(dtype in (None, *floats), f"dtype in {floats}", dtype, "fix it")
         return dtype
 
+    def take_markov_rank(
+        self, *places: str, kinds: tuple[str, ...], default: int = 0
+    ) -> int | None:
+        """Takes the rank of a DSpark draft's Markov head, `None` without one, from `places`; `kinds` may say its kind.
+
+        Raises `ValueError` for a head of another kind than DeepSpec's vanilla one.
+        """
+        rank: int = self.take(*places, default=default, kind=int)
+        head: Any = self.take(*kinds, default="vanilla")
+        what = f"{' or '.join(kinds)} 'vanilla' in the checkpoint's config.json"
+        is_known = rank == 0 or head == "vanilla"
+        require(
+            is_known, what, head, "the gated and the recurrent head of DSpark are not supported"
+        )
+        if rank == 0:
+            return None
+        return rank
+
     def take_num_layers(self, *places: str, default: Any = REQUIRED) -> int:
         """Takes the number of draft layers, which other fields are as long as, and so has to be one that can be."""
         number: int = self.take(*places, default=default, kind=int)
@@ -381,6 +399,21 @@ ROPE_KEYS = frozenset(
 )
 # A target's image axes, copied into some drafts' configs. A draft's positions are plain indices: they do nothing.
 IMAGE_ROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
+# DSpark's names of the Markov head's weights -> ours.
+MARKOV_WEIGHTS = {
+    "markov_head.markov_w1.weight": "markov_head.markov_w1",
+    "markov_head.markov_w2.weight": "markov_head.markov_w2",
+}
+# Weights and keys of DSpark's confidence head: it says how many proposals to verify, and no token.
+CONFIDENCE_WEIGHTS = frozenset({"confidence_head.proj.weight", "confidence_head.proj.bias"})
+CONFIDENCE_KEYS = frozenset(
+    {
+        "enable_confidence_head",
+        "use_confidence_head",
+        "confidence_head_with_markov",
+        "confidence_head_alpha",
+    }
+)
 # What configs of Transformers carry about other things than a draft's function.
 COMMON_IGNORED = frozenset(
     {

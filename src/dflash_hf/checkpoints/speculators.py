@@ -1,11 +1,13 @@
-"""The format of vLLM's speculators (`speculators_model_type: "dflash"`), which vLLM serves.
+"""The format of vLLM's speculators (`speculators_model_type` "dflash" or "dspark"), which vLLM serves.
 
 The draft's decoder is a section `transformer_layer_config`, a Qwen3 or Llama config. Conventions: taps are stored as
 indices into `hidden_states`, one more than ours; sliding layers see the last `sliding_window` tokens before the anchor
 and are causal inside the block unless `sliding_window_non_causal`; `d2t` holds offsets, so that row `i` of a reduced
 head is token `i + d2t[i]`, and `t2d` marks those tokens. Nothing in the config says whether the embedding and the head
 are there: releases up to 0.8 save copies of the target's, 0.9 only a reduced head. Rows of the embedding are raw.
-Sources: speculators 0.9 `models/dflash/config.py`, `core.py`, `attention.py`, `model.py::DraftVocabMixin`.
+DSpark's configs say since July 2026 whether the anchor's slot proposes; those before were trained without it.
+Sources: speculators 0.9 `models/dflash/config.py`, `core.py`, `attention.py`, `model.py::DraftVocabMixin`,
+`models/dspark/config.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from torch import Tensor
 
 from dflash_hf.checkpoints.mapping import (
     COMMON_IGNORED,
+    CONFIDENCE_KEYS,
+    CONFIDENCE_WEIGHTS,
+    MARKOV_WEIGHTS,
     QWEN3_KEYS,
     QWEN3_THETA,
     REQUIRED,
@@ -30,6 +35,9 @@ from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import is_a, require
 
 MODEL_TYPE = "dflash"
+DSPARK = "dspark"
+# Of its config class, where the config does not state it.
+DSPARK_RANK = 256
 SECTION = "transformer_layer_config"
 DECODERS = ("qwen3", "llama")
 KEYS = (
@@ -56,11 +64,17 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         decoder,
         "this variant is not supported",
     )
+    model_type = reader.take("speculators_model_type")
     algorithm = reader.take("speculators_config", default={}, kind=dict).get(
-        "algorithm", MODEL_TYPE
+        "algorithm", model_type
     )
-    what = f"speculators_config.algorithm {MODEL_TYPE!r}"
-    require(algorithm == MODEL_TYPE, what, algorithm, "fix the config.json")
+    what = f"speculators_config.algorithm {model_type!r}"
+    require(algorithm == model_type, what, algorithm, "fix the config.json")
+    rank = None
+    if model_type == DSPARK:
+        rank = reader.take_markov_rank(
+            "markov_rank", kinds=("markov_head_type",), default=DSPARK_RANK
+        )
     non_causal = reader.take("sliding_window_non_causal", default=False, kind=bool)
     head_dim = QWEN3_KEYS["head_dim"]
     if decoder == "llama":
@@ -86,17 +100,29 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         # What is in the file decides whether the target's embedding and head are used.
         "own_embed_tokens": "embed_tokens.weight" in reader.weights,
         "own_lm_head": is_reduced or "lm_head.weight" in reader.weights,
+        "markov_rank": rank,
     }
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     greedy = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    model_type = MODEL_TYPE
+    dspark: dict[str, Any] = {"architectures": ["DFlashDraftModel"]}
+    if config.is_dspark:
+        model_type = DSPARK
+        dspark = {
+            "architectures": ["DSparkDraftModel"],
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        }
     return {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": MODEL_TYPE,
+        **dspark,
+        "speculators_model_type": model_type,
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": MODEL_TYPE,
+            "algorithm": model_type,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {**greedy, "speculative_tokens": config.num_proposals(config.block_size)}
@@ -141,7 +167,7 @@ def _name_target(written: dict[str, Any], name: str, architectures: list[str]) -
 SPECULATORS = CheckpointFormat(
     name="speculators",
     matches=lambda config: (
-        config.get("speculators_model_type") == MODEL_TYPE
+        config.get("speculators_model_type") in (MODEL_TYPE, DSPARK)
         and isinstance(config.get(SECTION), Mapping)
     ),
     keys=KEYS,
@@ -154,8 +180,11 @@ SPECULATORS = CheckpointFormat(
     | {f"{SECTION}.{key}" for key in COMMON_IGNORED - {"model_type"}}
     # Its MLP is Qwen3's, without a bias
     | {f"{SECTION}.{key}" for key in ("mlp_bias", "pretraining_tp")}
-    | {"speculators_model_type", "speculators_version"},
-    dropped=frozenset({"t2d", "verifier_lm_head.weight", "verifier_norm.weight"}),
+    | {"speculators_version"}
+    | CONFIDENCE_KEYS,
+    renamed=MARKOV_WEIGHTS,
+    dropped=frozenset({"t2d", "verifier_lm_head.weight", "verifier_norm.weight"})
+    | CONFIDENCE_WEIGHTS,
     derive=_derive,
     name_target=_name_target,
 )

@@ -1,9 +1,10 @@
 """The format of z-lab's checkpoints, which SpecForge and NVIDIA Model-Optimizer export too.
 
 A Qwen3 config with a section `dflash_config`, and the bare draft without embedding and head. Conventions: layer ids
-are 0-based layers whose output is tapped, `block_size` counts the anchor, a window of `w` means `q - k < w`. Sources:
-z-lab `dflash/model.py` 0.1.0, both classes; Model-Optimizer's `hf_spec_export.py::DFlashExporter` for `use_swa` and
-`causal`.
+are 0-based layers whose output is tapped, `block_size` counts the anchor, a window of `w` means `q - k < w`. With a
+`markov_rank` it is a DSpark draft of SpecForge's or Model-Optimizer's, whose anchor's slot proposes too unless a key
+says otherwise. Sources: z-lab `dflash/model.py` 0.1.0, both classes; Model-Optimizer's
+`hf_spec_export.py::DFlashExporter` for `use_swa` and `causal`; SGLang `dspark_components/dspark_config.py` for DSpark.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 
 from dflash_hf.checkpoints.mapping import (
     COMMON_IGNORED,
+    CONFIDENCE_KEYS,
+    CONFIDENCE_WEIGHTS,
+    MARKOV_WEIGHTS,
     QWEN3_KEYS,
     QWEN3_THETA,
     REQUIRED,
     CheckpointFormat,
     ConfigReader,
     Key,
+    agreed,
     beside,
     plain_keys,
     qwen3_layers,
@@ -48,16 +53,14 @@ KEYS = (
     *(Key(name, None, _both(name), optional=True) for name in DFLASH2_FIELDS),
 )
 
-# Domino, DSpark, sinks and others; each with the values under which the draft is a plain DFlash one.
+# Domino, sinks and others; each with the values under which the draft is a plain DFlash one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_both("add_swa_attention_sink_bias", "attention_sink_bias"), (False,)),
-    **dict.fromkeys(_both("sample_from_anchor", "shift_label", "use_confidence_head"), (False,)),
     **dict.fromkeys(_both("attention_value_scale", "logit_scale"), (1.0,)),
-    **dict.fromkeys(_both("markov_rank", "pure_draft_prefix_len"), (0,)),
+    **dict.fromkeys(_both("pure_draft_prefix_len"), (0,)),
     "mlp_bias": (False,),
     **dict.fromkeys(_both("is_neox_style"), (True,)),
-    f"{SECTION}.attention_mode": ("gqa", "mha"),
-    f"{SECTION}.projector_type": ("dflash",),
+    **dict.fromkeys(_both("attention_mode"), ("gqa", "mha")),
 }
 
 
@@ -91,6 +94,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     require(value_dim == head_dim, what, value_dim, "this variant of DFlash is not supported")
     return {
         **layers,
+        **_read_dspark(reader),
         "target_hidden_size": reader.take(*_both("target_hidden_size"), default=None),
         "is_causal": is_causal,
         "rope_parameters": reader.take_rope(QWEN3_THETA),
@@ -103,6 +107,32 @@ def _refuse_adapter(reader: ConfigReader) -> None:
     what = "a draft that takes the target's states as they are"
     action = "this adapter of JetSpec's is not supported; take a draft trained for the target"
     require(not adapter, what, adapter, action)
+
+
+def _read_dspark(reader: ConfigReader) -> dict[str, Any]:
+    """Reads the rank of a Markov head, and whether the anchor's slot proposes, as it may beside such a head alone."""
+    ranks = (*_both("markov_rank"), "dspark_markov_rank")
+    kinds = (*_both("markov_head_type"), "dspark_markov_head_type")
+    rank = reader.take_markov_rank(*ranks, kinds=kinds)
+    names = ("dflash",)
+    if rank is not None:
+        names = ("dflash", "dspark")
+    projector = reader.take(*_both("projector_type"), default="dflash")
+    what = f"projector_type in {names} in the checkpoint's config.json"
+    require(projector in names, what, projector, "this variant of DFlash is not supported")
+    proposes = reader.stated(*_both("sample_from_anchor", "shift_label"))
+    # The same, said the other way round.
+    proposes |= {
+        f"not {place}": not value
+        for place, value in reader.stated(*_both("dspark_bonus_anchor")).items()
+    }
+    is_first = rank is not None
+    if proposes:
+        is_first = agreed(proposes)
+    what = "no slot of the anchor that proposes, without markov_rank"
+    is_known = rank is not None or not is_first
+    require(is_known, what, proposes, "this variant of DFlash is not supported")
+    return {"markov_rank": rank, "sample_from_anchor": is_first}
 
 
 def _take_causality(reader: ConfigReader) -> bool | None:
@@ -130,12 +160,27 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     }
     if config.is_dflash2:
         written["architectures"] = ["DFlash2DraftModel"]
+    if config.is_dspark:
+        written |= _written_dspark(config)
     # Without the key the layers follow z-lab's rule: sliding means causal.
     if len(set(config.is_causal)) == 1:
         written["is_causal"] = config.is_causal[0]
     if rope == {"rope_type": "default"}:
         written["rope_scaling"] = None
     return written
+
+
+def _written_dspark(config: DFlashConfig) -> dict[str, Any]:
+    """Returns the keys of a Markov head: SGLang and vLLM read those outside the section, TensorRT-LLM the others."""
+    head = {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **head,
+        "enable_confidence_head": False,
+        "sample_from_anchor": config.sample_from_anchor,
+        "dspark_bonus_anchor": not config.sample_from_anchor,
+        SECTION: {**head, "projector_type": "dspark", "shift_label": config.sample_from_anchor},
+    }
 
 
 def _refuse(config: DFlashConfig) -> Iterator[str]:
@@ -156,6 +201,9 @@ ZLAB = CheckpointFormat(
     neutral=NEUTRAL,
     ignored=COMMON_IGNORED
     | TRAINING_KEYS
+    | {place for name in CONFIDENCE_KEYS for place in _both(name)}
     | {f"{SECTION}.mask_token", "mask_token", "pretraining_tp"},
+    renamed=MARKOV_WEIGHTS,
+    dropped=CONFIDENCE_WEIGHTS,
     has_vocabulary=False,
 )

@@ -51,6 +51,8 @@ def described(found: dict[str, Any]) -> dict[str, str]:
     form = found["format"]
     if found["is_dflash2"]:
         form += " (DFlash 2)"
+    if found["markov_rank"]:
+        form += f" (DSpark, Markov head of rank {found['markov_rank']})"
     wanted: list[str] = []
     if found["target"]:
         wanted.append(found["target"])

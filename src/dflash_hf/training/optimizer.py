@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dflash_hf.training.arguments import DFlashTrainingArguments
 
 # Rows per token, not maps between states.
-TABLES = ("_codebook", "embed_tokens.weight", "lm_head.weight")
+TABLES = ("_codebook", "markov_w1", "markov_w2", "embed_tokens.weight", "lm_head.weight")
 
 
 def matrix_names(model: nn.Module) -> list[str]:
