@@ -18,7 +18,16 @@ from helpers.half import half
 from helpers.static import set_engine, tensor_oracle
 from helpers.vision import vision_prompts, vision_target
 from helpers.whole_blocks import use_whole_blocks
-from tiny import DFLASH2, draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import (
+    DFLASH2,
+    DSPARK,
+    draft_config,
+    oracle_draft,
+    prompts,
+    tiny_draft,
+    tiny_target,
+    truth_of,
+)
 
 SETTINGS: dict[str, Any] = {
     "max_new_tokens": 30,
@@ -113,7 +122,7 @@ def test_images(sizes: list[int]) -> None:
     ("proposal", "options"),
     half(
         [("argmax", 0), ("shared_noise", 12), ("argmax", 12), ("sample", 0)],
-        {"dflash": {}, "dflash2": DFLASH2},
+        {"dflash": {}, "dflash2": DFLASH2, "dspark": DSPARK},
     ),
 )
 def test_sampled_texts_do_not_follow_from_where_rows_stand(

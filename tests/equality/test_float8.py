@@ -25,7 +25,7 @@ from dflash_hf.generation.float8 import (
 from dflash_hf.target_model.parts import find_target
 from helpers.float8 import use_emulation
 from helpers.static import TapeStep, set_engine, tensor_oracle, use_tapes
-from tiny import DFLASH2, VOCAB, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, VOCAB, prompts, tiny_draft, tiny_target, truth_of
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "own head": {"own_lm_head": True},
     "biases": {"attention_bias": True},
     "DFlash 2": DFLASH2,
+    "DSpark": DSPARK,
 }
 
 

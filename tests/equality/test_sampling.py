@@ -15,7 +15,7 @@ from dflash_hf.generation.sampling import NoiseKey, gumbel_noise
 from dflash_hf.ops import exponential_noise
 from helpers.half import half
 from helpers.whole_blocks import use_whole_blocks
-from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -30,10 +30,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# The two generations of drafts.
-KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "dflash 2": DFLASH2}
+# The kinds of drafts that choose their tokens differently.
+KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "dflash 2": DFLASH2, "dspark": DSPARK}
 # Block sizes and widths that a text is compared at, beside one token at a time.
-SIZES = {"dflash": [(4, 4), (16, 5)], "dflash 2": [(16, 16), (16, 5)]}
+SIZES = {
+    "dflash": [(4, 4), (16, 5)],
+    "dflash 2": [(16, 16), (16, 5)],
+    "dspark": [(16, 16), (16, 5)],
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

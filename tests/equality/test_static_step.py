@@ -22,7 +22,7 @@ from helpers.half import pairs
 from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.vision import VISION, Grid, vision_prompts, vision_target
 from helpers.whole_blocks import use_whole_blocks
-from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 20
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
@@ -90,6 +90,7 @@ def test_every_family_gives_the_plain_text(batch: str, family: str, engine: Any)
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash 2": DFLASH2,
+    "dspark": {**DSPARK, "sample_from_anchor": True},
     "from the anchor": {"sample_from_anchor": True},
     "window from the anchor": {"window_from_anchor": True},
     "taps the embeddings": {"target_layer_ids": [-1, 2]},
@@ -178,7 +179,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "proposal", "warpers", "engine"),
     pairs(
-        {"dflash": {}, "dflash 2": DFLASH2},
+        {"dflash": {}, "dflash 2": DFLASH2, "dspark": DSPARK},
         ["shared_noise", "argmax", "sample"],
         WARPERS,
         ["static", "cuda_graph"],

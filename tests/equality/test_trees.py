@@ -22,6 +22,7 @@ from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
 from tiny import (
     DFLASH2,
+    DSPARK,
     FAMILIES,
     draft_config,
     prompts,
@@ -32,6 +33,12 @@ from tiny import (
 )
 
 NEW = 18
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": DFLASH2,
+    "dspark": DSPARK,
+    "anchor": {"sample_from_anchor": True},
+}
 # Block size, nodes, and lengths of the rows' prompts.
 SHAPES = [(5, 8, [9]), (8, 16, [4, 11, 7]), (16, 32, [12, 3]), (8, 3, [6])]
 
@@ -133,14 +140,14 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "rule", "warpers"),
-    pairs(["dflash", "dflash2", "anchor"], ["argmax", "shared_noise"], WARPERS),
+    pairs(list(KINDS), ["argmax", "shared_noise"], WARPERS),
 )
 def test_a_sampled_text_is_that_of_block_size_one(
     kind: str, rule: str, warpers: dict[str, Any]
 ) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 9, 6], 3)
-    options = {"dflash2": DFLASH2, "anchor": {"sample_from_anchor": True}}.get(kind, {})
+    options = KINDS[kind]
     settings = {"max_new_tokens": 16, "do_sample": True, "eos_token_id": 9, **warpers}
     draft = tiny_draft(target, 16, **options)
     draft.generation_config.block_size = 1
@@ -350,14 +357,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "settings", "lengths"),
-    pairs(["dflash", "dflash2", "anchor"], SETTINGS, {"1": [9], "3": [4, 11, 7]}),
+    pairs(list(KINDS), SETTINGS, {"1": [9], "3": [4, 11, 7]}),
 )
 def test_steps_of_chains_and_of_trees_in_one_run(
     kind: str, settings: dict[str, Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever size is verified next, as a tree or as the chain of all proposals."""
     target, build = target_of("qwen3-sliding"), TreeBuilder.build
-    options = {"dflash2": DFLASH2, "anchor": {"sample_from_anchor": True}}.get(kind, {})
+    options = KINDS[kind]
     settings = {"max_new_tokens": 60, "eos_token_id": 1, **settings}
     is_chain, built = list[bool](), list[bool]()
     monkeypatch.setattr(TreeBuilder, "build", lambda *args: built.append(True) or build(*args))

@@ -23,7 +23,7 @@ from helpers.half import pairs
 from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
-from tiny import DFLASH2, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 26
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
@@ -118,6 +118,7 @@ def test_every_family_gives_the_plain_text(
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash 2": DFLASH2,
+    "dspark": DSPARK,
     "from the anchor": {"sample_from_anchor": True},
     "window from the anchor": {"window_from_anchor": True},
     "taps the embeddings": {"target_layer_ids": [-1, 2]},

@@ -160,12 +160,15 @@ def calls_of(draft: Any, num_fused: int = 0, num_layers: int = 4) -> Counter[str
     Of those, `num_fused` have attention like Qwen3's or Llama's, in a dtype in which it is known by what it computes.
 
     A step has context to write from the first one on; the prefill chooses and commits a token too; a selector chooses
-    among candidates, not over the vocabulary. Samples are drawn from logits, but for those behind a rejection.
+    among candidates, not over the vocabulary, and along a Markov head each slot chooses by itself. Samples are drawn
+    from logits, but for those behind a rejection.
     """
     stats, config = draft.last_stats, draft.config
     verifies, drafts = stats.num_target_forwards - 1, stats.num_draft_forwards
     assert drafts > 1
     chosen = drafts if config.selector_rank is None else 0
+    if config.is_dspark:
+        chosen = sum(width - 1 for width in stats.verify_widths)
     argmax, drawn = {
         "greedy": (1 + verifies + chosen, 0),
         "argmax": (chosen, 1 + verifies),

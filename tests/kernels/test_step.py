@@ -21,7 +21,7 @@ from helpers.half import half
 from helpers.kernel_checks import DEVICES, Calls, calls_of, find_out
 from helpers.static import Tape, TapeStep, TensorOracle, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
-from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 10
 ENGINES = ["eager", "static", "cuda_graph"]
@@ -29,6 +29,7 @@ SLIDING: dict[str, Any] = {"sliding_window": 5, "window_from_anchor": True}
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dflash 2": DFLASH2,
+    "dspark": DSPARK,
     "from the anchor": {"sample_from_anchor": True},
     "window from the anchor": SLIDING,
 }
@@ -126,7 +127,11 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "proposal", "engine"),
-    half({"dflash": {}, "dflash 2": DFLASH2}, ["argmax", "shared_noise", "sample"], ENGINES),
+    half(
+        {"dflash": {}, "dflash 2": DFLASH2, "dspark": DSPARK},
+        ["argmax", "shared_noise", "sample"],
+        ENGINES,
+    ),
 )
 def test_a_sampled_text_is_that_without_kernels(
     kind: Any, proposal: Any, engine: Any, calls: Calls

@@ -7,12 +7,14 @@ import pytest
 from dflash_hf.doctor.probe import Probe
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.data import Example
-from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, prompts, tiny_draft, tiny_target, truth_of
 
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize(
-    "options", [{}, DFLASH2, {"sample_from_anchor": True}], ids=["dflash", "dflash 2", "anchor"]
+    "options",
+    [{}, DFLASH2, DSPARK, {"sample_from_anchor": True}],
+    ids=["dflash", "dflash 2", "dspark", "anchor"],
 )
 def test_a_walk_along_trees_commits_what_generate_does(options: dict[str, object]) -> None:
     target = tiny_target("qwen3")

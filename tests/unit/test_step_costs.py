@@ -107,3 +107,16 @@ def test_weights_in_buffers_count_as_linear_layers_do() -> None:
 def test_a_model_without_weights_costs_something() -> None:
     costs = StepCosts(target=1, draft=1, head=1, block_size=4, num_proposals=3)
     assert costs.of_step(1, 1) > 0
+
+
+def test_every_slot_of_a_markov_head_reads_it_anew() -> None:
+    target = tiny_target("qwen3")
+    found = find_target(target)
+    plain = StepCosts.of(found, tiny_draft(target, 8), 8)
+    dspark = StepCosts.of(found, tiny_draft(target, 8, markov_rank=4), 8)
+    assert dspark.markov == 64 * 4
+    assert dspark.of_step(1, 2) == plain.of_step(1, 2)
+    # Its 256 weights, for two rows, at each of three slots; one reading is as dear as the products of some tokens.
+    once = dspark.of_step(2, 2) - plain.of_step(2, 2)
+    assert once > 64 * 4
+    assert dspark.of_step(4, 2) - plain.of_step(4, 2) == pytest.approx(3 * once)

@@ -41,8 +41,8 @@ SMALLEST_BUCKET = 128
 
 
 def num_choices(target: Target, draft: DFlashDraftModel) -> int:
-    """Returns how many tokens a draft chooses among: a selector's candidates, or its vocabulary."""
-    return draft.config.selector_top_k or draft.config.draft_vocab_size or target.vocab_size
+    """Returns how many tokens trees choose among: the candidates of a slot, or the draft's vocabulary."""
+    return draft.config.num_candidates or draft.config.draft_vocab_size or target.vocab_size
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,6 +14,7 @@ from dflash_hf.block.tree import TreeBuilder
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.rows import copy_row
 from dflash_hf.draft_model.dflash2 import follow_path
+from dflash_hf.draft_model.dspark import walk
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.newest_context import NewestContext
 from dflash_hf.generation.request import Request
@@ -249,13 +250,37 @@ class DFlashCandidateGenerator:
         positions = slots + self.ahead
         if self.draft.candidate_selector is not None:
             return self._chain_of_candidates(state, hidden, logits, positions)
+        if self.draft.config.is_dspark:
+            return self._chain_of_slots(state, logits, positions)
         if self.proposal == "shared_noise":
             # With the target's own noise, so that the two agree where their distributions do.
             return draw_from_logits(logits, self.processors, state.noise_key, positions)
+        tokens, state.draft_probs = self._draw(state, logits, positions)
+        return tokens
+
+    def _draw(self, state: DecodeState, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Draws tokens `[B, n]` for these positions; returns them, and the probabilities `[B, n, V]` of all tokens."""
         scores = self.processors.warp(logits)
         # Rejection compares the target's probabilities with these.
-        state.draft_probs = torch.softmax(scores, dim=-1)
-        return choose(scores, state.noise_key, positions, DRAFT_STREAM)
+        probs = torch.softmax(scores, dim=-1)
+        return choose(scores, state.noise_key, positions, DRAFT_STREAM), probs
+
+    def _chain_of_slots(self, state: DecodeState, logits: Tensor, positions: Tensor) -> Tensor:
+        """Returns sampled proposals `[B, W - 1]` of a Markov head's draft: each slot behind the token drawn before."""
+        probs: list[Tensor] = []
+
+        def sample(logits_B1V: Tensor, slot: slice) -> Tensor:
+            position = positions[:, slot]
+            if self.proposal == "shared_noise":
+                return draw_from_logits(logits_B1V, self.processors, state.noise_key, position)
+            token, of_slot = self._draw(state, logits_B1V, position)
+            probs.append(of_slot)
+            return token
+
+        tokens = walk(logits, state.anchor, self.draft.logits_behind, sample)
+        if probs:
+            state.draft_probs = torch.cat(probs, dim=1)
+        return tokens
 
     def _chain_of_candidates(
         self, state: DecodeState, hidden: Tensor, logits: Tensor, positions: Tensor
@@ -285,14 +310,10 @@ class DFlashCandidateGenerator:
     def _scores(
         self, state: DecodeState, hidden: Tensor, logits: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns a selector's candidates and scores, or none and the logits; processed where tokens are sampled."""
-        selector = self.draft.candidate_selector
-        candidates = None
-        scores = logits
-        if selector is not None:
-            candidates, scores = selector(hidden, logits, state.anchor)
+        """Returns the draft's candidates and scores, or none and the logits; processed where tokens are sampled."""
+        candidates, scores = self.draft.transitions(hidden, logits, state.anchor)
         if not self._takes_likeliest(state):
-            # Warpers work on rows of scores: a selector's row holds the tokens that may follow one predecessor.
+            # Warpers work on rows of scores: a row of candidates holds those that may follow one predecessor.
             rows = scores.flatten(1, -2)
             scores = self.processors.warp(rows).view_as(scores)
         return candidates, scores

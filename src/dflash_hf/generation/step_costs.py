@@ -34,6 +34,7 @@ class StepCosts:
         head (`int`): Weights of the head that the draft's states go through.
         block_size (`int`): Tokens of the draft's block.
         num_proposals (`int`): Slots of the block that propose.
+        markov (`int`): Weights that each slot goes through behind the one before it; 0 without a Markov head.
     """
 
     target: int
@@ -41,6 +42,7 @@ class StepCosts:
     head: int
     block_size: int
     num_proposals: int
+    markov: int = 0
 
     @classmethod
     def of(cls, target: Target, draft: DFlashDraftModel, block_size: int) -> StepCosts:
@@ -48,6 +50,10 @@ class StepCosts:
         head = target.head
         if draft.lm_head is not None:
             head = draft.lm_head
+        markov = 0
+        if draft.markov_head is not None:
+            # Of its two tables the first is looked up.
+            markov = draft.markov_head.markov_w2.numel()
         # Embeddings are looked up, not read, and a vision tower runs in the prefill alone.
         layers = sum(_num_weights(layer) for layer in target.layers)
         return cls(
@@ -56,6 +62,7 @@ class StepCosts:
             head=_num_weights(head),
             block_size=block_size,
             num_proposals=draft.config.num_proposals(block_size),
+            markov=markov,
         )
 
     def of_step(self, width: int, rows: int) -> float:
@@ -66,6 +73,8 @@ class StepCosts:
         num_heads = min(width - 1, self.num_proposals)
         cost += _of_products(self.draft, rows * self.block_size)
         cost += _of_products(self.head, rows * num_heads)
+        # One slot after the other: each of them reads the weights anew.
+        cost += num_heads * _of_products(self.markov, rows)
         return cost
 
 

@@ -148,16 +148,12 @@ def _along_tree(
     """How far the truth goes along a tree of as many tokens as the chain has, `[B]`; one row per block."""
     batch, depth = truth_BD.shape
     device = logits_BDV.device
-    selector = draft.candidate_selector
-    trees = TreeBuilder(
-        depth + 1, depth, logits_BDV.shape[-1] if selector is None else selector.top_k, device
-    )
+    num_choices = draft.config.num_candidates or logits_BDV.shape[-1]
+    trees = TreeBuilder(depth + 1, depth, num_choices, device)
     nodes, block = (
         torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((4,), ())
     )
-    candidates, scores = (
-        (None, logits_BDV) if selector is None else selector(hidden, logits_BDV, heads)
-    )
+    candidates, scores = draft.transitions(hidden, logits_BDV, heads)
     trees.build(scores, nodes, block, candidates)
     return DraftTree(*nodes[:3]).agree(block, truth_BD.to(device)).to(truth_BD.device)
 
