@@ -140,7 +140,7 @@ class DFlashGenerationConfig(GenerationConfig):
             in [`~dflash_hf.iterate`]. Captured steps go by a table of their own (docs/widths.md): many rows of a whole
             block make a GPU compute more than it reads.
         num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of so many tokens, the anchor included, at most
-            64: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
+            256: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
             earlier in the text. 0 is a chain, the draft's first choice alone. Exact under `"argmax"` and
             `"shared_noise"`; `"sample"` verifies chains, and trees are refused beside it. `verify_width` left out or
             `"auto"` then chooses how many of the nodes to verify. `"auto"` has it choose among up to four times as

@@ -501,17 +501,17 @@ class Listener(BaseStreamer):
         (
             {"num_tree_nodes": 1},
             {},
-            "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 1",
+            "expected num_tree_nodes between 2 and 256, 0 for a chain, or 'auto', got 1",
         ),
         (
-            {"num_tree_nodes": 65},
+            {"num_tree_nodes": 257},
             {},
-            "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got 65",
+            "expected num_tree_nodes between 2 and 256, 0 for a chain, or 'auto', got 257",
         ),
         (
             {"num_tree_nodes": True},
             {},
-            "expected num_tree_nodes between 2 and 64, 0 for a chain, or 'auto', got True",
+            "expected num_tree_nodes between 2 and 256, 0 for a chain, or 'auto', got True",
         ),
         ({"num_tree_nodes": "many"}, {}, "expected num_tree_nodes .* or 'auto', got 'many'"),
         (

@@ -127,7 +127,9 @@ def launches() -> dict[str, Callable[[], Any]]:
         silu_mul,
         top_tokens,
     )
+    from dflash_kernels.ancestors import num_words
     from dflash_kernels.block_attention import kernel
+    from dflash_kernels.build_tree import NODE_PARTS
 
     # Sizes are chosen for the machine this runs on otherwise.
     num_processors, kilobytes = CAPABILITIES[int(driver.active.get_current_target().arch)]
@@ -155,20 +157,25 @@ def launches() -> dict[str, Callable[[], Any]]:
         *rule: Any,
         splits: int | None,
         extent: int = ring,
-        tree: bool = False,
+        nodes: int = 0,
     ) -> Callable[[], Any]:
-        """Over `extent` slots: the eager loop's verify reads as many as the longest row needs."""
-        query = torch.zeros(batch, heads, width, size, dtype=dtype)
+        """Over `extent` slots: the eager loop's verify reads as many as the longest row needs; of a tree's nodes."""
+        num_tokens = nodes or width
+        query = torch.zeros(batch, heads, num_tokens, size, dtype=dtype)
         key = torch.zeros(batch, ring, groups, size, dtype=dtype).transpose(1, 2)[:, :, :extent]
         sinks = torch.zeros(heads, dtype=dtype) if rule[-1] else None
-        nodes = [counts(batch, width + 1)[:, :width] for _ in range(2)] if tree else []
-        run = launch(block_attention, query, key, key, lengths, 0.1, *rule[:-1], sinks, *nodes)
+        tree = (counts(batch, nodes), words(nodes)) if nodes else ()
+        run = launch(block_attention, query, key, key, lengths, 0.1, *rule[:-1], sinks, *tree)
 
         def split() -> None:
             kernel.choose_num_splits = choose_num_splits if splits is None else lambda *_: splits
             run()
 
         return split
+
+    def words(nodes: int) -> Tensor:
+        """Of the ancestors in a tree of so many nodes, as a step has them."""
+        return counts(num_words(nodes), batch, nodes).permute(1, 2, 0)
 
     def buffers() -> list[Tensor]:
         return [zeros(batch, ring, groups, size) for _ in range(layers)]
@@ -180,18 +187,30 @@ def launches() -> dict[str, Callable[[], Any]]:
         zeros(batch, width, groups, size),
     )
     stacked = (zeros(batch, width, layers, 2, groups, size), zeros(layers, size))
-    state = [counts(batch, width), counts(batch, width), counts(batch), counts(batch)]
-    state += [counts(batch).bool(), counts(batch, 99), counts(batch, width), counts(batch, width)]
-    state += [counts(5 + width, batch)]
+
+    def state_of(tokens: int) -> list[Tensor]:
+        """What a verify of so many tokens commits from, and to."""
+        found = [counts(batch, tokens), counts(batch, tokens), counts(batch), counts(batch)]
+        found += [counts(batch).bool(), counts(batch, 999), counts(batch, width)]
+        return [*found, counts(batch, tokens), counts(5 + tokens, batch)]
+
+    state = state_of(width)
     verify = (True, None, False, None, False)  # causal, window, from_anchor, softcap, sinks
     text = (counts(batch, 2048), lengths, torch.zeros(2, 5))
 
     def tree(nodes: int, states: int) -> Callable[[], Any]:
         """Of so many nodes; a state is a candidate."""
-        best, order = torch.zeros(2, batch, width - 1, states, min(nodes - 1, 64))
+        best, order = torch.zeros(
+            2, batch, width - 1, states, min(nodes - 1, states if states > 1 else 63)
+        )
         candidates = counts(batch, width - 1, states) if states > 1 else None
-        given = (best, order.long(), counts(3, batch, nodes), counts(batch, nodes), candidates)
+        parts = counts(NODE_PARTS + num_words(nodes), batch, nodes)
+        given = (best, order.long(), parts, counts(batch, nodes), candidates)
         return launch(build_tree, *given, *text)
+
+    def follow(nodes: int) -> Callable[[], Any]:
+        tree = (counts(batch, nodes), counts(batch, nodes), words(nodes))
+        return launch(follow_tree, *tree, *(counts(batch, nodes) for _ in range(4)))
 
     return {
         "argmax": launch(argmax, zeros(batch, 15, 151936)),
@@ -213,7 +232,10 @@ def launches() -> dict[str, Callable[[], Any]]:
         "context_kv": launch(context_kv, *stacked, *angles, lengths, buffers(), buffers(), 1e-6),
         "build_tree": tree(16, 1),
         "build_tree, 64 nodes of candidates": tree(64, 64),
-        "follow_tree": launch(follow_tree, *(counts(batch, 64) for _ in range(7))),
+        "build_tree, 128 nodes": tree(128, 1),
+        "build_tree, 256 nodes of candidates": tree(256, 64),
+        "follow_tree": follow(64),
+        "follow_tree, 256 nodes": follow(256),
         "keep_path": launch(
             keep_path, counts(batch, width), counts(batch), [*buffers(), *buffers()] * 3
         ),
@@ -238,6 +260,7 @@ def launches() -> dict[str, Callable[[], Any]]:
         ),
         "silu_mul": launch(silu_mul, zeros(1, width, 12288), zeros(1, width, 12288)),
         "accept_and_prepare": launch(accept_and_prepare, *state, counts(3)),
+        "accept_and_prepare, tree of 256": launch(accept_and_prepare, *state_of(256), counts(3)),
         "accept_and_prepare, counted elsewhere": launch(
             accept_and_prepare, *state, None, counts(batch)
         ),
@@ -258,7 +281,12 @@ def launches() -> dict[str, Callable[[], Any]]:
             64, 64, half, True, 128, True, None, True, splits=8
         ),
         "attention, float32": attention(32, 128, full, *verify, splits=16),
-        "attention, tree": attention(32, 128, half, *verify, splits=16, tree=True),
+        "attention, tree": attention(32, 128, half, *verify, splits=16, nodes=width),
+        "attention, tree of 128": attention(32, 128, half, *verify, splits=2, nodes=128),
+        "attention, tree of 256": attention(32, 128, half, *verify, splits=1, nodes=256),
+        "attention, tree of 256, window": attention(
+            64, 64, half, True, 128, False, None, True, splits=2, nodes=256
+        ),
     }
 
 

@@ -41,6 +41,19 @@ POINTWISE = ("rms_norm", "add_norm", "silu_mul")
 TREES = ("top_tokens", "build_tree", "follow_tree", "keep_path")
 
 
+def ancestors_of(parents_BN: Tensor) -> Tensor:
+    """The words of every node's ancestors in trees with these parents, as kernels take them: `[B, N, A]`."""
+    batch, num = parents_BN.shape
+    words = torch.zeros(batch, num, -(-num // 64), dtype=torch.long)
+    for row, parents in enumerate(parents_BN.tolist()):
+        for node, parent in enumerate(parents):
+            if node:
+                words[row, node] = words[row, parent]
+            bit = torch.tensor(1).bitwise_left_shift(node % 64)
+            words[row, node, node // 64] |= bit
+    return words
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """What is allocated and not written holds NaN, or the greatest integer."""

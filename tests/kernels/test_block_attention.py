@@ -14,7 +14,15 @@ from dflash_hf.block.attention import RaggedBlock, attend
 from dflash_hf.block.tree import DraftTree
 from dflash_kernels import block_attention
 from dflash_kernels._dispatch import runs_kernel
-from helpers.kernel_checks import CUDA, DEVICES, DTYPES, INTERPRETED, check_raises, poisoned
+from helpers.kernel_checks import (
+    CUDA,
+    DEVICES,
+    DTYPES,
+    INTERPRETED,
+    ancestors_of,
+    check_raises,
+    poisoned,
+)
 
 Case = dict[str, Any]
 BASE: Case = {
@@ -100,13 +108,48 @@ CASES: dict[str, Case] = {
         "ring": 17,
         "lengths": [9, 40, 131],
     },
-    "largest tree": {
+    "tree of a whole word": {
         "width": 64,
         "tree": True,
         "heads": 1,
         "groups": 1,
         "ring": 130,
         "lengths": [66, 3],
+    },
+    "tree of a word and a node": {
+        "width": 65,
+        "tree": True,
+        "heads": 2,
+        "groups": 1,
+        "ring": 131,
+        "lengths": [66, 3],
+        "splits": 2,
+    },
+    "tree of 128 in a ring that has wrapped": {
+        "width": 128,
+        "tree": True,
+        "heads": 2,
+        "groups": 1,
+        "window": 5,
+        "ring": 133,
+        "lengths": [0, 140, 1001],
+    },
+    "tree of three words": {
+        "width": 150,
+        "tree": True,
+        "heads": 1,
+        "groups": 1,
+        "ring": 300,
+        "lengths": [7, 150],
+        "has_sinks": True,
+    },
+    "largest tree": {
+        "width": 256,
+        "tree": True,
+        "heads": 1,
+        "groups": 1,
+        "ring": 321,
+        "lengths": [64, 3],
     },
 }
 QWEN: Case = {"heads": 32, "groups": 8, "width": 16, "size": 128}
@@ -162,25 +205,24 @@ def inputs(
     sinks = normal(case["heads"]) if case["has_sinks"] else None
     options |= {"scaling": size**-0.5, "sinks_H": sinks}
     if case.get("tree"):
-        nodes = random_trees(batch, case["width"], generator).to(device)
+        width = case["width"]
+        nodes = random_trees(batch, width, generator).to(device)
         # As a step has them: parts of a wider tensor.
-        options |= {
-            "depths_BW": nodes[1, :, : case["width"]],
-            "ancestors_BW": nodes[2, :, : case["width"]],
-        }
+        num_parts = 3 + -(-width // 64)
+        tree = DraftTree.of(nodes[:num_parts, :, :width])
+        options |= {"depths_BW": tree.depths, "ancestors_BWA": tree.ancestors}
     return [query, key.transpose(1, 2), value.transpose(1, 2), lengths], options
 
 
 def random_trees(batch: int, width: int, generator: torch.Generator) -> Tensor:
-    """Parents, depths and ancestors of random trees, `[3, B, width + 2]`."""
-    nodes = torch.zeros(3, batch, width + 2, dtype=torch.long)
-    nodes[2, :, 0] = 1
+    """The nodes of random trees, `[8, B, width + 2]`: parents, zeros, depths and the words of ancestors."""
+    nodes = torch.zeros(8, batch, width + 2, dtype=torch.long)
     for row in range(batch):
         for node in range(1, width):
             parent = int(torch.randint(max(node - 3, 0), node, (), generator=generator))
-            nodes[0, row, node], nodes[1, row, node] = parent, nodes[1, row, parent] + 1
-            bit = 1 << node if node < 63 else -(1 << 63)
-            nodes[2, row, node] = int(nodes[2, row, parent]) | bit
+            nodes[0, row, node], nodes[2, row, node] = parent, nodes[2, row, parent] + 1
+    words = ancestors_of(nodes[0, :, :width]).permute(2, 0, 1)
+    nodes[3 : 3 + len(words), :, :width] = words
     return nodes
 
 
@@ -322,7 +364,7 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     options |= {"window": window, "from_anchor": from_anchor, "causal": causal}
     block = RaggedBlock.at(rows, width)
     if case["tree"]:
-        depths, ancestors = options["depths_BW"], options["ancestors_BW"]
+        depths, ancestors = options["depths_BW"], options["ancestors_BWA"]
         block = RaggedBlock(
             block.positions, tree=DraftTree(torch.zeros_like(depths), depths, ancestors)
         )
@@ -378,7 +420,7 @@ def test_bad_input_of_trees() -> None:
     tensors, options = inputs({"tree": True}, torch.float32, "cpu")
     for change in (
         {"depths_BW": None},
-        {"ancestors_BW": None},
+        {"ancestors_BWA": None},
         {"causal": False},
         {"from_anchor": True, "window": 3},
     ):
@@ -386,10 +428,13 @@ def test_bad_input_of_trees() -> None:
             lambda change=change: block_attention(*tensors, **options | change),
             "expected depths and ancestors together",
         )
-    wide, options = inputs({"tree": True, "width": 65}, torch.float32, "cpu")
+    no_words = options["ancestors_BWA"][..., :0]
+    fewer_words = options | {"ancestors_BWA": no_words}
+    check_raises(lambda: block_attention(*tensors, **fewer_words), "expected 1 words of ancestors")
+    wide, options = inputs({"tree": True, "width": 257, "ring": 300}, torch.float32, "cpu")
     check_raises(
         lambda: block_attention(*wide, **options),
-        "a causal block of at most 64 tokens, got width 65",
+        "a causal block of at most 256 tokens, got width 257",
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_hf.block.tree import FOLLOWS, GOES_ON
 from dflash_kernels import build_tree
-from helpers.kernel_checks import DEVICES, Guarded, assert_same_writes, check_raises
+from helpers.kernel_checks import DEVICES, Guarded, ancestors_of, assert_same_writes, check_raises
 
 BATCH, TOKENS = 2, 200
 Given = dict[str, Any]
@@ -53,8 +53,9 @@ def text(kind: str, vocab: int, seed: int) -> Given:
 def agreed(num_nodes: int, given: Given, device: str) -> Tensor:
     """Runs both over the same, checks that they write the same and nothing around, and returns the nodes."""
     given = {name: tensor.to(device) for name, tensor in given.items()}
+    num_parts = 3 + -(-num_nodes // 64)
     nodes, block = (
-        torch.full((4, BATCH, num_nodes), 7),
+        torch.full((num_parts, BATCH, num_nodes), 7),
         torch.arange(BATCH * num_nodes).view(BATCH, num_nodes),
     )
     wanted = {"nodes_XBN": Guarded(nodes.to(device)), "block_BN": Guarded(block.to(device))}
@@ -62,10 +63,12 @@ def agreed(num_nodes: int, given: Given, device: str) -> Tensor:
     for operation, written in ((build_tree.reference, wanted), (build_tree, ours)):
         operation(**given, **{name: guarded.tensor for name, guarded in written.items()})
     assert_same_writes(ours, wanted)
-    parents, depths, _, _ = ours["nodes_XBN"].tensor.cpu()
+    found = ours["nodes_XBN"].tensor.cpu()
+    parents, _, depths = found[:3]
+    assert torch.equal(found[3:].permute(1, 2, 0), ancestors_of(parents))
     assert torch.equal(depths[:, 1:], depths.gather(1, parents)[:, 1:] + 1)
     assert torch.all(parents[:, 1:] < torch.arange(1, num_nodes))
-    return ours["nodes_XBN"].tensor.cpu()
+    return found
 
 
 # Nodes, positions, tokens to choose among.
@@ -79,6 +82,10 @@ SHAPES = [
     (33, 7, 6),
     (9, 31, 12),
     (64, 6, 70),
+    (65, 6, 70),
+    (128, 15, 63),
+    (130, 5, 12),
+    (256, 15, 20),
 ]
 
 
@@ -99,13 +106,13 @@ def test_the_kernel_builds_what_the_definition_says(
 def test_and_with_what_the_text_has_said_before(kind: str, has_states: bool, device: str) -> None:
     changed = 0
     for seed, (num_nodes, depth, vocab) in enumerate(
-        [(2, 1, 5), (8, 7, 9), (16, 5, 4), (12, 9, 12)]
+        [(2, 1, 5), (8, 7, 9), (16, 5, 4), (12, 9, 12), (100, 9, 12)]
     ):
         given = draft(num_nodes, depth, vocab, has_states, seed, spread=0.7 + seed % 2)
         # Candidates among the text's few tokens too, so that both say the same in places
         if has_states:
             given["candidates_BDC"] = torch.arange(vocab).expand(BATCH, depth, -1).contiguous()
-        without = torch.zeros(4, BATCH, num_nodes, dtype=torch.long)
+        without = torch.zeros(3 + -(-num_nodes // 64), BATCH, num_nodes, dtype=torch.long)
         build_tree.reference(**given, nodes_XBN=without, block_BN=without[0].clone())
         changed += not torch.equal(
             agreed(num_nodes, given | text(kind, vocab, seed), device), without
@@ -161,6 +168,11 @@ def test_bad_input() -> None:
     refuses("unit stride", ids_BT=given["ids_BT"].T.contiguous().T)
     refuses("nodes_XBN", nodes_XBN=nodes[:3])
     refuses("nodes_XBN", nodes_XBN=nodes[:, :, :1], block_BN=block[:, :1])
+    many = {
+        "nodes_XBN": torch.zeros(8, BATCH, 257, dtype=torch.long),
+        "block_BN": torch.zeros(BATCH, 257, dtype=torch.long),
+    }
+    refuses("N from 2 to 256", **many)
     refuses("a state per candidate", candidates_BDC=given["candidates_BDC"][..., :5].contiguous())
     refuses("a state per candidate", candidates_BDC=None)
     refuses("ids_BT and follows_FM", cursor_B=None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import follow_tree
-from helpers.kernel_checks import DEVICES, Guarded, assert_same_writes, check_raises
+from helpers.kernel_checks import DEVICES, Guarded, ancestors_of, assert_same_writes, check_raises
 
 WRITTEN = ("block_BN", "tokens_BN", "node_ids_BN", "path_BN")
 
@@ -16,28 +16,24 @@ def tree(num: int, batch: int, seed: int) -> dict[str, Tensor]:
     """Random trees whose siblings differ, and what a target says, which often is one of the children."""
     generator = torch.Generator().manual_seed(seed)
     parents, depths, block, tokens = torch.zeros(4, batch, num, dtype=torch.long)
-    ancestors = torch.ones_like(parents)
     for row in range(batch):
         for node in range(1, num):
             parent = max(0, node - int(torch.randint(1, 4, (), generator=generator)))
             parents[row, node], depths[row, node] = parent, depths[row, parent] + 1
-            ancestors[row, node] = int(ancestors[row, parent]) | (
-                1 << node if node < 63 else -(1 << 63)
-            )
             block[row, node] = int((parents[row, :node] == parent).sum()) + 10
             if torch.rand((), generator=generator) < 0.6:
                 tokens[row, parent] = block[row, node]
     return {
         "parents_BN": parents,
         "depths_BN": depths,
-        "ancestors_BN": ancestors,
+        "ancestors_BNA": ancestors_of(parents),
         "block_BN": block,
         "tokens_BN": tokens,
     }
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num", [1, 2, 3, 8, 16, 31, 64])
+@pytest.mark.parametrize("num", [1, 2, 3, 8, 16, 31, 64, 65, 100, 128, 129, 192, 256])
 def test_the_kernel_goes_the_path_of_the_definition(num: int, device: str) -> None:
     ends: set[int] = set()
     for seed in range(4):
@@ -78,5 +74,10 @@ def test_bad_input() -> None:
         lambda: follow_tree(**(given | {"block_BN": given["block_BN"].T.contiguous().T})),
         "unit stride",
     )
-    wide = {name: torch.zeros(1, 65, dtype=torch.long) for name in given}
-    check_raises(lambda: follow_tree(**wide), "1 to 64 nodes")
+    wide = {name: torch.zeros(1, 257, dtype=torch.long) for name in given}
+    wide["ancestors_BNA"] = torch.zeros(1, 257, 5, dtype=torch.long)
+    check_raises(lambda: follow_tree(**wide), "1 to 256 nodes")
+    more_words = given["ancestors_BNA"].repeat(1, 1, 2)
+    check_raises(
+        lambda: follow_tree(**(given | {"ancestors_BNA": more_words})), "1 words of ancestors"
+    )

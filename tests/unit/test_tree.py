@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dflash_hf.block.tree import DraftTree, TreeBuilder, along
 from dflash_hf.ops import MAX_NODES
+from dflash_kernels.ancestors import are_ancestors
 from dflash_kernels.build_tree import DOUBT, LEVEL, continuation
 
 CPU = torch.device("cpu")
@@ -40,10 +41,11 @@ def built(
     trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, ...] = ()
 ) -> tuple[DraftTree, Tensor, Tensor]:
     """The trees of scores, their tokens with anchors of token 0, and their sources."""
-    nodes = torch.full((4, scores.shape[0], trees.num_nodes), 7)
+    num_parts = 3 + -(-trees.num_nodes // 64)
+    nodes = torch.full((num_parts, scores.shape[0], trees.num_nodes), 7)
     block = torch.zeros(scores.shape[0], trees.num_nodes, dtype=torch.long)
     trees.build(scores, nodes, block, None, text)
-    return DraftTree(*nodes[:3]), block, nodes[3]
+    return DraftTree.of(nodes), block, nodes[1]
 
 
 def path_to(tree: DraftTree, block: Tensor, row: int, node: int) -> tuple[int, ...]:
@@ -60,7 +62,10 @@ def path_to(tree: DraftTree, block: Tensor, row: int, node: int) -> tuple[int, .
         (8, 7, 40),
         (16, 15, 40),
         (32, 7, 50),
-        (MAX_NODES, 15, 70),
+        (64, 15, 70),
+        (65, 15, 70),
+        (128, 15, 63),
+        (MAX_NODES, 15, 63),
         (5, 1, 4),
         (12, 3, 3),
         (16, 1, 15),
@@ -71,6 +76,7 @@ def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: 
     scores = 3 * torch.randn(4, depth, vocab)
     tree, block, _ = built(TreeBuilder(num_nodes, depth, vocab, CPU), scores)
     log_probs = scores.log_softmax(dim=-1)
+    is_ancestor = tree.are_ancestors(torch.arange(num_nodes)[None])
     for row in range(4):
         paths = [path_to(tree, block, row, node) for node in range(num_nodes)]
         assert set(paths[1:]) == best_paths(log_probs[row] - LEVEL, num_nodes - 1)
@@ -83,10 +89,23 @@ def test_the_nodes_are_the_most_likely_paths(num_nodes: int, depth: int, vocab: 
         )
         assert tree.depths[row].tolist() == [len(path) for path in paths]
         for node, path in enumerate(paths):
-            on_path = {
-                other for other in range(num_nodes) if int(tree.ancestors[row, node]) >> other & 1
-            }
+            on_path = set(is_ancestor[row, node].nonzero()[:, 0].tolist())
             assert on_path == {paths.index(path[:end]) for end in range(len(path) + 1)}
+
+
+@pytest.mark.parametrize("num_words", [1, 2, 4])
+def test_a_bit_of_a_word_stands_for_each_ancestor(num_words: int) -> None:
+    """Of every node of the words alone, the sign among them."""
+    num_nodes = 64 * num_words
+    nodes = torch.arange(num_nodes)[None]
+    for node in (0, 1, 62, 63, num_nodes - 2, num_nodes - 1):
+        words = torch.zeros(1, 1, num_words, dtype=torch.long)
+        words[0, 0, node // 64] = (
+            torch.iinfo(torch.long).min if node % 64 == 63 else 2 ** (node % 64)
+        )
+        found = are_ancestors(words, nodes)
+        assert found.shape == (1, 1, num_nodes)
+        assert found.nonzero()[:, 2].tolist() == [node]
 
 
 def test_a_default_dtype_of_the_users_does_not_count() -> None:
@@ -117,7 +136,8 @@ def test_what_is_forbidden_stands_behind_everything_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "depth", "vocab", "most"), [(8, 1, 5, 6), (8, 0, 5, 1), (64, 2, 3, 13)]
+    ("num_nodes", "depth", "vocab", "most"),
+    [(8, 1, 5, 6), (8, 0, 5, 1), (64, 2, 3, 13), (65, 1, 500, 64), (257, 9, 500, 256)],
 )
 def test_more_nodes_than_paths_are_refused(
     num_nodes: int, depth: int, vocab: int, most: int
@@ -220,7 +240,7 @@ def test_a_draft_that_is_sure_of_other_tokens_is_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4)]
+    ("num_nodes", "depth", "vocab"), [(8, 7, 6), (16, 5, 4), (32, 15, 40), (3, 1, 4), (128, 9, 40)]
 )
 def test_a_continuation_counts_where_it_beats_the_draft(
     num_nodes: int, depth: int, vocab: int
@@ -238,6 +258,7 @@ def test_a_continuation_counts_where_it_beats_the_draft(
         follows = torch.tensor([[0.0, share], [0.0, 0.9]]).log()
         tree, block, sources = built(trees, scores, (ids, torch.full((2,), length + 1), follows))
         log_probs = scores.log_softmax(dim=-1) - LEVEL
+        is_ancestor = tree.are_ancestors(torch.arange(num_nodes)[None])
         for row in range(2):
             drafted = {
                 path: sum(float(log_probs[row, level, token]) for level, token in enumerate(path))
@@ -260,7 +281,7 @@ def test_a_continuation_counts_where_it_beats_the_draft(
             for node in range(num_nodes):
                 path = path_to(tree, block, row, node)
                 assert int(tree.depths[row, node]) == len(path)
-                assert int(tree.ancestors[row, node]).bit_count() == len(path) + 1
+                assert int(is_ancestor[row, node].sum()) == len(path) + 1
                 assert int(tree.parents[row, node]) < max(node, 1)
                 from_text = before_paths.get(path, -99.0) > drafted.get(path, -99.0)
                 assert int(sources[row, node]) == from_text

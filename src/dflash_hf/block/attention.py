@@ -171,8 +171,8 @@ class RaggedBlock:
             hidden = torch.full(shape, -math.inf, dtype=dtype, device=device)
             return hidden.triu_(before + 1)[None, None]
         nodes = torch.arange(self.width, device=device)
-        is_ancestor = (self.tree.ancestors[:, :, None] >> nodes) & 1
-        of_nodes = additive_mask(is_ancestor == 0, dtype)
+        is_ancestor = self.tree.are_ancestors(nodes[None])
+        of_nodes = additive_mask(~is_ancestor, dtype)
         # The padding is 0: what stands before the block is seen by all nodes.
         mask = nn.functional.pad(of_nodes, (before, 0))
         return mask[:, None]
@@ -186,11 +186,10 @@ class RaggedBlock:
         node = held - anchor
         is_node = node >= 0
         # Slots before the block are looked up at the anchor; what is found there is not used.
-        node = node.clamp_min(0)
-        depths = tree.depths.gather(1, node[:, 0])
+        node = node.clamp_min(0)[:, 0]
+        depths = tree.depths.gather(1, node)
         held = torch.where(is_node, anchor + depths[:, None], held)
-        ancestor_bit = (tree.ancestors[:, :, None] >> node) & 1
-        return held, ancestor_bit.bool() | ~is_node
+        return held, tree.are_ancestors(node) | ~is_node
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -379,7 +378,7 @@ def _attend_by_kernel(
         softcap=softcap,
         sinks_H=sinks,
         depths_BW=depths,
-        ancestors_BW=ancestors,
+        ancestors_BWA=ancestors,
     )
 
 

@@ -7,7 +7,8 @@ first `n` nodes are the best tree of `n` nodes. A chain is the tree in which eve
 
 The definition of the most likely paths stands beside the kernel that finds them, `dflash_kernels.build_tree`.
 
-Shapes: `B` rows, `N` nodes, `D` positions of the block that propose, `V` vocabulary.
+Shapes: `B` rows, `N` nodes, `A` words of 64 bits that say which nodes are a node's ancestors, `D` positions of the
+block that propose, `V` vocabulary.
 
 Source: DDTree, arXiv 2604.12989.
 """
@@ -38,8 +39,16 @@ class DraftTree:
     # [B, N], int64: the tokens from the anchor to each node, the node included. A node's position is the anchor's
     # plus its depth.
     depths: Tensor
-    # [B, N], int64: bit `i` is set where node `i` is on the path from the anchor to this node, both included.
+    # [B, N, A], int64: bits of the nodes on the path from the anchor to each node, both included. `are_ancestors`
+    # reads them.
     ancestors: Tensor
+
+    @classmethod
+    def of(cls, nodes_XBN: Tensor) -> DraftTree:
+        """Returns a view of nodes `[3 + A, B, N]` as [`TreeBuilder`] writes them."""
+        parents, _, depths = nodes_XBN[: ops.NODE_PARTS]
+        ancestors = nodes_XBN[ops.NODE_PARTS :].permute(1, 2, 0)
+        return cls(parents, depths, ancestors)
 
     def on(self, device: torch.device) -> DraftTree:
         """Returns the tree on another device."""
@@ -55,6 +64,10 @@ class DraftTree:
         follow = ops.implementation(ops.follow_tree, self.parents)
         tree = (self.parents, self.depths, self.ancestors)
         follow(*tree, block_BN, tokens_BN, node_ids_BN, path_BN)
+
+    def are_ancestors(self, nodes_BM: Tensor) -> Tensor:
+        """Returns which nodes of `[B, M]` or `[1, M]` are ancestors of each node, or it itself: `[B, N, M]`, bool."""
+        return ops.are_ancestors(self.ancestors, nodes_BM)
 
     def agree(self, block_BN: Tensor, text_BD: Tensor) -> Tensor:
         """Returns how many tokens of a text `[B, D]` behind the anchor are a path of the tree: `[B]`."""
@@ -104,6 +117,12 @@ def is_in_place(path_BN: Tensor) -> bool:
     return True
 
 
+def max_nodes(depth: int, num_choices: int) -> int:
+    """Returns how many nodes a tree may have whose paths are up to `depth` of so many tokens long."""
+    num_ranks = min(num_choices, ops.MAX_NUM)
+    return min(ops.num_paths(depth, num_ranks) + 1, ops.MAX_NODES)
+
+
 class TreeBuilder:
     """Builds trees of one size from the draft's probabilities and from repetitions in the text.
 
@@ -118,15 +137,15 @@ class TreeBuilder:
     """
 
     def __init__(self, num_nodes: int, depth: int, vocab_size: int, device: torch.device) -> None:
-        most = ops.num_paths(depth, vocab_size) + 1
+        # The likeliest tokens of each position that paths are made of. Up to 64 nodes, no path of the tree has others.
+        self.num_ranks = min(vocab_size, num_nodes - 1, ops.MAX_NUM)
+        most = max_nodes(depth, vocab_size)
         if num_nodes > most:
             raise ValueError(
-                f"expected num_tree_nodes of at most {most} (a draft that chooses among {vocab_size} tokens "
-                f"at {depth} positions), got {num_nodes}; lower it"
+                f"expected num_tree_nodes of at most {most} (a draft that proposes at {depth} positions, of which the "
+                f"{min(vocab_size, ops.MAX_NUM)} likeliest tokens count), got {num_nodes}; lower it"
             )
         self.num_nodes = num_nodes
-        # A token of a lower rank than this is on no path of the tree.
-        self.num_ranks = min(vocab_size, num_nodes - 1)
         # The logarithm is taken on the CPU, so that trees are the same on every device.
         follows = torch.tensor((FOLLOWS, GOES_ON), dtype=torch.float32, device="cpu")
         self.follows = follows.log().to(device)

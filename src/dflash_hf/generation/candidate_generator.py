@@ -339,8 +339,7 @@ class DFlashCandidateGenerator:
         is_searched = follows.shape[1] > 1
         if is_searched:
             text = (state.ids, state.cursor, follows)
-        nodes = state.nodes[:, :, : state.width]
-        trees.build(scores, nodes, state.block, candidates, text)
+        trees.build(scores, state.nodes_of_step, state.block, candidates, text)
 
     def _as_draft(self, states: Tensor) -> Tensor:
         """Returns states on the draft's device, in its dtype."""

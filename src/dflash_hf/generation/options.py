@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dflash_hf import ops
+from dflash_hf.block.tree import max_nodes
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
 from dflash_hf.generation.request import Request
@@ -67,8 +68,8 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
     given = request.draft.generation_config
     asked = given.num_tree_nodes
     if asked == "auto":
-        num_paths = ops.num_paths(width - 1, num_choices(request.target, request.draft))
-        return min(MOST_NODES * width, num_paths + 1, ops.MAX_NODES)
+        most = max_nodes(width - 1, num_choices(request.target, request.draft))
+        return min(MOST_NODES * width, most)
     # A number was checked with the options: 0 is chains.
     if asked is not None:
         return asked

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_hf import ops
 from dflash_hf.block.tree import DraftTree, along
 from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import LayerShape
@@ -128,8 +129,8 @@ class DecodeState:
     position_delta: Tensor
     padded_eos_ids: Tensor  # [N]: end-of-sequence ids; negative ones are none
     seed: Tensor  # []: of the sampling noise
-    # [4, B, W]: parents, depths, ancestors and sources of a verified tree, of which `tree` is a view; [4, B, 0] in a
-    # run that verifies chains.
+    # [3 + A, B, W]: parents, sources, depths and the words of the ancestors of the widest tree, of which `tree` is a
+    # view; [3, B, 0] in a run that verifies chains.
     nodes: Tensor
     # [B]: the number of each row in the request, which noise is keyed by: rows move where others have ended.
     row_ids: Tensor
@@ -171,7 +172,7 @@ class DecodeState:
             position_delta=zeros(*shape.position_delta),
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
-            nodes=zeros(4, batch, num_nodes),
+            nodes=zeros(ops.NODE_PARTS + ops.num_words(num_nodes), batch, num_nodes),
             row_ids=torch.arange(batch, device=device),
             draft_probs=torch.empty(0, device=device),
             host=HostNumbers(columns=0, limit=0, has_eos=False, is_sampled=False),
@@ -327,8 +328,13 @@ class DecodeState:
         """The tree that this step verifies; `None` where [`is_tree`] is false."""
         if not self.is_tree:
             return None
-        parents, depths, ancestors = self.nodes[:3, :, : self.width]
-        return DraftTree(parents, depths, ancestors)
+        return DraftTree.of(self.nodes_of_step)
+
+    @property
+    def nodes_of_step(self) -> Tensor:
+        """The part of `nodes` that this step's tree has, `[3 + A, B, width]`: fewer nodes may need fewer words."""
+        num_parts = ops.NODE_PARTS + ops.num_words(self.width)
+        return self.nodes[:num_parts, :, : self.width]
 
     @property
     def report(self) -> TreeReport:
@@ -356,8 +362,8 @@ class DecodeState:
 
     def report_nodes(self) -> None:
         """Reports the nodes of this step's tree, beside what has come of it."""
-        # Parents and sources are the first and the last of four: one copy takes both.
-        parents_and_sources = self.nodes[::3, :, : self.width]
+        # They stand side by side: one copy takes both.
+        parents_and_sources = self.nodes[:2, :, : self.width]
         self._parts_of_tree(self.outcome, self.width)[2:].copy_(parents_and_sources)
 
     def follow_tree(self) -> None:

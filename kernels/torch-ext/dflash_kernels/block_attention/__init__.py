@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from .._dispatch import runs_kernel
+from ..ancestors import MAX_NODES, are_ancestors, num_words
 from ..operation import Given, Sizes, check_dtype, operation
 
 MAX_HEAD_SIZE = 256
-# Ancestors are bits of an int64.
-MAX_NODES = 64
 
 
 def covers(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRF: Tensor, *_: object) -> bool:
@@ -23,20 +22,23 @@ def covers(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRF: Tensor, *_: object)
 def _check(given: Given, size: Sizes) -> None:
     check_dtype(given, [given["query_BHWE"].dtype], "key_BGRE", "value_BGRF")
     check_dtype(given, (torch.int64, torch.int32), "lengths_B")
-    check_dtype(given, (torch.int64,), "depths_BW", "ancestors_BW")
+    check_dtype(given, (torch.int64,), "depths_BW", "ancestors_BWA")
     heads, groups, ring, width = (size[dim] for dim in "HGRW")
     if groups == 0 or heads % groups or ring < width or width < 1:
         raise ValueError(
             f"expected H a multiple of G and R >= W >= 1, got H {heads}, G {groups}, R {ring}, W {width}; the "
             "cache must hold the block"
         )
-    if (given["depths_BW"] is None) != (given["ancestors_BW"] is None) or (
-        given["depths_BW"] is not None
-        and (width > MAX_NODES or given["from_anchor"] or not given["causal"])
-    ):
+    has_depths, has_ancestors = given["depths_BW"] is not None, given["ancestors_BWA"] is not None
+    may_be_tree = width <= MAX_NODES and given["causal"] and not given["from_anchor"]
+    if has_depths != has_ancestors or (has_depths and not may_be_tree):
         raise ValueError(
             f"expected depths and ancestors together, for a causal block of at most {MAX_NODES} tokens, got width "
             f"{width}, causal {given['causal']}, from_anchor {given['from_anchor']}; leave both out"
+        )
+    if has_ancestors and size["A"] != num_words(width):
+        raise ValueError(
+            f"expected {num_words(width)} words of ancestors of {width} tokens, got {size['A']}; pass as many"
         )
     window, softcap = given["window"], given["softcap"]
     if (window is not None and window < 0) or (softcap is not None and softcap <= 0):
@@ -53,7 +55,7 @@ def seen_by(
     window: int | None,
     from_anchor: bool,
     depths_BW: Tensor | None = None,
-    ancestors_BW: Tensor | None = None,
+    ancestors_BWA: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Says which slots a block's queries see, and which hold anything at all.
 
@@ -67,14 +69,14 @@ def seen_by(
     held = held_BR[:, None]
     position = lengths_B[:, None, None] + torch.arange(width, device=lengths_B.device)[:, None]
     seen = filled[:, None] & (position >= 0)
-    if depths_BW is not None and ancestors_BW is not None:
+    if depths_BW is not None and ancestors_BWA is not None:
         node = held - lengths_B[:, None, None]
-        is_node, node = node >= 0, node.clamp_min(0)
+        is_node, node = node >= 0, node.clamp_min(0)[:, 0]
         position = lengths_B[:, None, None] + depths_BW[:, :, None]
         held = torch.where(
-            is_node, lengths_B[:, None, None] + depths_BW.gather(1, node[:, 0])[:, None], held
+            is_node, lengths_B[:, None, None] + depths_BW.gather(1, node)[:, None], held
         )
-        seen = seen & (~is_node | ((ancestors_BW[:, :, None] >> node) & 1).bool())
+        seen = seen & (~is_node | are_ancestors(ancestors_BWA, node))
     if causal:
         seen = seen & (held <= position)
     if window is not None and from_anchor:
@@ -105,7 +107,7 @@ def block_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     depths_BW: Tensor | None = None,
-    ancestors_BW: Tensor | None = None,
+    ancestors_BWA: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of `W` new tokens per row, the first of row `b` at index `lengths[b]`; no host sync.
 
@@ -121,7 +123,7 @@ def block_attention(
         out  = sum_r exp(s(r)) v(r) / (sum_r exp(s(r)) + exp(sink))
 
     The new tokens may be nodes of a tree: then node `i` is at index `lengths[b] + depths[b, i]` for all of this, as a
-    key too, and sees node `j` only if bit `j` of `ancestors[b, i]` is set.
+    key too, and sees node `j` only if that is one of its ancestors; see `ancestors.py`.
 
     A query that sees nothing gives zeros. Slots that hold nothing are not read. Scores, weights' sum and the output
     are accumulated in float32.
@@ -137,7 +139,9 @@ def block_attention(
         from_anchor (`bool`): Whether the window counts from the block's first token and hides nothing of the block.
         softcap (`float`, *optional*): Soft cap.
         sinks_H (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
-        depths_BW, ancestors_BW (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Of a tree. Any strides.
+        depths_BW (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Of a tree. Any strides.
+        ancestors_BWA (`torch.Tensor` of shape `[B, W, A]`, int64, *optional*): Words of a tree's ancestors. Any
+            strides.
 
     Returns:
         `torch.Tensor` of shape `[B, W, H, F]`, contiguous, in the queries' dtype.
@@ -150,7 +154,7 @@ def block_attention(
     wide = torch.promote_types(query_BHWE.dtype, torch.float32)
     query = query_BHWE.to(wide).unflatten(1, (groups, num_heads // groups))
     seen, filled = seen_by(
-        lengths_B, width, ring, causal, window, from_anchor, depths_BW, ancestors_BW
+        lengths_B, width, ring, causal, window, from_anchor, depths_BW, ancestors_BWA
     )
     # Slots that nothing was written to may hold anything, and 0 * NaN is NaN.
     empty = ~filled[:, None, :, None]

@@ -52,20 +52,21 @@ def _attend_tiles(
     end,
     length,
     position,
-    low,
-    high,
+    is_row,
     depths,
+    ancestors,
     width,
     ring,
     scaling,
     softcap,
     stride_depths_w,
+    stride_ancestors_a,
     stride_key_r,
     stride_key_e,
     stride_value_r,
     stride_value_e,
     MASKED: tl.constexpr,
-    HAS_TREE: tl.constexpr,
+    WORDS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     FROM_ANCHOR: tl.constexpr,
@@ -73,6 +74,7 @@ def _attend_tiles(
     UPCAST: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -81,7 +83,8 @@ def _attend_tiles(
     `acc' = acc 2^(m - m') + 2^(s - m') v`, with `s = log2(e) cap(scaling q k^T)`. Without a soft cap
     `log2(e)` is in `scaling`.
 
-    Where not `MASKED` every query sees every slot, and `end - begin` is a multiple of the tile.
+    Where not `MASKED` every query sees every slot, and `end - begin` is a multiple of the tile. `WORDS` are the words
+    of each row's ancestors in a tree, none where the block is a chain.
     """
     size_k, size_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     lane = tl.arange(0, BLOCK_N)
@@ -111,12 +114,17 @@ def _attend_tiles(
         if MASKED:
             held = slot + tl.where(slot <= turn, lap, lap - ring)
             seen = (inside & (held >= 0))[None, :] & (position >= 0)[:, None]
-            if HAS_TREE:
+            if WORDS > 0:
                 node = tl.maximum(held - length, 0)
                 is_node = inside & (held >= length)
                 depth = tl.load(depths + node * stride_depths_w, mask=is_node, other=0).to(tl.int32)
                 # Halves of 32 bits: a tile of 64-bit integers takes more registers than there are.
-                half = tl.where((node < 32)[None, :], low[:, None], high[:, None])
+                half = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+                for word in tl.static_range(WORDS):
+                    bits = tl.load(ancestors + word * stride_ancestors_a, mask=is_row, other=0)
+                    low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
+                    half = tl.where((node // 32 == 2 * word)[None, :], low[:, None], half)
+                    half = tl.where((node // 32 == 2 * word + 1)[None, :], high[:, None], half)
                 is_ancestor = ((half >> (node % 32)[None, :]) & 1) != 0
                 seen = seen & (is_ancestor | (held < length)[None, :])
                 held = tl.where(is_node, length + depth, held)
@@ -170,6 +178,7 @@ def _block_attention_kernel(
     stride_depths_w,
     stride_ancestors_b,
     stride_ancestors_w,
+    stride_ancestors_a,
     stride_query_b,
     stride_query_h,
     stride_query_w,
@@ -185,7 +194,7 @@ def _block_attention_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    HAS_TREE: tl.constexpr,
+    WORDS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     FROM_ANCHOR: tl.constexpr,
@@ -233,15 +242,13 @@ def _block_attention_kernel(
     num_plain = tl.where((length + width <= ring) & (length >= 0), num_plain, 0)
     middle = begin + tl.maximum(tl.minimum(end, num_plain) - begin, 0) // BLOCK_N * BLOCK_N
 
-    position, low, high = length + index, index, index
-    if HAS_TREE:
+    position = length + index
+    if WORDS > 0:
         depths += batch * stride_depths_b
         position = length + tl.load(depths + index * stride_depths_w, mask=is_row, other=0).to(
             tl.int32
         )
-        at = ancestors + batch * stride_ancestors_b + index * stride_ancestors_w
-        bits = tl.load(at, mask=is_row, other=0)
-        low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
+        ancestors += batch * stride_ancestors_b + index * stride_ancestors_w
 
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -250,10 +257,10 @@ def _block_attention_kernel(
         acc, top, total = _attend_tiles(
             acc, top, total, q, key, value,
             middle if masked else begin, end if masked else middle,
-            length, position, low, high, depths, width, ring, scaling, softcap, stride_depths_w,
-            stride_key_r, stride_key_e, stride_value_r, stride_value_f,
-            masked, HAS_TREE, CAUSAL, WINDOW, FROM_ANCHOR, HAS_SOFTCAP, UPCAST,
-            KEY_SIZE, VALUE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V,
+            length, position, is_row, depths, ancestors, width, ring, scaling, softcap, stride_depths_w,
+            stride_ancestors_a, stride_key_r, stride_key_e, stride_value_r, stride_value_f,
+            masked, WORDS, CAUSAL, WINDOW, FROM_ANCHOR, HAS_SOFTCAP, UPCAST,
+            KEY_SIZE, VALUE_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
     line = (batch * width + index) * H + head
@@ -371,8 +378,11 @@ def launch(given: Given) -> Tensor:
     block_m, block_n, num_stages, num_warps = tile_sizes(
         width, num_heads // groups, key_size, value_size, query.element_size(), shared_bytes
     )
-    if given["depths_BW"] is not None:
+    words = 0 if given["ancestors_BWA"] is None else given["ancestors_BWA"].shape[2]
+    if words > 0:
         block_n = min(block_n, 32)  # a tree's mask takes the registers that a larger tile would
+    if words > 2:
+        num_warps = 8  # and that of a large tree more than 4 warps have
     num_blocks = cdiv(num_heads // groups * width, block_m)
     splits = choose_num_splits(cdiv(ring, block_n), num_blocks * batch * groups, num_processors)
     out = query.new_empty(batch, width, num_heads, value_size)
@@ -405,7 +415,7 @@ def launch(given: Given) -> Tensor:
         softcap=softcap or 0.0,
         G=groups,
         IS_SPLIT=splits > 1,
-        HAS_TREE=given["depths_BW"] is not None,
+        WORDS=words,
         CAUSAL=given["causal"],
         WINDOW=given["window"],
         FROM_ANCHOR=given["from_anchor"],

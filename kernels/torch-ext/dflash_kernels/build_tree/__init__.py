@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ancestors import MAX_NODES, WORD_BITS, num_words, word_with
 from ..operation import Given, Sizes, check_dtype, operation
 
-# Ancestors are bits of an int64.
-MAX_NODES = 64
+# Rows of `nodes_XBN` before the words of ancestors.
+NODE_PARTS = 3
 # What every level of a path costs beside its probability, so that no child ranks with its parent where the draft is
 # sure of it; and the least log-probability that counts, below which float32 would lose that difference.
 LEVEL, LEAST = 1e-4, -20.0
@@ -41,10 +42,13 @@ def _check(given: Given, size: Sizes) -> None:
             raise ValueError(
                 f"expected {name} with unit stride in its last dimension, got {strides}; copy it"
             )
-    if size["X"] != 4 or not 2 <= size["N"] <= min(MAX_NODES, num_paths(size["D"], size["R"]) + 1):
+    num_parts = NODE_PARTS + num_words(size["N"])
+    most = min(MAX_NODES, num_paths(size["D"], size["R"]) + 1)
+    if size["X"] != num_parts or not 2 <= size["N"] <= most:
         raise ValueError(
-            f"expected nodes_XBN [4, B, N] with N from 2 to {MAX_NODES} and to one more than there are paths of "
-            f"{size['R']} ranks over {size['D']} levels, got {list(given['nodes_XBN'].shape)}; pass fewer nodes"
+            f"expected nodes_XBN [{num_parts}, B, N] with N from 2 to {MAX_NODES} and to one more than there are "
+            f"paths of {size['R']} ranks over {size['D']} levels, got {list(given['nodes_XBN'].shape)}; "
+            "pass fewer nodes"
         )
     if size["S"] != size.get("C", 1):
         raise ValueError(
@@ -96,9 +100,9 @@ def build_tree(
             position, in each state, falling.
         order_BDSR (`torch.Tensor` of shape `[B, D, S, R]`, int64): Whose they are: a candidate's index or, without
             candidates, a token.
-        nodes_XBN (`torch.Tensor` of shape `[4, B, N]`, int64): Gets parents, depths, ancestors and sources of the
-            nodes. The anchor is its own parent. Bit `i` of the ancestors is the node `i` itself, or one on the way to
-            it. The source is 1 where what followed before has the greater total, else 0.
+        nodes_XBN (`torch.Tensor` of shape `[3 + A, B, N]`, int64): Gets parents, sources, depths and ancestors of the
+            nodes, in as many words `A` as [`num_words`] says; see `ancestors.py`. The anchor is its own parent. The
+            source is 1 where what followed before has the greater total, else 0.
         block_BN (`torch.Tensor` of shape `[B, N]`, int64): Gets their tokens; the anchor's stays.
         candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64, *optional*): Tokens, `C = S`, where what is likely
             depends on the token before.
@@ -124,31 +128,36 @@ def build_tree(
             )
             totals = draft.totals_of(text, *likely[num_same])
         trees.append(draft.grow(text, totals, block_BN.shape[1]))
-    nodes_XBN.copy_(
-        torch.tensor([[tree[part] for tree in trees] for part in range(4)], device="cpu")
-    )
+    parts = [[tree.parents, tree.sources, tree.depths, *tree.ancestors] for tree in trees]
+    nodes_XBN.copy_(torch.tensor(parts, device="cpu").transpose(0, 1))
     block_BN[:, 1:] = torch.tensor([tree.tokens[1:] for tree in trees], device="cpu")
 
 
 class Tree(NamedTuple):
-    """The nodes of one row's tree, as they are written; ancestors as bit sets."""
+    """The nodes of one row's tree, as they are written; ancestors by their words."""
 
     parents: list[int]
-    depths: list[int]
-    ancestors: list[int]
     sources: list[int]
+    depths: list[int]
+    ancestors: list[list[int]]
     tokens: list[int]
+
+    @classmethod
+    def of_anchor(cls, num_nodes: int) -> "Tree":
+        """Returns a tree that is to get so many nodes and has the anchor alone, which is its own ancestor."""
+        ancestors = [[0] for _ in range(num_words(num_nodes))]
+        ancestors[0][0] = word_with(0)
+        return cls([0], [0], [0], ancestors, [0])
 
     def place(self, parent: int, token: int, source: int) -> int:
         """Adds a child to a node and returns its index."""
         node = len(self.parents)
         self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        # The last bit of an int64 is its sign.
-        self.ancestors.append(
-            self.ancestors[parent] | (1 << node if node < MAX_NODES - 1 else -(1 << node))
-        )
         self.sources.append(source)
+        self.depths.append(self.depths[parent] + 1)
+        for words in self.ancestors:
+            words.append(words[parent])
+        self.ancestors[node // WORD_BITS][node] |= word_with(node % WORD_BITS)
         self.tokens.append(token)
         return node
 
@@ -191,7 +200,7 @@ class Draft(NamedTuple):
             its_totals (`list[float]`): Up to each of its tokens.
             num (`int`): Nodes, the anchor included.
         """
-        tree, on_text = Tree([0], [0], [1], [0], [0]), [0]
+        tree, on_text = Tree.of_anchor(num), [0]
         num_levels, num_ranks = len(self.order), len(self.order[0][0])
         # Of each node that offers: its total, the state of its children, and how many paths, of its length and of any,
         # rank nowhere lower.
@@ -249,4 +258,4 @@ def continuation(ids_T: Tensor, depth: int, most: int) -> tuple[list[int], int]:
     return text[latest : latest + depth].tolist(), num_same
 
 
-__all__ = ["MAX_NODES", "build_tree", "continuation", "num_paths"]
+__all__ = ["NODE_PARTS", "build_tree", "continuation", "num_paths"]

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from .._dispatch import power_of_two
+from ..ancestors import WORD_BITS, num_words
 from ..operation import Given, run_kernel
-from . import DOUBT, LEAST, LEVEL
+from . import DOUBT, LEAST, LEVEL, NODE_PARTS
 
 # Columns of the text that are compared at once.
 BLOCK_T = 1024
@@ -124,7 +125,11 @@ def _build_tree_kernel(
     LEVEL: tl.constexpr,
     LEAST: tl.constexpr,
     DOUBT: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_BITS: tl.constexpr,
+    NODE_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_A: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """With `offer[i] = total[i] + cost[depth[i], state[i], rank[i]]` of node `i`'s best child that is not in the tree,
@@ -152,7 +157,9 @@ def _build_tree_kernel(
     parents, depth, state, rank = lane * 0, lane * 0, lane * 0, lane * 0
     # How many paths rank no lower than a node's, of its length, and of any.
     alike, before = lane * 0 + 1, lane * 0
-    ancestors = (lane * 0 + 1).to(tl.int64)
+    # The words of all ancestors, those of a node behind one another. The anchor is its own ancestor.
+    cell = tl.arange(0, BLOCK_N * BLOCK_A)
+    ancestors = (cell == 0).to(tl.int64)
     tokens = (lane * 0).to(tl.int64)
     sources = lane * 0
     is_text = lane == 0
@@ -212,19 +219,26 @@ def _build_tree_kernel(
         before = tl.where(is_node, its_before + its_alike_now, before)
 
         is_new = (lane == node) & (is_there == 0)
-        bits = _at(ancestors, lane, parent) | (tl.full([], 1, tl.int64) << node.to(tl.int64))
         parents, depth = tl.where(is_new, parent, parents), tl.where(is_new, level + 1, depth)
-        ancestors, tokens = tl.where(is_new, bits, ancestors), tl.where(is_new, token, tokens)
+        tokens = tl.where(is_new, token, tokens)
+        bit = tl.full([], 1, tl.int64) << (node % WORD_BITS).to(tl.int64)
+        for word in tl.static_range(WORDS):
+            bits = _at(ancestors, cell, parent * BLOCK_A + word)
+            bits |= tl.where(node // WORD_BITS == word, bit, 0)
+            is_its_word = (cell == node * BLOCK_A + word) & (is_there == 0)
+            ancestors = tl.where(is_its_word, bits, ancestors)
         sources = tl.where(is_new & is_guess, 1, sources)
         is_text = is_text | (is_new & continues)
         placed += tl.where(is_there, 0, 1)
 
     inside = lane < num
-    nodes += row.to(tl.int64) * stride_nodes_b + lane
-    tl.store(nodes, parents.to(tl.int64), mask=inside)
-    tl.store(nodes + stride_nodes_x, depth.to(tl.int64), mask=inside)
-    tl.store(nodes + 2 * stride_nodes_x, ancestors, mask=inside)
-    tl.store(nodes + 3 * stride_nodes_x, sources.to(tl.int64), mask=inside)
+    nodes += row.to(tl.int64) * stride_nodes_b
+    tl.store(nodes + lane, parents.to(tl.int64), mask=inside)
+    tl.store(nodes + stride_nodes_x + lane, sources.to(tl.int64), mask=inside)
+    tl.store(nodes + 2 * stride_nodes_x + lane, depth.to(tl.int64), mask=inside)
+    its_node, word = cell // BLOCK_A, cell % BLOCK_A
+    words = nodes + (NODE_PARTS + word) * stride_nodes_x + its_node
+    tl.store(words, ancestors, mask=(its_node < num) & (word < WORDS))
     tl.store(block + row.to(tl.int64) * stride_block_b + lane, tokens, mask=inside & (lane > 0))
 
 
@@ -232,6 +246,7 @@ def launch(given: Given) -> None:
     """Launches the kernel, one program per row."""
     batch, num_levels, num_states, num_ranks = given["log_probs_BDSR"].shape
     num = given["block_BN"].shape[1]
+    words = num_words(num)
     run_kernel(
         _build_tree_kernel,
         (batch,),
@@ -245,7 +260,11 @@ def launch(given: Given) -> None:
         LEVEL=LEVEL,
         LEAST=LEAST,
         DOUBT=DOUBT,
+        WORDS=words,
+        WORD_BITS=WORD_BITS,
+        NODE_PARTS=NODE_PARTS,
         BLOCK_N=power_of_two(num),
+        BLOCK_A=power_of_two(words),
         BLOCK_T=BLOCK_T,
         num_warps=4,
     )

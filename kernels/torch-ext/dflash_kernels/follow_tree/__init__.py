@@ -5,24 +5,23 @@
 import torch
 from torch import Tensor
 
+from ..ancestors import MAX_NODES, num_words
 from ..operation import Given, Sizes, check_dtype, operation
 
-INTEGERS = (
-    "parents_BN",
-    "depths_BN",
-    "ancestors_BN",
-    "block_BN",
-    "tokens_BN",
-    "node_ids_BN",
-    "path_BN",
-)
+# Those that are read along their nodes, and those of any strides.
+DENSE = ("parents_BN", "depths_BN", "block_BN", "tokens_BN")
+OTHERS = ("ancestors_BNA", "node_ids_BN", "path_BN")
 
 
 def _check(given: Given, size: Sizes) -> None:
-    check_dtype(given, (torch.int64,), *INTEGERS)
-    if not 1 <= size["N"] <= 64:
-        raise ValueError(f"expected 1 to 64 nodes, got {size['N']}; ancestors are bits of an int64")
-    for name in INTEGERS[:-2]:
+    check_dtype(given, (torch.int64,), *DENSE, *OTHERS)
+    words = num_words(size["N"])
+    if not 1 <= size["N"] <= MAX_NODES or size["A"] != words:
+        raise ValueError(
+            f"expected 1 to {MAX_NODES} nodes with {words} words of ancestors each, got {size['N']} with {size['A']}; "
+            "pass a tree as build_tree makes it"
+        )
+    for name in DENSE:
         if given[name].stride(1) != 1:
             raise ValueError(
                 f"expected {name} with unit stride in its last dimension, got {given[name].stride()}; copy it"
@@ -37,7 +36,7 @@ def _check(given: Given, size: Sizes) -> None:
 def follow_tree(
     parents_BN: Tensor,
     depths_BN: Tensor,
-    ancestors_BN: Tensor,
+    ancestors_BNA: Tensor,
     block_BN: Tensor,
     tokens_BN: Tensor,
     node_ids_BN: Tensor,
@@ -55,8 +54,9 @@ def follow_tree(
     so that block and tokens are what a chain would have had, had it been that path.
 
     Args:
-        parents_BN, depths_BN, ancestors_BN (`torch.Tensor` of shape `[B, N]`, int64): The tree, as
-            [`build_tree`] makes it.
+        parents_BN, depths_BN (`torch.Tensor` of shape `[B, N]`, int64): The tree, as [`build_tree`] makes it.
+        ancestors_BNA (`torch.Tensor` of shape `[B, N, A]`, int64): Words of its nodes' ancestors; of any strides. See
+            `ancestors.py`.
         block_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens; siblings differ. Written.
         tokens_BN (`torch.Tensor` of shape `[B, N]`, int64): What the target says after each node. Written.
         node_ids_BN, path_BN (`torch.Tensor` of shape `[B, N]`, int64): Written; of any strides.

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .._dispatch import power_of_two
+from ..ancestors import WORD_BITS, num_words
 from ..operation import Given, run_kernel
 
 
@@ -25,6 +26,8 @@ def _follow_tree_kernel(
     stride_parents_b,
     stride_depths_b,
     stride_ancestors_b,
+    stride_ancestors_n,
+    stride_ancestors_a,
     stride_block_b,
     stride_tokens_b,
     stride_node_ids_b,
@@ -32,6 +35,8 @@ def _follow_tree_kernel(
     stride_path_b,
     stride_path_n,
     num,
+    WORDS: tl.constexpr,
+    WORD_BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """`stands[n] = ancestors[n] within {0} + {m : block[m] = tokens[parents[m]]}`; what stands at depth `d` goes to
@@ -41,7 +46,7 @@ def _follow_tree_kernel(
     inside = node < num
     parent = tl.load(parents + row * stride_parents_b + node, mask=inside, other=0)
     depth = tl.load(depths + row * stride_depths_b + node, mask=inside, other=0)
-    on_way = tl.load(ancestors + row * stride_ancestors_b + node, mask=inside, other=0)
+    ancestors += row * stride_ancestors_b + node * stride_ancestors_n
     block += row * stride_block_b
     tokens += row * stride_tokens_b
     proposed = tl.load(block + node, mask=inside, other=-1)
@@ -50,8 +55,12 @@ def _follow_tree_kernel(
     after_anchor = tl.load(tokens)
 
     matches = inside & ((node == 0) | (proposed == before))
-    matched = tl.sum(matches.to(tl.int64) << node.to(tl.int64), axis=0)
-    stands = inside & ((on_way & matched) == on_way)
+    bit = matches.to(tl.int64) << (node % WORD_BITS).to(tl.int64)
+    stands = inside
+    for word in tl.static_range(WORDS):
+        matched = tl.sum(tl.where(node // WORD_BITS == word, bit, 0), axis=0)
+        on_way = tl.load(ancestors + word * stride_ancestors_a, mask=inside, other=0)
+        stands = stands & ((on_way & matched) == on_way)
     is_behind = inside & (node > tl.max(tl.where(stands, depth, 0), axis=0))
     # With one warp every lane has loaded before one of them stores.
     tl.store(node_ids + row * stride_node_ids_b + node * stride_node_ids_n, proposed, mask=inside)
@@ -68,7 +77,14 @@ def launch(given: Given) -> None:
     """Launches the kernel, one program per row."""
     batch, num = given["block_BN"].shape
     run_kernel(
-        _follow_tree_kernel, (batch,), given, num=num, BLOCK_N=power_of_two(num), num_warps=1
+        _follow_tree_kernel,
+        (batch,),
+        given,
+        num=num,
+        WORDS=num_words(num),
+        WORD_BITS=WORD_BITS,
+        BLOCK_N=power_of_two(num),
+        num_warps=1,
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._dispatch import runs_kernel
 from ..operation import Given, Sizes, operation
 
-# As many as a tree of 64 nodes has behind its anchor.
+# A tree has no more children of a node than this; a program of the kernel holds so many blocks of tokens.
 MAX_NUM = 63
 # A program of the kernel holds what it knows of all blocks of a row.
 MAX_VOCAB = 1 << 20
