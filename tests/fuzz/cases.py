@@ -103,7 +103,7 @@ def turns(first: bool, more: bool) -> st.SearchStrategy[Turn]:
         if rule == "sample" and width == "auto":
             width = None  # what is drawn follows from the widths, and those from the clock
         block = draw(st.sampled_from([4, 8, 2, 3, 12, 1]))
-        nodes = draw(st.sampled_from([None, None, None, 2, 5, 8, 13, 32]))
+        nodes = draw(st.sampled_from([None, None, None, 2, 5, 8, 13, 32, 70, 100, 128]))
         draft = draw(st.sampled_from(list(DRAFTS)))
         widest = block + DRAFTS[draft].get("sample_from_anchor", False)
         processors = draw(st.lists(st.sampled_from(list(PROCESSORS)), max_size=2, unique=True))

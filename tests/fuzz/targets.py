@@ -48,6 +48,7 @@ ROUNDED = {"gemma2", *OTHERS}
 DRAFTS: dict[str, dict[str, Any]] = {
     "mixed": {},
     "full": {"layer_types": ["full_attention"] * 2},
+    "causal": {"layer_types": ["full_attention"] * 2, "is_causal": True},
     "from anchor": {"sample_from_anchor": True},
     "window from anchor": {
         "layer_types": ["sliding_attention"] * 2,
