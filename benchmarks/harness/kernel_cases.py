@@ -35,6 +35,8 @@ from dflash_kernels import (
     top_tokens,
 )
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
+from dflash_kernels.ancestors import num_words
+from dflash_kernels.build_tree import NODE_PARTS
 
 Inputs = dict[str, Any]
 Way = Callable[[Inputs], Any]
@@ -313,7 +315,7 @@ def tree_case(
         best, order = scores.log_softmax(dim=-1).topk(depth, dim=-1)
         nodes, block = (
             torch.zeros(size, dtype=torch.long, device=device)
-            for size in ((4, batch, num), (batch, num))
+            for size in ((NODE_PARTS + num_words(num), batch, num), (batch, num))
         )
         follows = torch.full((2, 5), -0.5, device=device)
         return {
@@ -358,7 +360,9 @@ def follow_case(
             torch.zeros_like(tokens),
             torch.zeros_like(tokens),
         ]
-        tree = [(nodes - 1).clamp_min(0), nodes.contiguous(), (2 << nodes) - 1]
+        # The bits of all nodes up to each one, in the only word: a block has fewer tokens than that has bits.
+        ancestors = ((2 << nodes) - 1)[..., None]
+        tree = [(nodes - 1).clamp_min(0), nodes.contiguous(), ancestors]
         return {"all": [*tree, *written]}
 
     return Case(
