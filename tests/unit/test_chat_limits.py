@@ -127,6 +127,45 @@ def test_a_public_link_is_made_only_when_it_is_asked_for(
     ] in (400, 403)
 
 
+# ---- a Space of the Hub
+
+SPACE = "owner-chat.hf.space"
+
+
+def in_space(folder: Path) -> Any:
+    """An application as it stands in a Space."""
+    app: Any = fine
+    for middleware in reversed(guards("0.0.0.0", Uploads(folder), space=SPACE)):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    return app
+
+
+def test_a_space_may_be_shown_in_a_frame_of_the_hub(tmp_path: Path) -> None:
+    headers = dict(call(in_space(tmp_path), host=SPACE)[0]["headers"])
+    assert b"frame-ancestors 'self' https://huggingface.co" in headers[b"content-security-policy"]
+    assert headers[b"set-cookie"].endswith(b"HttpOnly; SameSite=None; Secure; Partitioned")
+    elsewhere = dict(call(guard(tmp_path), host="localhost")[0]["headers"])
+    assert elsewhere[b"content-security-policy"].endswith(b"frame-ancestors 'self'")
+    assert elsewhere[b"set-cookie"].endswith(b"HttpOnly; SameSite=Strict")
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        (f"https://{SPACE}", 200),
+        ("https://inner:7860", 200),
+        ("https://huggingface.co", 403),
+        ("https://evil.example", 403),
+    ],
+)
+def test_a_space_answers_its_own_page_alone(origin: str, status: int, tmp_path: Path) -> None:
+    # The container may be called by another name than the browser knows.
+    sent = call(
+        in_space(tmp_path), "/gradio_api/queue/join", b"x", host="inner:7860", origin=origin
+    )
+    assert sent[0]["status"] == status
+
+
 # ---- other pages, other browsers
 
 

@@ -34,6 +34,7 @@ HEARTBEAT = "/gradio_api/heartbeat/"  # and a page's name, which other routes ha
 # For programs, which are told there what any page is told; pages do without
 CALL = "/gradio_api/call/"
 COOKIE = "dflash-chat"
+SPACES = "https://huggingface.co"  # whose pages show a Space in a frame
 HEADERS = {
     # Gradio's own scripts and styles are inline, and its HTML component compiles templates.
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' "
@@ -93,13 +94,26 @@ class Uploads:
 class Guard:
     """ASGI middleware: refuses in a sentence what is no request of this chat's own page, or is too large.
 
-    It tells browsers by a cookie: the application finds a name in `request.state.browser`. It adds headers.
+    It tells browsers by a cookie: the application finds a name in `request.state.browser`. It adds headers. `space` is
+    the public name of a Hugging Face Space that the chat runs in, and empty elsewhere.
     """
 
-    def __init__(self, app: ASGIApp, uploads: Uploads) -> None:
+    def __init__(self, app: ASGIApp, uploads: Uploads, space: str = "") -> None:
         self.app = app
         self.uploads = uploads
+        self.space = space.lower()
         self._browsers: OrderedDict[str, str] = OrderedDict()  # by page
+        self._headers = dict(HEADERS)
+        # Not sent along by pages from elsewhere
+        self._cookie = "Path=/; HttpOnly; SameSite=Strict"
+        if space:
+            # The Hub shows a Space in a frame of its own page, and to a browser that is a page from elsewhere. A
+            # partitioned cookie is sent in that frame alone.
+            policy = HEADERS["content-security-policy"]
+            self._headers["content-security-policy"] = policy.replace(
+                "frame-ancestors 'self'", f"frame-ancestors 'self' {SPACES}"
+            )
+            self._cookie = "Path=/; HttpOnly; SameSite=None; Secure; Partitioned"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one connection; the page opens no web sockets, so there are none."""
@@ -115,12 +129,10 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.update(HEADERS)
-                # Not for scripts, nor sent along by pages from elsewhere; it ends with the browser
+                headers.update(self._headers)
+                # Not for scripts; it ends with the browser
                 if not known:
-                    headers.append(
-                        "set-cookie", f"{COOKIE}={browser}; Path=/; HttpOnly; SameSite=Strict"
-                    )
+                    headers.append("set-cookie", f"{COOKIE}={browser}; {self._cookie}")
             await send(message)
 
         with ExitStack() as coming:
@@ -149,10 +161,11 @@ class Guard:
             # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
             # make them send one.
             origin = headers.get("origin")
-            if (
-                origin is not None
-                and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
-            ):
+            own = [headers.get("host", "").lower()]
+            # The proxy of a Space may hand on another name
+            if self.space:
+                own.append(self.space)
+            if origin is not None and urlsplit(origin).netloc.lower() not in own:
                 sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
                 raise HTTPException(403, sentence)
             if not length.isdecimal():
@@ -187,8 +200,10 @@ class Guard:
             )
 
 
-def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]:
+def guards(host: str, uploads: Uploads, share: bool = False, space: str = "") -> list[Middleware]:
     """What stands before the page of a server that listens on `host`, the outermost first; `OSError` for no host.
+
+    `space` is the public name of a Hugging Face Space that it runs in.
 
     All requests to loopback come from here, also those of a page from elsewhere whose name was made to point here (DNS
     rebinding): those call it by that name. Where it listens to others too, or is shared, nobody knows its names.
@@ -202,7 +217,7 @@ def guards(host: str, uploads: Uploads, share: bool = False) -> list[Middleware]
             name = f"[{name}]"
         hosts = ["localhost", "127.0.0.1", "[::1]", name]
     by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-    return [by_name, Middleware(Guard, uploads=uploads)]
+    return [by_name, Middleware(Guard, uploads=uploads, space=space)]
 
 
 @contextmanager

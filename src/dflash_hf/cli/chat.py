@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Generator
@@ -112,7 +113,9 @@ def chat(
     with status, open_page(model, (target, draft), note) as page:
         status.stop()
         console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
-        page.launch(host, port, guards(host, Uploads(page.uploads), share), share)
+        # Hugging Face sets this name in a Space.
+        space = os.environ.get("SPACE_HOST", "")
+        page.launch(host, port, guards(host, Uploads(page.uploads), share, space), share)
 
 
 def converse(model: ChatModel, settings: Settings, console: Console, system: str = "") -> None:
