@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 QUESTIONS = BUNDLED / "held_out.jsonl"
 
-app = typer.Typer(name="bench", help="Measure ways of decoding on sets of questions, and report.")
+app = typer.Typer(
+    name="bench", help="Measure ways of decoding on sets of questions, and write a report."
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -43,9 +45,7 @@ def bench(
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(
-            help="For a set that has no form of its own: a text with {fields} of its rows."
-        ),
+        typer.Option(help="Prompt for sets without a known form, with {fields} of their rows."),
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option(help="Questions of each set; default all.", min=1)
@@ -63,12 +63,15 @@ def bench(
         str | None, typer.Option(help="URL of an OpenAI-style server, for server.")
     ] = None,
     server_model: Annotated[
-        str | None, typer.Option(help="Its model; default the first that it names.")
+        str | None, typer.Option(help="The server's model; default the first that it lists.")
     ] = None,
     batch: Annotated[
-        str, typer.Option(help="Questions answered together; like all that follow also several.")
+        str,
+        typer.Option(
+            help="Questions answered together. This and the next options take several values."
+        ),
     ] = "1",
-    max_new_tokens: Annotated[str, typer.Option(help="Where an answer is cut, in tokens.")] = "512",
+    max_new_tokens: Annotated[str, typer.Option(help="Longest answer, in tokens.")] = "512",
     temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
     top_p: Annotated[str, typer.Option(help="Nucleus sampling.")] = "1",
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
@@ -80,7 +83,7 @@ def bench(
         str, typer.Option(help="Verify a tree of so many tokens, or auto; 0 is a chain.")
     ] = "",
     max_matching_ngram_size: Annotated[
-        str, typer.Option(help="Last tokens that a tree looks for in the text.")
+        str, typer.Option(help="Number of last tokens that a tree looks up in the text before.")
     ] = "",
     proposal: Annotated[str, typer.Option(help="How tokens are proposed when sampling.")] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
@@ -92,9 +95,9 @@ def bench(
         bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(help="Of the questions that are drawn, and of sampled answers.")
+        int, typer.Option(help="Seed of the drawn questions and of sampled answers.")
     ] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is asked.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="How often each question is asked.", min=1)] = 1,
     run_code: Annotated[
         bool,
         typer.Option(
@@ -144,8 +147,8 @@ def prepare(
     num_prompts: Annotated[
         int | None, typer.Option(help="Questions of each set; default all.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the questions that are drawn.")] = 0,
-    template: Annotated[str | None, typer.Option(help="As bench has it.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn questions.")] = 0,
+    template: Annotated[str | None, typer.Option(help="As in dflash-hf bench.")] = None,
 ) -> None:
     """Write sets of questions into a folder, for machines that have no network."""
     from dflash_hf.bench.prepare import prepare
@@ -162,7 +165,7 @@ def compare(
     before: Annotated[Path, typer.Argument(help="Folder of a run.")],
     after: Annotated[Path, typer.Argument(help="Folder of another one.")],
 ) -> None:
-    """Say what changed between two runs beyond the noise of which questions were asked."""
+    """Say what changed between two runs by more than the noise of the choice of questions."""
     from dflash_hf.bench.compare import compare, comparison_tables
 
     console = Console()

@@ -26,7 +26,7 @@ def convert(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The draft's target, for formats that need its vocabulary, depth, rows or name."
+            help="The draft's target, for formats that need its vocabulary, layers, embedding or name."
         ),
     ] = None,
     force: Annotated[

@@ -45,7 +45,7 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="The prompt; without it, or with -, stdin is read.", show_default=False
+            help="The prompt; without it, or with -, it is read from stdin.", show_default=False
         ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
@@ -88,7 +88,7 @@ def generate(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling noise.", min=0, max=MAX_SEED)] = 0,
     block_size: Annotated[
-        int | None, typer.Option(help="Shorter blocks than the draft was trained with.")
+        int | None, typer.Option(help="Tokens per block, at most as many as in training.")
     ] = None,
     verify_width: Annotated[
         str | None, typer.Option(help="Tokens of a block that are verified, or auto.")
@@ -115,7 +115,7 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Answer a prompt with a draft, as it comes: the answer on stdout, everything else on stderr.
+    """Answer a prompt with a draft. The text is streamed to stdout, and everything else goes to stderr.
 
     --compare answers again without the draft. A different token is an error, unless the two tokens tie within
     rounding, as they may in half precision.

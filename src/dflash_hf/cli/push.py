@@ -66,7 +66,7 @@ def push(
 ) -> None:
     """Publish a draft: its files as they are, a model card, and a custom_generate folder.
 
-    Other formats: dflash-hf convert writes them.
+    dflash-hf convert writes other formats.
     """
     if (repo is None) == (to is None):
         raise ValueError("expected a Hub id or --to FOLDER, got both or neither; give one of them")

@@ -49,7 +49,7 @@ def serve(
     max_rows: Annotated[
         int | None,
         typer.Option(
-            help="Answers that are decoded together, at most; 8 on a CPU, on a GPU 1: one after the other.",
+            help="Most answers that are decoded together; default 8 on a CPU and 1 on a GPU.",
             min=1,
         ),
     ] = None,

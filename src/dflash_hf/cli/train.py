@@ -74,20 +74,20 @@ def train(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML of any of these options; flags win.",
+            help="YAML file with any of these options; the command line wins.",
             callback=_read_config,
             is_eager=True,
             rich_help_panel=OUTPUT,
         ),
     ] = None,
     stages: Annotated[
-        str, typer.Option(help="Which of the stages, with commas.", rich_help_panel=OUTPUT)
+        str, typer.Option(help="Stages to run, with commas between.", rich_help_panel=OUTPUT)
     ] = ",".join(STAGES),
     redo: Annotated[
         bool,
         typer.Option(
             "--redo",
-            help="Make stages again whose options changed, also where answers or checkpoints are lost.",
+            help="Repeat stages whose options changed, even if answers or checkpoints are lost.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -96,7 +96,7 @@ def train(
     """Train a draft for any target: prepare the data, let the target answer, train, measure, export.
 
     Every field of Transformers' TrainingArguments is an option too, such as --optim muon --bf16 --max-steps 800
-    --report-to trackio. Given the folder of a run that was begun it goes on.
+    --report-to trackio. An earlier run in --output-dir goes on.
     """
     typed = _given(ctx, "COMMANDLINE")
     settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])

@@ -64,13 +64,17 @@ class TrainSettings:
     )
     answers: Literal["target", "data"] = option(
         TRAINING,
-        "target: it answers the prompts anew. data: the answers in the data are its own already.",
+        "target: the target answers the prompts. data: the data has the target's own answers.",
         "target",
     )
     labels: str = option(
-        TRAINING, "tokens: learn the answers. target: learn its argmax at each position.", "tokens"
+        TRAINING,
+        "tokens: learn the answers. target: learn the target's argmax at each position.",
+        "tokens",
     )
-    num_anchors: int = option(TRAINING, "Most blocks per sequence, drawn anew at each step.", 512)
+    num_anchors: int = option(
+        TRAINING, "Blocks per sequence, at most; drawn anew at each step.", 512
+    )
     block_size: int = option(TRAINING, "Slots per block of a fresh draft, with the anchor.", 16)
     num_hidden_layers: int = option(TRAINING, "Layers of a fresh draft.", 5)
     draft_options: Mapping[str, Any] = option(
@@ -78,7 +82,7 @@ class TrainSettings:
     )
     draft_vocab_size: int | None = option(
         TRAINING,
-        "Tokens that a fresh draft can propose: the answers' most frequent; else all.",
+        "Number of tokens that a fresh draft can propose, the most frequent ones; default all.",
         None,
     )
     attention: str = option(
@@ -89,17 +93,21 @@ class TrainSettings:
     )
     learning_rate: float = option(TRAINING, "Peak learning rate.", 6e-4)
     lr_scheduler_type: str = option(TRAINING, "Schedule of the learning rate.", "cosine")
-    warmup_steps: float = option(TRAINING, "Steps of warm-up; below 1 a share of all.", 0.04)
+    warmup_steps: float = option(
+        TRAINING, "Warm-up steps; below 1 it is a share of all steps.", 0.04
+    )
     num_train_epochs: float = option(TRAINING, "Passes over the examples.", 6.0)
     per_device_train_batch_size: int = option(TRAINING, "Sequences per device and forward.", 4)
     gamma: float | None = option(
-        TRAINING, "Decay over slots of the losses but dpace; else by the block size.", None
+        TRAINING,
+        "Decay of the loss along the block, but for dpace; default by the block size.",
+        None,
     )
 
     dataset: tuple[str, ...] = option(
         DATA, "Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.", ()
     )
-    num_prompts: int | None = option(DATA, "Most conversations of each set; else all.", None)
+    num_prompts: int | None = option(DATA, "Conversations of each set; default all.", None)
     self_prompts: int = option(DATA, "Prompts that the target writes itself, beside the data.", 0)
     num_eval: int = option(DATA, "Conversations that are held out.", 64)
     max_length: int = option(DATA, "Longest example, prompt and answer, in tokens.", 3072)
@@ -110,51 +118,59 @@ class TrainSettings:
         DATA, "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'.", {}
     )
     template: str | None = option(
-        DATA, "The user's text, of rows with other columns: '{question}'.", None
+        DATA,
+        "The user's text for rows with other columns, their names in braces: '{question}'.",
+        None,
     )
     skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
     streaming: bool = option(DATA, "Fetch sets of the Hub row by row, and keep none.", False)
 
     max_new_tokens: int = option(
-        ANSWERS, "Where an answer is cut, in tokens; in the bench too.", MAX_NEW_TOKENS
+        ANSWERS, "Longest answer, in tokens; in the bench too.", MAX_NEW_TOKENS
     )
     temperature: float = option(ANSWERS, "0 is greedy.", 0.0)
     top_p: float = option(ANSWERS, "Nucleus sampling.", 1.0)
-    top_k: int = option(ANSWERS, "Tokens that are sampled from; 0 is all.", 0)
+    top_k: int = option(ANSWERS, "Top-k sampling; 0 is off.", 0)
     min_p: float = option(
-        ANSWERS, "Least probability of a sampled token, as a share of the likeliest one's.", 0.0
+        ANSWERS, "Lowest probability of a sampled token, as a share of the most likely one's.", 0.0
     )
     answer_seed: int = option(
-        ANSWERS, "Of sampled answers; a server gets it plus the number of the row.", 0
+        ANSWERS, "Seed of sampled answers; a server gets it plus the row's number.", 0
     )
     server: tuple[str, ...] = option(
-        ANSWERS, "URLs of OpenAI-style servers that run the target and answer, with commas.", ()
+        ANSWERS,
+        "URLs of OpenAI-style servers that answer with the target, with commas between.",
+        (),
     )
     server_model: str | None = option(
-        ANSWERS, "The server's name of it, instead of its first.", None
+        ANSWERS, "Name of the target on the server; default the first that it lists.", None
     )
 
     output_dir: Path = option(  # noqa: RUF009  (it makes a field)
-        OUTPUT, "Folder of the run; one that was begun goes on."
+        OUTPUT, "Folder of the run; an earlier run in it goes on."
     )
     bench_data: tuple[str, ...] = option(
-        OUTPUT, "Sets for bench, with commas, instead of what is held out.", ()
+        OUTPUT, "Sets for bench, with commas between; default the held-out conversations.", ()
     )
     bench_data_dir: str | None = option(
         OUTPUT, "Folder with the files of these sets, instead of the Hub.", None
     )
     bench_prompts: int = option(OUTPUT, "Questions of each set.", 32)
-    formats: tuple[FormatName, ...] = option(OUTPUT, "What export writes, with commas.", FORMATS)
-    license: str | None = option(OUTPUT, "Of the draft, for its card.", None)
+    formats: tuple[FormatName, ...] = option(
+        OUTPUT, "Formats that export writes, with commas between.", FORMATS
+    )
+    license: str | None = option(OUTPUT, "License of the draft, for its card.", None)
 
     answer_batch: int | None = option(
-        MACHINE, "Prompts answered at once; else 32, or 128 by each server.", None
+        MACHINE, "Prompts answered at once; default 32, or 128 per server.", None
     )
     chunk_blocks: int = option(MACHINE, "Blocks whose logits are in memory at once.", 128)
     feature_cache: str | None = option(
-        MACHINE, "Folder of the target's features, computed once instead of each epoch.", None
+        MACHINE,
+        "Folder for the target's hidden states, computed once instead of in each epoch.",
+        None,
     )
-    dtype: str = option(MACHINE, "Of the target: torch dtype, or auto.", "auto")
+    dtype: str = option(MACHINE, "torch dtype of the target, or auto.", "auto")
     device: str = option(MACHINE, "Device map of the target, or auto.", "auto")
     threads: int | None = option(MACHINE, "CPU threads.", None)
 
