@@ -79,5 +79,6 @@ def test_all_notebooks_are_there() -> None:
         "03_train_a_draft",
         "04_break_a_draft",
         "05_images",
+        "06_where_a_draft_fails",
     ]
     assert [path.stem for path in NOTEBOOKS] == names
