@@ -107,6 +107,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--draft",
         "--dtype",
         "--host",
+        "--kept-gib",
         "--max-rows",
         "--no-thinking",
         "--pair",

@@ -202,3 +202,26 @@ def test_a_row_wise_criterion_keeps_no_row_back(
         "without an end token stopped rows go on, so that all advance together"
     )
     assert num_stopped or eos is None
+
+
+class NoRepeat(LogitsProcessor):
+    """Forbids a token that equals the one before it."""
+
+    is_row_wise = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        return scores.scatter(1, input_ids[:, -1:], -torch.inf)
+
+
+def test_a_row_wise_processor_keeps_no_row_back() -> None:
+    target = tiny_target("qwen3")
+    is_apart = False
+    for seed in range(4):
+        inputs = prompts([7, 4, 6], seed)
+        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        settings |= {"logits_processor": [NoRepeat()]}
+        ref = target.generate(**inputs, **settings)
+        draft = oracle_draft(target, truth_of(inputs, ref), seed, 8)
+        assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+        is_apart |= not advanced_together(draft.last_stats)
+    assert is_apart

@@ -392,6 +392,7 @@ def test_acceptance_is_told_whole_and_streamed(server: InProcess) -> None:
     streamed = server.ask("http", True, True, sent)
     whole = server.ask("http", False, True, fields)
     for found in (streamed, whole):
+        assert found.usage["prompt_tokens_details"]["cached_tokens"] < found.usage["prompt_tokens"]
         details = found.usage["completion_tokens_details"]
         assert 0 < details["accepted_prediction_tokens"] < found.usage["completion_tokens"]
         assert details["rejected_prediction_tokens"] >= 0

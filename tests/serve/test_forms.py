@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -87,6 +88,32 @@ def test_sampled_json_meets_its_schema(server: InProcess, start: int) -> None:
         found = asked(server, streamed=bool(seed % 2), response_format=form, seed=seed)
         assert (found.status, found.reasons) == (200, ["stop"]), (seed, found)
         validate(json.loads(found.content), schema)
+
+
+def test_forms_are_decoded_beside_other_rows(server: InProcess) -> None:
+    bodies: list[dict[str, Any]] = []
+    for seed in range(6):
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": drawn_schema(random.Random(seed))},
+        }
+        bodies.append({"response_format": form, "seed": seed, "frequency_penalty": 0.25 * seed})
+    bodies += [{"seed": seed, "max_tokens": 40} for seed in range(2)]
+    alone = [asked(server, **body).content for body in bodies]
+    rows: list[int] = []
+    engine: Any = server.pair.engine
+    step = engine.batch.step
+
+    def counted() -> Any:
+        rows.append(engine.batch.num_running)
+        return step()
+
+    engine.batch.step = counted
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda body: asked(server, **body).content, bodies))
+    engine.batch.step = step
+    assert together == alone
+    assert max(rows) > 2
 
 
 def test_any_object_and_other_forms(server: InProcess) -> None:

@@ -71,7 +71,11 @@ class Tiny:
         self.notes: list[str] = []
         self.tokenizer: Any = None
         self.engine = Rows(
-            self.target, self.draft, self.tokenizer, self.notes.append, **{"max_rows": 8, **more}
+            self.target,
+            self.draft,
+            self.tokenizer,
+            self.notes.append,
+            **{"max_rows": 8, "max_kept_bytes": 0, **more},
         )
 
     def submit(self, *clients: Client) -> None:
@@ -166,16 +170,15 @@ def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:
 def test_who_cannot_be_a_row_has_its_turn_alone() -> None:
     pair = Tiny()
     first = Client("first", 5, 60, options=ENDLESS)
-    penalised = Client("penalised", 9, 20, processors=(SaidPenalty(0.5, 0.5, 9),))
     with_logprobs = Client("logprobs", 7, 5, num_logprobs=2)
     last = Client("last", 11, 5)
-    clients = [first, penalised, with_logprobs, last]
+    clients = [first, with_logprobs, last]
     expected = [client.alone(pair.target, pair.draft) for client in clients]
     pair.submit(*clients)
     ends = [client.end() for client in clients]
     assert [client.ids for client in clients] == expected
-    assert isinstance(ends[2], Done)
-    assert len(ends[2].logprobs) == len(with_logprobs.ids)
+    assert isinstance(ends[1], Done)
+    assert len(ends[1].logprobs) == len(with_logprobs.ids)
     pair.engine.call(int)
     assert [note.partition(":")[0] for note in pair.notes] == [one.job.name for one in clients]
 
@@ -217,6 +220,47 @@ def test_a_step_that_fails_is_told_and_others_go_on(monkeypatch: pytest.MonkeyPa
     assert "Traceback" in "".join(pair.notes)
 
 
+def test_an_error_of_nobody_ends_all_and_the_next_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Tiny()
+    clients = [Client("runs", 5, 500, options=ENDLESS), Client("waits", 9, 5, num_logprobs=1)]
+    after = Client("after", 7, 20, options=ENDLESS)
+    expected = after.alone(pair.target, pair.draft)
+
+    def broken(_: int) -> None:
+        raise RuntimeError("no memory to leave")
+
+    monkeypatch.setattr(pair.engine.batch, "cancel", broken)
+    pair.submit(*clients)
+    clients[0].next()
+    clients[0].job.gone.set()
+    for client in clients:
+        assert str(client.end()) == "no memory to leave"
+    pair.submit(after)
+    assert isinstance(after.end(), Done)
+    assert after.ids == expected
+
+
+def test_the_next_turn_goes_on_from_the_last_one() -> None:
+    pair = Tiny(max_kept_bytes=2**30)
+    first = Client("first", 200, 30, options=ENDLESS)
+    pair.submit(first)
+    end = first.end()
+    assert isinstance(end, Done)
+    assert end.counts.num_kept_tokens == 0
+    second = Client("second", 5, 30, options=ENDLESS)
+    said = torch.tensor([first.ids])
+    ids = torch.cat([first.inputs["input_ids"], said, second.inputs["input_ids"]], dim=1)
+    second.inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = second.alone(pair.target, pair.draft)
+    pair.submit(second)
+    end = second.end()
+    assert isinstance(end, Done)
+    assert end.counts.num_kept_tokens == 200 + len(first.ids) - 1
+    assert second.ids == expected
+
+
 def test_a_server_that_stops_ends_rows_and_who_waits() -> None:
     pair = Tiny()
     running = Client("running", 5, 1500, options=ENDLESS)
@@ -234,7 +278,7 @@ def test_a_stop_text_ends_a_row_within_a_verify() -> None:
     target, draft, processor = load_pair(*named_pair("text"))
     tokenizer = tokenizer_of(processor)
     notes: list[str] = []
-    engine = Rows(target, draft, tokenizer, notes.append, 8)
+    engine = Rows(target, draft, tokenizer, notes.append, 8, 0)
     prompt = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
     found: Any = tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -53,6 +53,14 @@ def serve(
             min=1,
         ),
     ] = None,
+    kept_gib: Annotated[
+        float,
+        typer.Option(
+            help="GiB of keys and values of the last texts, for requests that begin with them; 0 keeps none.",
+            min=0.0,
+            max=4096.0,
+        ),
+    ] = 1.0,
     dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
 ) -> None:
@@ -84,6 +92,7 @@ def serve(
                 encoding=encoding,
                 note=lambda line: typer.echo(line, err=True),
                 max_rows=max_rows,
+                max_kept_bytes=int(kept_gib * 2**30),
             )
             # In the thread that will answer
             served.engine.call(warm_up, *loaded, "Hello.")

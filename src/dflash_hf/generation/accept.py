@@ -291,7 +291,8 @@ def _stops(criteria: list[StoppingCriteria], ids: torch.LongTensor) -> bool:
     return False
 
 
-# Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state.
+# Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state. Processors of the
+# user's that say `is_row_wise = True` do so too.
 TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
 # Criteria that decide for a row by its own tokens; so do user criteria that say `is_row_wise = True`.
 ROW_WISE_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
@@ -324,7 +325,9 @@ def rule_for(
 
 
 def may_keep_state(processor: Any) -> bool:
-    """Returns True unless a logits processor is known to look at a row's prefix and scores alone."""
+    """Returns True unless a logits processor is known, or says, to look at a row's prefix and scores alone."""
+    if getattr(processor, "is_row_wise", False):
+        return False
     is_synth_id = isinstance(processor, SynthIDTextWatermarkLogitsProcessor)
     # By the module, so that a subclass of the user's counts as unknown.
     return is_synth_id or type(processor).__module__ != TOKEN_LOCAL_PROCESSORS

@@ -558,7 +558,7 @@ def _check_joins(request: Request) -> None:
     keeping = [
         type(processor).__name__
         for processor in request.processors.processors
-        if may_keep_state(processor) and not getattr(processor, "is_row_wise", False)
+        if may_keep_state(processor)
     ]
     what = "logits processors that look at the row's tokens and scores alone (is_row_wise = True says so)"
     require(not keeping, what, keeping, alone)

@@ -69,11 +69,13 @@ class Counts:
         committed (`tuple[int, ...]`): Tokens committed by each verify, the bonus token included.
         accepted (`tuple[int, ...]`): Proposals that each verify accepted.
         proposed (`tuple[int, ...]`): Proposals that each verify checked.
+        num_kept_tokens (`int`): First tokens of the prompt whose keys and values were there already.
     """
 
     committed: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     proposed: tuple[int, ...] = ()
+    num_kept_tokens: int = 0
 
     @property
     def acceptance_length(self) -> float | None:

@@ -36,6 +36,8 @@ class FormProcessor(LogitsProcessor):
         behind (`str`): A mark that the form begins behind, where the prompt has begun thoughts; mostly empty.
     """
 
+    is_row_wise = True
+
     def __init__(self, matcher: Any, num_columns: int, tokenizer: Any, behind: str) -> None:
         self.matcher = matcher
         self.tokenizer = tokenizer

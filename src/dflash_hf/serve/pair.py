@@ -29,6 +29,7 @@ class Pair:
         encoding (`dict`): Options of the chat template, where a request has none.
         note (callable): Gets a line about each request.
         max_rows (`int`, *optional*): Answers that are decoded together, at most; by default [`rows_for`].
+        max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Pair:
         encoding: dict[str, Any],
         note: Callable[[str], None],
         max_rows: int | None = None,
+        max_kept_bytes: int = 2**30,
     ) -> None:
         self.target: Any = target
         self.processor: Any = processor
@@ -67,7 +69,7 @@ class Pair:
             self.default_tokens = own_limit
         self.metrics = Metrics(name)
         num_rows = max_rows or rows_for(target)
-        self.engine: Engine = Rows(target, draft, self.tokenizer, note, num_rows)
+        self.engine: Engine = Rows(target, draft, self.tokenizer, note, num_rows, max_kept_bytes)
 
     def _renders_parts(self) -> bool:
         """Whether the chat template renders a list of text parts itself, and not as Python would print it."""

@@ -18,6 +18,8 @@ class SaidPenalty(LogitsProcessor):
         num_columns (`int`): Columns of the prompt.
     """
 
+    is_row_wise = True
+
     def __init__(self, frequency: float, presence: float, num_columns: int) -> None:
         self.frequency = frequency
         self.presence = presence

@@ -212,12 +212,15 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> list[int] 
 
 
 def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
-    """Returns the tokens of a request, and how many of the draft's proposals became some."""
+    """Returns the tokens of a request, how many were kept, and how many of the draft's proposals became some."""
     num_tokens = sum(len(choice.answer.ids) for choice in choices)
+    # Choices behind the first one find the prompt that the first one has left.
+    num_kept = min(choice.counts.num_kept_tokens for choice in choices)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_kept},
         "completion_tokens_details": {
             "accepted_prediction_tokens": sum(choice.counts.num_used for choice in choices),
             "rejected_prediction_tokens": sum(choice.counts.num_rejected for choice in choices),

@@ -7,6 +7,7 @@ then, so that all begin in the order in which they came.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -85,6 +86,7 @@ class Row:
             committed=tuple(self.committed),
             accepted=tuple(self.stats.accepted[:num_verifies]),
             proposed=tuple(self.stats.proposed[:num_verifies]),
+            num_kept_tokens=self.stats.num_kept_tokens,
         )
         return Done(is_cut=self.is_cut, counts=counts, logprobs=[])
 
@@ -96,6 +98,7 @@ class Rows:
         target, draft, tokenizer: The pair.
         note (callable): Gets a line about each job.
         max_rows (`int`): Jobs that are decoded together, at most. With 1 each is answered by `generate`.
+        max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most.
     """
 
     def __init__(
@@ -105,11 +108,15 @@ class Rows:
         tokenizer: PreTrainedTokenizerBase,
         note: Callable[[str], None],
         max_rows: int,
+        max_kept_bytes: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.note = note
         self.max_rows = max_rows
-        self.batch = RunningBatch(target, draft, max_rows=max_rows)
+        self._new_batch = functools.partial(
+            RunningBatch, target, draft, max_rows=max_rows, max_kept_bytes=max_kept_bytes
+        )
+        self.batch = self._new_batch()
         self.stopping = threading.Event()
         self.one_by_one = Alone(target, draft, tokenizer, note, self.stopping)
         self.thread = InferenceThread()
@@ -138,7 +145,20 @@ class Rows:
             self.turn()
 
     def turn(self) -> None:
-        """Does what there is to do until the next job may come in; queues the next turn behind jobs that have come."""
+        """Does what there is to do until the next job may come in; queues the next turn behind jobs that have come.
+
+        An error that no job is known to have raised ends all of them, and the next job finds an empty batch.
+        """
+        try:
+            self._work()
+        except Exception as error:
+            self._end_all(error)
+        self.has_turn = bool(self.rows or self.alone or self.waiting)
+        if self.has_turn:
+            self.thread.submit(self.turn)
+
+    def _work(self) -> None:
+        """Takes jobs in, runs one step, and lets go of what has ended."""
         self._drop_unwanted()
         while self.waiting and not self.alone:
             self._join(self.waiting.popleft())
@@ -147,9 +167,6 @@ class Rows:
         elif self.alone:
             self.one_by_one.run(self.alone.popleft())
         self._drop_unwanted()
-        self.has_turn = bool(self.rows or self.alone or self.waiting)
-        if self.has_turn:
-            self.thread.submit(self.turn)
 
     def _join(self, job: Job) -> None:
         """Adds a job to the batch, or to those that are answered alone."""
@@ -202,6 +219,16 @@ class Rows:
         for id, row in list(self.rows.items()):
             if id not in left and not row.has_ended:
                 self._leave(id, error)
+
+    def _end_all(self, error: Exception) -> None:
+        """Ends all jobs with an error, and begins with an empty batch."""
+        jobs = [*(row.job for row in self.rows.values()), *self.alone, *self.waiting]
+        self.rows.clear()
+        self.alone.clear()
+        self.waiting.clear()
+        self.batch = self._new_batch()
+        for job in jobs:
+            tell_end(job, error, 0, 0.0, self.note)
 
     def _drop_unwanted(self) -> None:
         """Ends rows and jobs of which nobody wants more."""
