@@ -185,6 +185,10 @@ def test_a_form_begins_behind_the_thoughts(server: InProcess) -> None:
     for num in range(len(mark)):
         ids = torch.tensor([[5, 6, *mark[:num]]])
         assert processor(ids, scores).equal(scores)
+    # The mark was a proposal that the target has rejected.
+    other = [*mark[:-1], 7]
+    assert processor(torch.tensor([[5, 6, *mark]]), scores).isneginf().any()
+    assert processor(torch.tensor([[5, 6, *other]]), scores).equal(scores)
     for said in ([], tokenizer("y", add_special_tokens=False)["input_ids"]):
         ids = torch.tensor([[5, 6, *mark, *said]])
         allowed = processor(ids, scores).isfinite()[0].nonzero().flatten().tolist()

@@ -26,6 +26,7 @@ from dflash_hf.generation.sampling import (
     draw_from_logits,
     with_noise,
 )
+from dflash_hf.generation.shaped_proposals import shaped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
@@ -194,12 +195,13 @@ class DFlashCandidateGenerator:
         if is_static or self.newest.is_full:
             self.flush()
 
-    def propose(self, state: DecodeState, block: RaggedBlock) -> None:
+    def propose(self, state: DecodeState, block: RaggedBlock, is_static: bool) -> None:
         """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
 
         Args:
             state (`DecodeState`): Changed in place.
             block (`RaggedBlock`): Where the draft's block stands, on the target's device.
+            is_static (`bool`): Read nothing on the host, as a captured step must: no processor shapes the logits.
         """
         is_tree = state.is_tree
         # No node of a tree stands deeper than a chain of as many tokens.
@@ -219,6 +221,9 @@ class DFlashCandidateGenerator:
             self.iterated.logits = logits
         # 3. Tokens, or the nodes of a tree. Noise is keyed by the position of the proposed token.
         positions = block.positions[:, slots]
+        if self.processors.shaping and not is_static:
+            key = None if self._takes_likeliest(state) else state.noise_key
+            logits = shaped(state, logits, self.processors, key, positions + self.ahead)
         if is_tree:
             self._propose_tree(state, hidden, logits, positions)
         else:

@@ -191,12 +191,18 @@ class BlockProcessors:
         self.hides = bool(self.hidden)
         # Exact types: a subclass may look at anything.
         self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
+        # Those that make proposals better that the draft could not know of: see `shaped_proposals.py`.
+        self.shaping = [p for p in processors if getattr(p, "shapes_proposals", False)]
         # Whether a block needs no prefix: its positions are processed at once.
         self.is_stateless = len(self.hidden) + len(self.warpers) == len(processors)
         # The warpers' values, where these are all processors and a kernel knows them.
         self.draw: Draw | None = None
         if self.is_stateless:
             self.draw = _draw_of(self.warpers)
+
+    def shaping_rows(self, num_rows: int) -> list[list[Any]]:
+        """Returns, for each row, the processors that shape its proposals."""
+        return [self.shaping] * num_rows
 
     def settings(self) -> tuple[object, ...]:
         """Returns the values of the stateless processors, which a captured step has baked in; reads tensors."""
@@ -278,6 +284,10 @@ class RowProcessors(BlockProcessors):
             scores[one] = self._noise_proof(row, found)
         return scores
 
+    def shaping_rows(self, num_rows: int) -> list[list[Any]]:
+        """Returns, for each row, its own processors that shape its proposals."""
+        return [row.shaping for row in self.rows]
+
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
         """Returns logits without the tokens that each row's own processors hide; see [`BlockProcessors.hide`]."""
         found: list[Tensor] = []
@@ -340,6 +350,13 @@ class NoiseKey(NamedTuple):
     def of(cls, seed: Tensor, num_rows: int) -> NoiseKey:
         """Returns the key of rows that all stand where they stood at first."""
         return cls(seed, torch.arange(num_rows, device=seed.device))
+
+    def of_rows(self, rows: slice) -> NoiseKey:
+        """Returns the key of some of the rows."""
+        seed = self.seed
+        if seed.dim() > 0:
+            seed = seed[rows]
+        return NoiseKey(seed, self.rows[rows])
 
     def exponential(self, positions_BK: Tensor, tokens: Tensor, stream: int) -> Tensor:
         """Draws `ops.exponential_noise` `[B, K, N]` for tokens at these positions."""

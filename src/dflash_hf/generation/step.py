@@ -82,7 +82,7 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
     drafted = verified
     if width != size or tree is not None:
         drafted = RaggedBlock(positions[:, :size], bound or longest + size, is_exact)
-    generator.propose(state, drafted)
+    generator.propose(state, drafted, is_static=bound is not None)
     # Ranks may round differently: all of them verify the first one's proposals.
     run.request.ranks.share(state.proposals, state.nodes)
     return verified

@@ -37,15 +37,18 @@ class FormProcessor(LogitsProcessor):
     """
 
     is_row_wise = True
+    shapes_proposals = True
 
     def __init__(self, matcher: Any, num_columns: int, tokenizer: Any, behind: str) -> None:
         self.matcher = matcher
         self.tokenizer = tokenizer
         self.behind = behind
-        self.begin = num_columns
         self.num_columns = num_columns
         self.read: list[int] = []  # tokens that the automaton has read
-        self.has_begun = not behind
+        # Tokens of the answer up to the mark, where the form begins; None before it.
+        self.opening: list[int] | None = None
+        if not behind:
+            self.opening = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> torch.FloatTensor:
         """Returns the scores `[1, V]`, -inf where the form forbids a token; `input_ids` `[1, T]`.
@@ -53,11 +56,11 @@ class FormProcessor(LogitsProcessor):
         Raises:
             ValueError: If the form is too complex for the automaton here.
         """
-        if not self.has_begun:
-            self._look_for_the_begin(input_ids)
-        if not self.has_begun:
+        answer = input_ids[0, self.num_columns :].tolist()
+        self._look_for_the_begin(answer)
+        if self.opening is None:
             return cast(torch.FloatTensor, scores)
-        self._advance(input_ids[0, self.begin :].tolist())
+        self._advance(answer[len(self.opening) :])
         mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(mask, bitorder="little")[: scores.shape[1]].astype(bool)
         error = self.matcher.get_error()
@@ -67,14 +70,16 @@ class FormProcessor(LogitsProcessor):
         is_allowed = torch.from_numpy(allowed).to(scores.device)
         return cast(torch.FloatTensor, scores.masked_fill(~is_allowed, float("-inf")))
 
-    def _look_for_the_begin(self, input_ids: Tensor) -> None:
+    def _look_for_the_begin(self, answer: list[int]) -> None:
         """Begins behind the tokens that end with the mark."""
-        num_last = len(self.behind.encode()) + 4
-        ids = input_ids[0, self.num_columns :].tolist()
-        said = str(self.tokenizer.decode(ids[-num_last:], skip_special_tokens=False))
-        if self.behind in said:
-            self.has_begun = True
-            self.begin = input_ids.shape[1]
+        # The mark may have been in a proposal that was rejected.
+        if self.opening is not None and answer[: len(self.opening)] != self.opening:
+            self.opening = None
+        if self.opening is None:
+            num_last = len(self.behind.encode()) + 4
+            said = str(self.tokenizer.decode(answer[-num_last:], skip_special_tokens=False))
+            if self.behind in said:
+                self.opening = answer
 
     def _advance(self, ids: list[int]) -> None:
         """Brings the automaton behind these tokens."""

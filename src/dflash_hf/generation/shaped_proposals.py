@@ -1,0 +1,55 @@
+"""The draft's logits as processors of the request leave them, where these say that it is worth it.
+
+A form of the answer allows few tokens at each place, and the draft knows nothing of it. So the logits of each slot go
+through the same processors as the target's will, behind the proposals before it. The target decides as ever: what is
+proposed changes no text.
+
+Shapes: `B` rows, `D` slots that propose, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_hf.generation.sampling import BlockProcessors, NoiseKey, choose
+from dflash_hf.generation.state import DecodeState
+
+
+def shaped(
+    state: DecodeState,
+    logits_BDV: Tensor,
+    processors: BlockProcessors,
+    key: NoiseKey | None,
+    positions_BD: Tensor,
+) -> Tensor:
+    """Returns the draft's logits `[B, D, V]` behind the processors that shape proposals; reads on the host.
+
+    What a slot may propose depends on the tokens before it. These are taken to be the likeliest ones of a chain, for
+    the branches of a tree too.
+
+    Args:
+        state (`DecodeState`): Read only.
+        logits_BDV (`torch.Tensor`): The draft's; not changed.
+        processors (`BlockProcessors`): The run's.
+        key (`NoiseKey`, *optional*): Of the noise that chooses proposals; without it they are the likeliest tokens.
+        positions_BD (`torch.Tensor`): Positions of the proposed tokens, int64.
+    """
+    logits_BDV = logits_BDV.clone()
+    lengths = state.cursor.tolist()
+    has_ended = state.done.tolist()
+    for row, of_row in enumerate(processors.shaping_rows(len(lengths))):
+        if has_ended[row] or not of_row:
+            continue
+        one = slice(row, row + 1)
+        of_key = None if key is None else key.of_rows(one)
+        prefix = state.ids[one, : lengths[row]]
+        for slot in range(logits_BDV.shape[1]):
+            scores = logits_BDV[one, slot].float()
+            for processor in of_row:
+                scores = processor(prefix, scores)
+            logits_BDV[one, slot] = scores.to(logits_BDV.dtype)
+            at = positions_BD[one, slot : slot + 1]
+            token = choose(scores[:, None], of_key, at)
+            prefix = torch.cat([prefix, token], dim=1)
+    return logits_BDV
