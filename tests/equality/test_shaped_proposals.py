@@ -66,6 +66,19 @@ def test_the_text_is_the_same_in_fewer_verifies(num_tree_nodes: int, do_sample: 
     assert num_verifies[True] < 0.9 * num_verifies[False]
 
 
+@pytest.mark.parametrize("num_tree_nodes", [0, 12], ids=["chain", "tree"])
+def test_a_form_may_leave_a_draft_no_token(num_tree_nodes: int) -> None:
+    target = tiny_target("qwen3")
+    # Behind a token, Stairs allows three of all tokens, of which the draft mostly has none.
+    draft = tiny_draft(target, own_lm_head=True, draft_vocab_size=13)
+    draft.generation_config.num_tree_nodes = num_tree_nodes
+    inputs = prompts([7, 4, 6], 2)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    settings |= {"logits_processor": [Stairs(True)]}
+    expected = target.generate(**inputs, **settings)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), expected)
+
+
 def test_an_oracle_under_a_form_is_right() -> None:
     target = tiny_target("qwen3")
     inputs = prompts([7, 4], 1)

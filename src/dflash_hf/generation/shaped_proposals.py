@@ -48,6 +48,9 @@ def shaped(
             scores = logits_BDV[one, slot].float()
             for processor in of_row:
                 scores = processor(prefix, scores)
+            # A draft of a reduced vocabulary may have none of the tokens that are left.
+            if bool(scores.isneginf().all()):
+                break
             logits_BDV[one, slot] = scores.to(logits_BDV.dtype)
             at = positions_BD[one, slot : slot + 1]
             token = choose(scores[:, None], of_key, at)
