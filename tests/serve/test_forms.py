@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dflash_hf.cli.pair import load_pair, named_pair
-from dflash_hf.serve.grammar import Form
+from dflash_hf.serve.grammar import Form, FormProcessor
 from dflash_hf.serve.markup import open_thoughts
 from dflash_hf.serve.pair import Pair
 from helpers.scripted_server import Found, InProcess
@@ -88,6 +88,19 @@ def test_sampled_json_meets_its_schema(server: InProcess, start: int) -> None:
         found = asked(server, streamed=bool(seed % 2), response_format=form, seed=seed)
         assert (found.status, found.reasons) == (200, ["stop"]), (seed, found)
         validate(json.loads(found.content), schema)
+
+
+def test_shaped_proposals_change_no_answer(
+    server: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: dict[bool, list[str]] = {True: [], False: []}
+    for shapes in (True, False):
+        monkeypatch.setattr(FormProcessor, "shapes_proposals", shapes)
+        for seed in range(5):
+            schema = drawn_schema(random.Random(seed))
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            answers[shapes].append(asked(server, response_format=form, seed=seed).content)
+    assert answers[True] == answers[False]
 
 
 def test_forms_are_decoded_beside_other_rows(server: InProcess) -> None:
@@ -195,6 +208,20 @@ def test_a_form_begins_behind_the_thoughts(server: InProcess) -> None:
         texts = {tokenizer.decode([*said, one]) for one in allowed}
         assert texts
         assert all("yes".startswith(text) or "no".startswith(text) for text in texts)
+
+
+def test_a_form_goes_on_behind_a_rejected_end(server: InProcess) -> None:
+    tokenizer: Any = server.pair.tokenizer
+    form = Form(server.pair, 'start: "ab" | "a"', "structured_outputs")
+    processor = form.processor(1, "")
+    end: Any = server.pair.target.generation_config.eos_token_id
+    letters = {one: tokenizer(one, add_special_tokens=False)["input_ids"] for one in "ab"}
+    scores = torch.zeros(1, server.pair.vocab_size)
+    # Proposals behind the answer's end, which the target has rejected.
+    for proposed in ([*letters["a"], end, end], [*letters["a"], *letters["b"], end, *letters["a"]]):
+        processor(torch.tensor([[5, *proposed]]), scores)
+        allowed = processor(torch.tensor([[5, *letters["a"]]]), scores).isfinite()[0]
+        assert allowed.nonzero().flatten().tolist() == sorted([end, *letters["b"]])
 
 
 def test_open_thoughts_are_found_in_the_prompt(server: InProcess) -> None:

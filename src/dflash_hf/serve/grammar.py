@@ -90,9 +90,9 @@ class FormProcessor(LogitsProcessor):
             num_same += 1
         if num_same < len(self.read):
             self.matcher.rollback(len(self.read) - num_same)
-        # An end token is no part of the form.
-        self.matcher.try_consume_tokens(ids[num_same:])
-        self.read = ids
+        # It reads no further than to the end of the form: proposals may go on behind it.
+        num_read = self.matcher.try_consume_tokens(ids[num_same:])
+        self.read = ids[: num_same + num_read]
 
 
 class Form:
