@@ -16,7 +16,7 @@ from tiny import (
     DFLASH2,
     draft_config,
     prompts,
-    randomise_dflash2,
+    randomise_heads,
     tiny_draft,
     tiny_target,
     truth_of,
@@ -32,7 +32,7 @@ def branching(
 ) -> Oracle:
     """A draft that is right in places, with trees of so many nodes."""
     draft = Oracle(draft_config(target, 16, **options)).to(target.dtype).eval()
-    randomise_dflash2(draft)
+    randomise_heads(draft)
     arm(draft, truth, nodes, None, nodes)
     draft.generation_config.num_tree_nodes = nodes
     return draft
