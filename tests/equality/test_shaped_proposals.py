@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from dflash_hf import RunningBatch
-from tiny import VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DSPARK, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 24
 
@@ -29,16 +29,19 @@ class Stairs(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, allowed, scores.gather(1, allowed))
 
 
+@pytest.mark.parametrize("kind", [{}, DSPARK], ids=["dflash", "dspark"])
 @pytest.mark.parametrize("num_tree_nodes", [0, 12], ids=["chain", "tree"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_the_text_is_the_same_in_fewer_verifies(num_tree_nodes: int, do_sample: bool) -> None:
+def test_the_text_is_the_same_in_fewer_verifies(
+    num_tree_nodes: int, do_sample: bool, kind: dict[str, Any]
+) -> None:
     target = tiny_target("qwen3")
     num_verifies = {True: 0, False: 0}
     for seed in range(4):
         inputs = prompts([7, 4, 6], seed)
         texts: list[Tensor] = []
         for shapes in (True, False):
-            draft = tiny_draft(target)
+            draft = tiny_draft(target, **kind)
             draft.generation_config.num_tree_nodes = num_tree_nodes
             torch.manual_seed(seed)
             texts.append(

@@ -223,7 +223,9 @@ class DFlashCandidateGenerator:
         positions = block.positions[:, slots]
         if self.processors.shaping and not is_static:
             key = None if self._takes_likeliest(state) else state.noise_key
-            logits = shaped(state, logits, self.processors, key, positions + self.ahead)
+            positions_of_tokens = positions + self.ahead
+            behind = self.draft.logits_behind
+            logits = shaped(state, logits, self.processors, key, positions_of_tokens, behind)
         if is_tree:
             self._propose_tree(state, hidden, logits, positions)
         else:

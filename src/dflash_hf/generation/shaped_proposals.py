@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_hf.draft_model.dspark import Behind
 from dflash_hf.generation.sampling import BlockProcessors, NoiseKey, choose
 from dflash_hf.generation.state import DecodeState
 
@@ -22,6 +23,7 @@ def shaped(
     processors: BlockProcessors,
     key: NoiseKey | None,
     positions_BD: Tensor,
+    behind: Behind,
 ) -> Tensor:
     """Returns the draft's logits `[B, D, V]` behind the processors that shape proposals; reads on the host.
 
@@ -34,6 +36,8 @@ def shaped(
         processors (`BlockProcessors`): The run's.
         key (`NoiseKey`, *optional*): Of the noise that chooses proposals; without it they are the likeliest tokens.
         positions_BD (`torch.Tensor`): Positions of the proposed tokens, int64.
+        behind (callable): Adds what the token before a slot says, for drafts with a Markov head; it is not in the
+            logits that are returned.
     """
     logits_BDV = logits_BDV.clone()
     lengths = state.cursor.tolist()
@@ -53,6 +57,6 @@ def shaped(
                 break
             logits_BDV[one, slot] = scores.to(logits_BDV.dtype)
             at = positions_BD[one, slot : slot + 1]
-            token = choose(scores[:, None], of_key, at)
+            token = choose(behind(scores[:, None], prefix[:, -1:]), of_key, at)
             prefix = torch.cat([prefix, token], dim=1)
     return logits_BDV
