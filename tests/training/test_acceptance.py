@@ -17,7 +17,7 @@ from dflash_hf.training.loss import block_labels, block_loss, decay_weights
 from dflash_hf.training.regenerate import regenerate_answers
 from dflash_hf.training.walking import accepted_at_anchors, answers_of, walk, walked_acceptance
 from helpers.whole_blocks import use_whole_blocks
-from tiny import DFLASH2
+from tiny import DFLASH2, DSPARK
 
 MakeDraft = Callable[..., DFlashDraftModel]
 
@@ -31,6 +31,8 @@ def propose(
         candidates, scores = logits.argmax(dim=-1, keepdim=True), torch.zeros(1, 1)
         if draft.candidate_selector is not None:
             candidates, scores = draft.candidate_selector.score(states, before, logits)
+        elif draft.markov_head is not None:
+            candidates = (logits + draft.markov_head(before)[0]).argmax(dim=-1, keepdim=True)
         before = candidates[scores[0].argmax()][None]
         path.append(int(before))
     return path
@@ -86,7 +88,7 @@ def often_right(
     return draft, find_target(target.double())
 
 
-@pytest.fixture(params=[{}, DFLASH2], ids=["dflash", "dflash 2"])
+@pytest.fixture(params=[{}, DFLASH2, DSPARK], ids=["dflash", "dflash 2", "dspark"])
 def pair(
     request: pytest.FixtureRequest, target: Qwen3ForCausalLM, make_draft: MakeDraft
 ) -> tuple[DFlashDraftModel, Target]:
@@ -194,6 +196,7 @@ def test_the_loss_counts_what_the_walk_would_accept(pair: tuple[DFlashDraftModel
         decay_weights(6, 3.0),
         lambda hidden: draft.compute_logits(hidden, target.head),
         selector=draft.candidate_selector,
+        behind=draft.logits_behind,
     )
     assert int(result.accepted) == int(accepted_at_anchors(draft, target, batch).sum()) > 3
 

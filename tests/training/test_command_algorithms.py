@@ -57,6 +57,11 @@ def test_an_algorithm_sets_what_its_help_says(
 
 
 TAKEN: dict[str, tuple[list[object], str, object]] = {
+    "rank": (
+        ["--algorithm", "dspark", "--draft-options", '{"markov_rank": 64}'],
+        "draft_options",
+        {"sample_from_anchor": True, "markov_rank": 64},
+    ),
     "loss of dflash2": (["--algorithm", "dflash2", "--loss", "lk"], "loss", "lk"),
     "decay of kl": (["--algorithm", "jetspec", "--gamma", 3], "gamma", 3),
     "what it sets": (["--algorithm", "jetspec", "--loss", "kl"], "loss", "kl"),
@@ -78,7 +83,10 @@ def test_an_option_that_refines_an_algorithm_is_taken(
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {
-    "unknown": (["--algorithm", "x"], "expected --algorithm among dflash, dflash2, jetspec, got"),
+    "unknown": (
+        ["--algorithm", "x"],
+        "expected --algorithm among dflash, dflash2, dspark, jetspec, got",
+    ),
     "loss": (
         ["--algorithm", "jetspec", "--loss", "dpace"],
         "expected --loss kl with --algorithm jetspec, got 'dpace'; leave one of them out",
@@ -98,6 +106,14 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "no selector": (
         ["--algorithm", "dflash2", "--draft-options", '{"selector_rank": null}'],
         "expected a size as selector_rank in --draft-options with --algorithm dflash2, got None",
+    ),
+    "two heads": (
+        ["--algorithm", "dspark", "--draft-options", '{"selector_rank": 8}'],
+        "expected no selector_rank in --draft-options with --algorithm dspark, got 8",
+    ),
+    "anchor that does not propose": (
+        ["--algorithm", "dspark", "--draft-options", '{"sample_from_anchor": false}'],
+        "expected sample_from_anchor true in --draft-options with --algorithm dspark, got False",
     ),
     "draft that is there": (
         ["--algorithm", "dflash2", "--draft", TOY / "draft"],

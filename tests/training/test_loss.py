@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf.draft_model.dflash2 import CandidateSelector
+from dflash_hf.draft_model.dspark import MarkovHead
 from dflash_hf.training.anchors import Anchors, sample_anchors
 from dflash_hf.training.arguments import DFlashTrainingArguments, default_gamma
 from dflash_hf.training.collators import Batch
@@ -123,6 +124,40 @@ def test_selector_loss_equals_the_loop(
     assert torch.equal(result.loss, plain.loss)
     assert plain.selector_loss == 0
     assert result.correct.tolist() != plain.correct.tolist()
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 128])
+def test_markov_loss_equals_the_loop(
+    chunk_blocks: int, case: tuple[Tensor, Anchors, nn.Linear], batch: Batch
+) -> None:
+    """Each slot behind the right token, gradients of both tables included."""
+    hidden, anchors, head = case
+    torch.manual_seed(4)
+    markov = MarkovHead(VOCAB, VOCAB, 4, 1.0).double()
+    nn.init.normal_(markov.markov_w2)
+    labels = block_labels(batch, anchors)
+    weights = decay_weights(BLOCK, GAMMA)
+
+    def behind(logits: Tensor, before: Tensor) -> Tensor:
+        return logits + markov(before)
+
+    result = block_loss(hidden, labels, weights, head, chunk_blocks, behind=behind)
+    found = torch.autograd.grad(result.loss, list(markov.parameters()))
+    loss = torch.zeros((), dtype=torch.float64)
+    right = torch.zeros(BLOCK, dtype=torch.long)
+    for row, number, slot in labels.mask.nonzero().tolist():
+        at = int(anchors.indices[row, number]) + slot
+        before = int(batch.input_ids[row, at - 1])
+        logits = head(hidden.detach()[row, number * BLOCK + slot])
+        logits = logits + markov.markov_w2 @ markov.markov_w1[before]
+        token = int(batch.input_ids[row, at])
+        loss = loss - weights[slot] * torch.log_softmax(logits, dim=0)[token]
+        right[slot] += int(logits.argmax()) == token
+    torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)
+    wanted = torch.autograd.grad(loss, list(markov.parameters()))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert result.correct.tolist() == right.tolist()
+    assert result.correct.tolist() != losses_of(case, batch, chunk_blocks).correct.tolist()
 
 
 def test_the_token_before_a_slot_is_what_the_target_was_shown() -> None:

@@ -20,7 +20,7 @@ from dflash_hf.training import (
 )
 from dflash_hf.training.optimizer import MuonAndAdamW
 from helpers.training import AtStep, draws, options, records
-from tiny import DFLASH2
+from tiny import DFLASH2, DSPARK
 
 needs_muon = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon"
@@ -336,6 +336,18 @@ def test_muon_leaves_codebooks_to_adamw(make_draft, tmp_path: Path) -> None:
 
 
 @needs_muon
+def test_muon_leaves_a_markov_heads_tables_to_adamw(make_draft, tmp_path: Path) -> None:
+    draft = make_draft(**DSPARK)
+    optimizer = MuonAndAdamW(draft, options(tmp_path, optim="muon"))
+    names = {id(parameter): name for name, parameter in draft.named_parameters()}
+    _, by_adamw = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    assert {name for name in by_adamw if draft.get_parameter(name).ndim != 1} == {
+        "markov_head.markov_w1",
+        "markov_head.markov_w2",
+    }
+
+
+@needs_muon
 def test_one_optimizer_steps_as_the_two_of_torch(make_draft, tmp_path: Path) -> None:
     """Also after its state has gone through a file, in the middle."""
     args = options(tmp_path, optim="muon", weight_decay=0.1, adam_beta2=0.9)
@@ -384,7 +396,7 @@ def test_a_dflash2_draft_learns_in_both_losses(target, make_draft, tmp_path: Pat
     assert [record for record in told if "selector_loss" in record][-1] == last
 
 
-@pytest.mark.parametrize("kind", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+@pytest.mark.parametrize("kind", [{}, DFLASH2, DSPARK], ids=["dflash", "dflash 2", "dspark"])
 def test_a_draft_memorises_a_sequence(
     kind, target, make_draft: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -37,12 +37,17 @@ DFLASH2 = {
     "selector_rank": 256,
     "selector_top_k": 16,
 }
+# DeepSpec's, of all its drafts and of RedHatAI's.
+DSPARK = {"markov_rank": 256}
 ALGORITHMS: dict[str, Algorithm] = {
-    "dflash": Algorithm(options={"loss": "dpace"}, absent=tuple(DFLASH2)),
-    "dflash2": Algorithm(sizes=DFLASH2),
+    "dflash": Algorithm(options={"loss": "dpace"}, absent=(*DFLASH2, *DSPARK)),
+    "dflash2": Algorithm(sizes=DFLASH2, absent=tuple(DSPARK)),
+    "dspark": Algorithm(
+        sizes=DSPARK, draft_options={"sample_from_anchor": True}, absent=tuple(DFLASH2)
+    ),
     # Each slot sees the earlier ones of its block, and learns the target's distribution: for trees
     "jetspec": Algorithm(
-        options={"loss": "kl"}, draft_options={"is_causal": True}, absent=tuple(DFLASH2)
+        options={"loss": "kl"}, draft_options={"is_causal": True}, absent=(*DFLASH2, *DSPARK)
     ),
 }
 

@@ -58,8 +58,8 @@ class TrainSettings:
     algorithm: str = option(
         TRAINING,
         "A recipe of a fresh draft. dflash: --loss dpace. dflash2: conv_kernel_size 2, conv_group_size 16, "
-        "selector_rank 256, selector_top_k 16 as --draft-options. jetspec, for trees: is_causal true as "
-        "--draft-options, --loss kl.",
+        "selector_rank 256, selector_top_k 16 as --draft-options. dspark: markov_rank 256, sample_from_anchor true as "
+        "--draft-options. jetspec, for trees: is_causal true as --draft-options, --loss kl.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(

@@ -394,10 +394,12 @@ def batch_loss(
             selector,
             objective=objective,
             known_V=known,
+            behind=draft.logits_behind,
         )
         sums = {field.name: getattr(found, field.name) for field in fields(found)}
         # Without a label that the head knows nothing uses them: DDP and FSDP wait for their gradients in every process
-        parts = [part for part in (selector, draft.lm_head) if part is not None]
+        own = (selector, draft.markov_head, draft.lm_head)
+        parts = [part for part in own if part is not None]
         for part in parts:
             for weight in part.parameters():
                 sums["loss"] = sums["loss"] + 0 * weight.sum()

@@ -19,6 +19,9 @@ A DFlash 2 draft adds the cross entropy of its selector over the candidates of a
 same weights; a slot whose token is no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull
 request 772) and speculators (1006) put a missing token among the candidates instead.
 
+A DSpark draft's logits are those behind the right token, by its Markov head: a walk sees the same until its first
+wrong token. Source: DeepSpec `Qwen3DSparkModel.forward`.
+
 Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a loss, `V` vocabulary, `C` candidates, `P` likely tokens.
 """
 
@@ -33,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash_hf.draft_model.dflash2 import CandidateSelector
+from dflash_hf.draft_model.dspark import Behind
 from dflash_hf.training.anchors import Anchors
 from dflash_hf.training.collators import Batch
 
@@ -75,6 +79,11 @@ class BlockLoss:
     blocks: Tensor  # scalar: number of anchors
     accepted: Tensor  # scalar, int64: right argmaxes before the first wrong one, over all blocks
     finite: Tensor  # [B], bool: rows whose losses are all finite
+
+
+def as_they_are(logits: Tensor, before: Tensor) -> Tensor:
+    """Returns the logits of a draft to which the token before a slot says nothing."""
+    return logits
 
 
 def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> Tensor:
@@ -152,12 +161,12 @@ def _slot_losses(
     hidden_ND: Tensor,
     slots: BlockLabels,
     rows: slice,
-    logits_of: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor, Tensor], Tensor],
     selector: CandidateSelector | None,
     objective: Objective,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, loss of the selector and argmax of some slots, on the states' device whatever the head's."""
-    logits = logits_of(hidden_ND)
+    logits = logits_of(hidden_ND, slots.before[rows])
     slots = slots.map(lambda value: value[rows].to(logits.device))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if slots.likely is None:
@@ -208,7 +217,7 @@ class _FrozenHead(torch.autograd.Function):
 def _all_losses(
     hidden_ND: Tensor,
     slots: BlockLabels,
-    logits_of: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor, Tensor], Tensor],
     selector: CandidateSelector | None,
     objective: Objective,
     size: int,
@@ -220,7 +229,8 @@ def _all_losses(
         return _slot_losses(states, slots, rows, logits_of, selector, objective)
 
     trains = torch.is_grad_enabled() and hidden_ND.requires_grad
-    if trains and selector is None and not logits_of(hidden_ND[:1].detach()).requires_grad:
+    is_frozen = not logits_of(hidden_ND[:1].detach(), slots.before[:1]).requires_grad
+    if trains and selector is None and is_frozen:
         losses, best = _FrozenHead.apply(hidden_ND, chunks, losses_of)
         return losses, torch.zeros_like(losses), best
     parts = [
@@ -243,6 +253,7 @@ def block_loss(
     *,
     objective: Objective = "cross_entropy",
     known_V: Tensor | None = None,
+    behind: Behind = as_they_are,
 ) -> BlockLoss:
     """Sums the weighted losses over all slots with a label.
 
@@ -260,6 +271,8 @@ def block_loss(
         objective (`str`): See this module.
         known_V (`torch.Tensor` of shape `[V]`, bool, *optional*): The tokens that a draft with a reduced vocabulary
             can propose. Slots of others are wrong and add nothing to the loss.
+        behind (callable, *optional*): Adds to logits `[N, V]` what the right tokens before their slots `[N]` say, for
+            drafts with a Markov head.
     """
     block_size = labels.ids.shape[2]
     device = hidden_BQD.device
@@ -279,8 +292,12 @@ def block_loss(
     right = torch.zeros_like(labels.mask)
     finite = torch.ones(len(scored), dtype=torch.bool, device=device)
     if len(hidden_ND):
+
+        def logits_behind(states: Tensor, before: Tensor) -> Tensor:
+            return behind(logits_of(states), before)
+
         losses, extra, best = _all_losses(
-            hidden_ND, slots, logits_of, selector, objective, chunk_blocks * (block_size - 1)
+            hidden_ND, slots, logits_behind, selector, objective, chunk_blocks * (block_size - 1)
         )
         table = losses.new_full(scored.shape, torch.inf)
         table.view(-1)[places] = losses.detach()
