@@ -291,16 +291,17 @@ def test_widths_beyond_the_block_need_sample_from_anchor() -> None:
 
 
 @pytest.mark.parametrize(
-    "field",
+    ("field", "value"),
     [
-        "own_embed_tokens",
-        "own_lm_head",
-        "sample_from_anchor",
-        "window_from_anchor",
-        "tap_after_deepstack",
+        ("own_embed_tokens", True),
+        ("own_lm_head", True),
+        ("sample_from_anchor", True),
+        ("window_from_anchor", True),
+        ("tap_after_deepstack", True),
+        ("markov_rank", 4),
     ],
 )
-def test_transformers_own_path_is_refused(field: str) -> None:
+def test_transformers_own_path_is_refused(field: str, value: Any) -> None:
     target = tiny_target("qwen3")
     with pytest.raises(
         ValueError, match=f"speculation_type='dflash' can run, got '{field} in its config"
@@ -308,6 +309,6 @@ def test_transformers_own_path_is_refused(field: str) -> None:
         target.generate(
             **prompts([5], 1),
             max_new_tokens=3,
-            assistant_model=draft_for(target, {field: True}),
+            assistant_model=draft_for(target, {field: value}),
             speculation_type="dflash",
         )

@@ -60,6 +60,7 @@ def check_stock(draft: DFlashDraftModel) -> None:
         "sample_from_anchor",
         "window_from_anchor",
         "tap_after_deepstack",
+        "markov_rank",
     )
     wrong = ", ".join(name for name in names if getattr(draft.config, name))
     what = "a draft that Transformers' speculation_type='dflash' can run"
