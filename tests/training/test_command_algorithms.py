@@ -193,15 +193,20 @@ def test_a_reduced_vocabulary_is_kept_by_resume_and_export(tmp_path: Path) -> No
         assert value.equal(exported[name]), name
 
 
-def test_a_selector_over_frequent_tokens_is_trained_and_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "field"), [("dflash2", "selector_rank"), ("dspark", "markov_rank")]
+)
+def test_a_path_over_frequent_tokens_is_trained_and_loaded(
+    algorithm: str, field: str, tmp_path: Path
+) -> None:
     data = write_rows(tmp_path / "rows.jsonl")
     out = tmp_path / "out"
-    words = ["--algorithm", "dflash2", "--draft-vocab-size", 40, "--max-steps", 1]
+    words = ["--algorithm", algorithm, "--draft-vocab-size", 40, "--max-steps", 1]
     stages = ["--stages", "prepare,regenerate,run"]
     result = train("--dataset", data, "--output-dir", out, *SMALL, *words, *stages)
     assert result.exit_code == 0, result.output
     draft = load_draft(out / "draft")
-    assert draft.config.selector_rank == 256
+    assert getattr(draft.config, field) == 256
     assert draft.lm_head is not None
     assert draft.d2t is not None
     ids = {at + int(shift) for at, shift in enumerate(draft.d2t)}

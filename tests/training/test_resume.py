@@ -80,17 +80,22 @@ def assert_same(one: DFlashDraftModel, two: DFlashDraftModel) -> None:
         assert torch.equal(value, two.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("kind", [{}, {"markov_rank": 4}], ids=["dflash", "dspark"])
 @pytest.mark.parametrize("optim", OPTIMS)
 def test_resumed_run_is_the_same_run_bit_for_bit(
-    optim: str, target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+    optim: str,
+    kind: dict[str, Any],
+    target: Qwen3ForCausalLM,
+    make_draft: MakeDraft,
+    tmp_path: Path,
 ) -> None:
-    whole, first = make_draft(attention_dropout=0.1), make_draft(attention_dropout=0.1)
+    whole, first = (make_draft(attention_dropout=0.1, **kind) for _ in range(2))
     trainer = make(target, whole, tmp_path / "a", optim=optim)
     trainer.train()
     with pytest.raises(Killed):
         make(target, first, tmp_path / "b", Kill(4, "save"), optim=optim, save_steps=4).train()
     checkpoint = tmp_path / "b" / "checkpoint-4"
-    resumed = make_draft(attention_dropout=0.1, initializer_range=0.5)
+    resumed = make_draft(attention_dropout=0.1, initializer_range=0.5, **kind)
     torch.rand(5)
     again = make(
         target, resumed, tmp_path / "c", optim=optim, resume_from_checkpoint=str(checkpoint)
