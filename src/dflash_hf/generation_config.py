@@ -163,7 +163,7 @@ class DFlashGenerationConfig(GenerationConfig):
             token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
             `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair
             (docs/log-archive.md). With a DFlash 2 draft each rule chooses among the selector's candidates, behind the
-            tokens proposed so far.
+            tokens proposed so far; with a DSpark draft among all tokens, behind the token proposed before.
         draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers
             and of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's; a
             few fewer proposals may be accepted. Left out, the weights are used as they are. Not timed on a GPU yet.
