@@ -113,11 +113,6 @@ class DFlashCandidateGenerator:
         return self.newest.columns.device
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The draft's dtype; a model finds its own by looking through its weights."""
-        return self.newest.columns.dtype
-
-    @property
     def cache(self) -> RaggedCache:
         """The draft's context."""
         return self.buffers.draft_cache
@@ -350,7 +345,9 @@ class DFlashCandidateGenerator:
 
     def _as_draft(self, states: Tensor) -> Tensor:
         """Returns states on the draft's device, in its dtype."""
-        return states.to(self.device, self.dtype)
+        # A model finds its dtype by looking through its weights; the newest context has it.
+        dtype = self.newest.columns.dtype
+        return states.to(self.device, dtype)
 
     def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
         """Returns the same block, counted on the draft's device and from where its context begins."""

@@ -108,7 +108,7 @@ class KeptPrefixes:
 
     def go_on(self, begun: Prefill) -> int:
         """Has a prefill begin behind the tokens that are kept of its prompt; returns how many these are."""
-        prompt = begun.request.input_ids[0].cpu()
+        prompt = begun.generator.request.input_ids[0].cpu()
         shared = [one.num_shared(prompt) for one in self.kept]
         num = max(shared, default=0)
         if num < SHORTEST:

@@ -110,7 +110,6 @@ def begin_prefill(
         seed = new_seed(request.input_ids.device)
     request.ranks.share(seed)
     return Prefill(
-        request=request,
         user_cache=user_cache,
         watch=watch,
         prompts=prompts,
@@ -126,7 +125,6 @@ def begin_prefill(
 class Prefill:
     """A prefill that has begun: the target goes over the prompts in `filling`, then [`finish`] makes a run of it."""
 
-    request: Request
     user_cache: UserCache | NoUserCache
     watch: Stopwatch
     prompts: Prompts
@@ -138,9 +136,9 @@ class Prefill:
 
     def finish(self) -> Run:
         """Returns the run, behind its first token; errors as of [`prefill`]."""
-        request = self.request
         prompts = self.prompts
         generator = self.generator
+        request = generator.request
         outputs, filled = self.filling.filled()
         # 1. The filled cache, row by row without padding, into the ragged one.
         length = max(prompts.row_lengths) + self.room
