@@ -213,11 +213,15 @@ def test_caches_are_written_by_kernels_where_all_is_of_one_kind() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param({}, id="tokens"), pytest.param(DFLASH2, id="candidates", marks=pytest.mark.slow)],
+    ("kind", "nodes"),
+    [
+        pytest.param({}, 6, id="tokens"),
+        pytest.param({}, 70, id="tokens, two words of ancestors"),
+        pytest.param(DFLASH2, 6, id="candidates", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tree_is_built_followed_and_moved_by_kernels(
-    kind: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+    kind: dict[str, Any], nodes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target("qwen3", **SHALLOW).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts([4], 1).items()}
@@ -225,7 +229,7 @@ def test_a_tree_is_built_followed_and_moved_by_kernels(
     draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **SMALL, **TAPS, **kind).to(
         device
     )
-    draft.generation_config.num_tree_nodes, draft.strength = 6, 4.0
+    draft.generation_config.num_tree_nodes, draft.strength = nodes, 4.0
     set_engine(draft, "static")
     find_out(target)
     calls = Calls(monkeypatch, (*OPERATIONS, *TREES))
