@@ -14,6 +14,7 @@ from helpers.static import set_engine, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from tiny import (
     DFLASH2,
+    DSPARK,
     draft_config,
     prompts,
     randomise_heads,
@@ -86,12 +87,13 @@ def test_steps_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) 
     assert by_node == [by_node[0]] * 3
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "anchor"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "anchor"])
 @pytest.mark.parametrize("rule", ["argmax", "shared_noise"])
 def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str) -> None:
     target = tiny_target("qwen3")
     inputs = prompts([4, 9, 6], 3)
-    options = {"dflash2": DFLASH2, "anchor": {"sample_from_anchor": True}}.get(kind, {})
+    kinds = {"dflash2": DFLASH2, "dspark": DSPARK, "anchor": {"sample_from_anchor": True}}
+    options = kinds.get(kind, {})
     settings = {"max_new_tokens": 16, "do_sample": True, "eos_token_id": 9, "top_k": 10}
     draft = tiny_draft(target, 16, **options)
     draft.generation_config.block_size = 1

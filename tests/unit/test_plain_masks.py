@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.block.attention import RaggedBlock, RaggedMask, attend, mask_repeats
-from dflash_hf.block.tree import DraftTree, TreeBuilder
+from dflash_hf.block.tree import DraftTree, TreeBuilder, new_nodes
 from dflash_hf.draft_model.layers import CombinedProjector, DFlashAttention, Operands
 
 
@@ -17,7 +17,7 @@ from dflash_hf.draft_model.layers import CombinedProjector, DFlashAttention, Ope
 @pytest.mark.parametrize(
     ("width", "causal", "is_tree"),
     [(width, causal, False) for width in (1, 2, 16) for causal in (True, False)]
-    + [(2, True, True), (16, True, True)],
+    + [(2, True, True), (16, True, True), (100, True, True)],
 )
 def test_one_row_is_masked_as_a_row_of_many(
     length: int, window: int | None, causal: bool, width: int, is_tree: bool
@@ -25,12 +25,12 @@ def test_one_row_is_masked_as_a_row_of_many(
     torch.manual_seed(length)
     tree = None
     if is_tree:
-        nodes = torch.zeros(4, 1, width, dtype=torch.long)
+        nodes = new_nodes(1, width, torch.device("cpu"))
         scores = torch.randn(1, 5, 9)
         TreeBuilder(width, 5, 9, torch.device("cpu")).build(
             scores, nodes, torch.zeros(1, width, dtype=torch.long)
         )
-        tree = DraftTree(*nodes[:3])
+        tree = DraftTree.of(nodes)
     bound = length + width
     positions = length + torch.arange(width)[None]
     masks = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf.block.tree import DraftTree, TreeBuilder, along
+from dflash_hf.block.tree import DraftTree, TreeBuilder, along, new_nodes
 from dflash_hf.ops import MAX_NODES
 from dflash_kernels.ancestors import are_ancestors
 from dflash_kernels.build_tree import DOUBT, LEVEL, continuation
@@ -41,8 +41,7 @@ def built(
     trees: TreeBuilder, scores: Tensor, text: tuple[Tensor, ...] = ()
 ) -> tuple[DraftTree, Tensor, Tensor]:
     """The trees of scores, their tokens with anchors of token 0, and their sources."""
-    num_parts = 3 + -(-trees.num_nodes // 64)
-    nodes = torch.full((num_parts, scores.shape[0], trees.num_nodes), 7)
+    nodes = new_nodes(scores.shape[0], trees.num_nodes, CPU).fill_(7)
     block = torch.zeros(scores.shape[0], trees.num_nodes, dtype=torch.long)
     trees.build(scores, nodes, block, None, text)
     return DraftTree.of(nodes), block, nodes[1]
@@ -193,9 +192,9 @@ def test_paths_whose_transitions_count_are_scored_by_them() -> None:
     candidates = torch.stack([torch.randperm(20)[:2] for _ in range(3)])[None]
     scores = torch.randn(1, 3, 2, 2)
     scores[:, 0, 1] = scores[:, 0, 0]
-    nodes, block = torch.zeros(4, 1, 15, dtype=torch.long), torch.zeros(1, 15, dtype=torch.long)
+    nodes, block = new_nodes(1, 15, CPU), torch.zeros(1, 15, dtype=torch.long)
     TreeBuilder(15, 3, 2, CPU).build(scores, nodes, block, candidates)
-    tree, log_probs = DraftTree(*nodes[:3]), scores.log_softmax(dim=-1)
+    tree, log_probs = DraftTree.of(nodes), scores.log_softmax(dim=-1)
     expected = {}
     for length in (1, 2, 3):
         for choice in itertools.product(range(2), repeat=length):

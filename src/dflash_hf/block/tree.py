@@ -117,6 +117,12 @@ def is_in_place(path_BN: Tensor) -> bool:
     return True
 
 
+def new_nodes(batch: int, num_nodes: int, device: torch.device) -> Tensor:
+    """Returns the zeros `[3 + A, B, N]` int64 that [`TreeBuilder`] writes trees of so many nodes into."""
+    num_parts = ops.NODE_PARTS + ops.num_words(num_nodes)
+    return torch.zeros(num_parts, batch, num_nodes, dtype=torch.long, device=device)
+
+
 def max_nodes(depth: int, num_choices: int) -> int:
     """Returns how many nodes a tree may have whose paths are up to `depth` of so many tokens long."""
     num_ranks = min(num_choices, ops.MAX_NUM)

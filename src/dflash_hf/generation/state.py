@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import ops
-from dflash_hf.block.tree import DraftTree, along
+from dflash_hf.block.tree import DraftTree, along, new_nodes
 from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.generation.sampling import NoiseKey
@@ -172,7 +172,7 @@ class DecodeState:
             position_delta=zeros(*shape.position_delta),
             padded_eos_ids=zeros(shape.num_eos),
             seed=zeros(),
-            nodes=zeros(ops.NODE_PARTS + ops.num_words(num_nodes), batch, num_nodes),
+            nodes=new_nodes(batch, num_nodes, device),
             row_ids=torch.arange(batch, device=device),
             draft_probs=torch.empty(0, device=device),
             host=HostNumbers(columns=0, limit=0, has_eos=False, is_sampled=False),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_hf.block.tree import DraftTree, TreeBuilder
+from dflash_hf.block.tree import DraftTree, TreeBuilder, new_nodes
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.anchors import all_anchors
@@ -150,12 +150,11 @@ def _along_tree(
     device = logits_BDV.device
     num_choices = draft.config.num_candidates or logits_BDV.shape[-1]
     trees = TreeBuilder(depth + 1, depth, num_choices, device)
-    nodes, block = (
-        torch.zeros(*size, batch, depth + 1, dtype=torch.long, device=device) for size in ((4,), ())
-    )
+    nodes = new_nodes(batch, depth + 1, device)
+    block = torch.zeros(batch, depth + 1, dtype=torch.long, device=device)
     candidates, scores = draft.transitions(hidden, logits_BDV, heads)
     trees.build(scores, nodes, block, candidates)
-    return DraftTree(*nodes[:3]).agree(block, truth_BD.to(device)).to(truth_BD.device)
+    return DraftTree.of(nodes).agree(block, truth_BD.to(device)).to(truth_BD.device)
 
 
 def walked_acceptance(
