@@ -46,6 +46,7 @@ LEVELS = {
     "dflash_hf.data": 2,
     "dflash_hf.draft_model": 2,
     "dflash_hf.cache": 3,
+    "dflash_hf.draft_model.gemma4": 3,
     "dflash_hf.draft_model.layers": 3,
     "dflash_hf.modeling_dflash": 3,
     "dflash_hf.checkpoints.drafts": 4,
@@ -78,6 +79,7 @@ CORE = (
     "dflash_hf.generation",
     "dflash_hf.target_model",
     "dflash_hf.cache",
+    "dflash_hf.draft_model.gemma4",
     "dflash_hf.draft_model.layers",
     "dflash_hf.modeling_dflash",
 )
@@ -101,6 +103,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.cache.ragged": set(),
     "dflash_hf.cache.rows": set(),
     "dflash_hf.draft_model.dflash2": set(),
+    "dflash_hf.draft_model.gemma4": set(),
     "dflash_hf.draft_model.layers": set(),
     "dflash_hf.modeling_dflash": set(),
     "dflash_hf.cache.context": set(),

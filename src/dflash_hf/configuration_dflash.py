@@ -33,6 +33,8 @@ ROPE_TYPES = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+# Layers as Gemma 4 has them may turn a part of each head only.
+GEMMA4_ROPE_TYPES = {**ROPE_TYPES, "proportional": ("partial_rotary_factor",)}
 # Limits far above any draft. A greater number means a damaged file, and building it would end in a memory error.
 MAX_LAYERS = 1024
 MAX_SIZE = 2**20
@@ -46,6 +48,7 @@ MAX_CANDIDATES = 1024
 # chain's size lacks none of the likeliest paths.
 MARKOV_CANDIDATES = 8
 LAYER_TYPES = ("full_attention", "sliding_attention")
+DECODERS = ("qwen3", "gemma4")
 
 
 class _AsTheTarget:
@@ -109,11 +112,15 @@ class DFlashConfig(PreTrainedConfig):
         target_hidden_size (`int`, *optional*): Width of each tapped state; defaults to `hidden_size`.
         intermediate_size (`int`): Width of the MLP.
         num_hidden_layers (`int`): Number of draft layers.
+        decoder (`str`): Whose layers the draft has: `"qwen3"` (a norm before each sublayer) or `"gemma4"` (a norm
+            before and after each sublayer, normed values, scores without a scale, a stored factor on each output).
+        keys_are_values (`bool`): Whether values are made by the key projection, as in Gemma 4's full layers.
         num_attention_heads, num_key_value_heads, head_dim (`int`): Attention shape.
         hidden_act (`str`): Activation of the gated MLP.
         rms_norm_eps (`float`): Epsilon of every norm.
         rope_parameters (`dict`, *optional*): The draft's own RoPE: `rope_theta`, `rope_type` in default, linear, yarn,
-            llama3 and that type's fields. Positions are plain indices, also for vision targets.
+            llama3 (and proportional, beside Gemma 4's layers) and that type's fields. Positions are plain indices,
+            also for vision targets.
         max_position_embeddings (`int`): Longest sequence the draft was made for, in tokens.
         attention_bias (`bool`): Whether the four attention projections carry a bias.
         attention_dropout (`float`): Dropout on attention weights in training.
@@ -169,6 +176,8 @@ class DFlashConfig(PreTrainedConfig):
     target_hidden_size: Filled[int] = FILLED_IN
     intermediate_size: int = 12288
     num_hidden_layers: int = 5
+    decoder: str = "qwen3"
+    keys_are_values: bool = False
     num_attention_heads: int = 32
     num_key_value_heads: int = 8
     head_dim: int = 128
@@ -294,15 +303,22 @@ class DFlashConfig(PreTrainedConfig):
         # As given: Transformers fills in the rest afterwards.
         rope: dict[str, Any] = vars(self)["rope_parameters"] or {}
         kind = rope.get("rope_type", "default")
-        known = isinstance(kind, str) and kind in ROPE_TYPES
+        kinds = ROPE_TYPES
+        if self.decoder == "gemma4":
+            kinds = GEMMA4_ROPE_TYPES
+        known = isinstance(kind, str) and kind in kinds
         length = "a draft's RoPE may not depend on the length of the call"
-        require(known, f"rope_type in {tuple(ROPE_TYPES)}", kind, length)
+        require(known, f"rope_type in {tuple(kinds)}", kind, length)
+        # The other kinds turn whole heads, and would not look at the factor, or make too few angles of it.
+        part = rope.get("partial_rotary_factor")
+        is_whole = kind == "proportional" or part in (None, 1.0)
+        require(is_whole, "a RoPE over whole heads", f"partial_rotary_factor {part}", "fix it")
         stated = {
             name
             for name, value in rope.items()
             if value is not None and name not in ("rope_type", "truncate")
         }
-        checked = {*ROPE_TYPES[kind], *stated}
+        checked = {*kinds[kind], *stated}
         # A rope_theta that is left out gets Transformers' default, but one that is null would be computed with.
         if "rope_theta" in rope:
             checked.add("rope_theta")
@@ -314,14 +330,27 @@ class DFlashConfig(PreTrainedConfig):
                 smallest = 0
             is_right = is_a(value, int, float) and smallest <= value < 1e12
             require(is_right, f"a positive number as {one_line(name)} of the RoPE", value, "fix it")
+        require((part or 0) <= 1, "partial_rotary_factor up to 1", part, "fix it")
 
     def _check_agreement(self) -> None:
         """Raises `ValueError` unless the fields of attention, layers, taps, tokens, DFlash 2 and DSpark agree."""
+        self._check_decoder()
         self._check_attention()
         self._check_taps()
         self._check_vocabulary()
         self._check_dflash2()
         self._check_dspark()
+
+    def _check_decoder(self) -> None:
+        """Raises `ValueError` unless the layers are of a known kind, which has all that is asked of it."""
+        require(self.decoder in DECODERS, f"decoder in {DECODERS}", self.decoder, "fix it")
+        if self.decoder == "gemma4":
+            what = "no convolution (conv_kernel_size) beside decoder 'gemma4'"
+            has_none = self.conv_kernel_size is None
+            require(has_none, what, self.conv_kernel_size, "DFlash 2 has them around Qwen3's")
+            return
+        what = "keys_are_values beside decoder 'gemma4'"
+        require(not self.keys_are_values, what, self.decoder, "Qwen3's layers have both")
 
     def _check_attention(self) -> None:
         """Raises `ValueError` unless block, heads and kinds of layers agree."""

@@ -27,6 +27,7 @@ from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
 from dflash_hf.devices import execution_device, raw_embeddings
 from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
 from dflash_hf.draft_model.dspark import MarkovHead, likeliest_transitions, walk
+from dflash_hf.draft_model.gemma4 import DFlashGemma4Layer, DFlashGemma4Norm
 from dflash_hf.draft_model.layers import (
     BlockProjector,
     CombinedProjector,
@@ -57,12 +58,17 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         size = config.hidden_size
         # The context's features are one product of all tapped layers' states, side by side.
         context_size = len(config.target_layer_ids) * config.target_hidden_size
+        layer_class: type[DFlashDecoderLayer | DFlashGemma4Layer] = DFlashDecoderLayer
+        norm_class = DFlashRMSNorm
+        if config.decoder == "gemma4":
+            layer_class = DFlashGemma4Layer
+            norm_class = DFlashGemma4Norm
         self.fc = nn.Linear(context_size, size, bias=False)
-        self.hidden_norm = DFlashRMSNorm(size, config.rms_norm_eps)
+        self.hidden_norm = norm_class(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
-            DFlashDecoderLayer(config, index) for index in range(config.num_hidden_layers)
+            layer_class(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = DFlashRMSNorm(size, config.rms_norm_eps)
+        self.norm = norm_class(size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_own_vocabulary(config)
         # How calls decode with this draft; a checkpoint's own settings come over these.
@@ -152,7 +158,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         projections: list[nn.Module] = []
         norms: list[Tensor] = []
         for attention in self._attentions():
-            projections += [attention.k_proj, attention.v_proj]
+            projections += attention.stacked_projections()
             norms.append(attention.k_norm.weight)
         return stack_weights(projections, norms, cache.buffers(), into)
 
@@ -412,6 +418,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         scale = self.config.input_embedding_scale
         if scale == 1.0:
             return states
+        if self.config.decoder == "gemma4":
+            # Gemma's own embedding rounds its scale to the dtype of the weights.
+            return states * torch.tensor(scale, dtype=states.dtype, device="cpu")
         return states * scale
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
@@ -423,7 +432,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def _attentions(self) -> list[DFlashAttention]:
         """Returns the attention of every layer."""
-        return [layer.self_attn for layer in self.layers if isinstance(layer, DFlashDecoderLayer)]
+        classes = (DFlashDecoderLayer, DFlashGemma4Layer)
+        return [layer.self_attn for layer in self.layers if isinstance(layer, classes)]
 
     def _run_layers(self, hidden_states: Tensor, projector: Projector, block_size: int) -> Tensor:
         """Returns embeddings `[B, K, D]` after all layers and the final norm."""
@@ -431,6 +441,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, projector, block_size)
+        if residual is None:
+            # Gemma 4's layers add up themselves.
+            return self.norm(hidden_states)
         # The last sum is taken by the final norm; nobody needs it beside the norm's result.
         normed, _ = self.norm(hidden_states, residual)
         return normed

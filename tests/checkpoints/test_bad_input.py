@@ -58,6 +58,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
     },
     "muse": {},
     "deepspec": {**OWN, "sample_from_anchor": True},
+    "deepspec-gemma4": {
+        **OWN,
+        "sample_from_anchor": True,
+        "decoder": "gemma4",
+        "input_embedding_scale": 4.0,
+    },
 }
 
 

@@ -15,6 +15,8 @@ from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from dflash_hf.checkpoints.formats import FIELDS, FORMATS
 from helpers.layouts import DFLASH2, DSPARK, FULL, OWN, SLIDING, YARN, content, make_draft
 
+GEMMA4: dict[str, Any] = {"decoder": "gemma4", "hidden_act": "gelu_pytorch_tanh"}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 # Option -> the ways in which a draft may have it, the first one as most drafts.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "causality": {
@@ -35,6 +37,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "rope": {
         "default": {},
+        "of a part of each head": {"rope_parameters": PROPORTIONAL},
         "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
         "yarn": {"rope_parameters": YARN, "max_position_embeddings": 256},
         "llama3": {
@@ -56,11 +59,21 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "anchor": {"kept": {}, "proposes": {"sample_from_anchor": True}},
     "path": {"none": {}, "DFlash 2": DFLASH2, "DSpark": DSPARK},
+    "layers": {
+        "Qwen3's": {},
+        "Gemma 4's": GEMMA4,
+        "Gemma 4's full ones": {**GEMMA4, "keys_are_values": True},
+    },
+    # Of Gemma's embedding: the root of the hidden size.
+    "scale": {"none": {}, "the root": {"input_embedding_scale": 4.0}},
 }
 
 
 def pairs() -> list[dict[str, str]]:
-    """Every two options in all their ways, the others as most drafts have them; and each one beside DeepSpec's."""
+    """Every two options in all their ways, the others as most drafts have them; and each one beside DeepSpec's two.
+
+    Pairs that no draft can have are left out.
+    """
     usual = {name: next(iter(ways)) for name, ways in OPTIONS.items()}
     found: dict[str, dict[str, str]] = {}
     for one, other in itertools.combinations(OPTIONS, 2):
@@ -69,11 +82,42 @@ def pairs() -> list[dict[str, str]]:
             found[str(choice)] = choice
     # DeepSpec's drafts have both of these.
     deepspec = {**usual, "vocabulary": "own both", "anchor": "proposes"}
-    for one, ways in OPTIONS.items():
-        for way in ways:
-            choice = {**deepspec, one: way}
-            found[str(choice)] = choice
-    return list(found.values())
+    for_gemma4 = {**deepspec, "layers": "Gemma 4's full ones", "scale": "the root"}
+    for base in (deepspec, for_gemma4, {**for_gemma4, "rope": "of a part of each head"}):
+        for one, ways in OPTIONS.items():
+            for way in ways:
+                choice = {**base, one: way}
+                found[str(choice)] = choice
+    return [choice for choice in found.values() if is_possible(choice)]
+
+
+def is_possible(choice: dict[str, str]) -> bool:
+    """Whether a draft can have these options: convolutions stand in Qwen3's layers, parts of heads turn in Gemma's."""
+    if choice["layers"] == "Qwen3's":
+        return choice["rope"] != "of a part of each head"
+    return choice["path"] != "DFlash 2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rope_parameters": PROPORTIONAL}, "rope_type in .*got 'proportional'"),
+        ({**GEMMA4, **DFLASH2}, "no convolution .conv_kernel_size. beside decoder 'gemma4'"),
+        ({"keys_are_values": True}, "keys_are_values beside decoder 'gemma4'"),
+        ({"decoder": "llama"}, "decoder in .'qwen3', 'gemma4'., got 'llama'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            "a RoPE over whole heads, got .*partial_rotary_factor 0.5",
+        ),
+        (
+            {**GEMMA4, "rope_parameters": {**PROPORTIONAL, "partial_rotary_factor": 1.5}},
+            "partial_rotary_factor up to 1",
+        ),
+    ],
+)
+def test_options_that_no_draft_has_together(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_draft(**fields)
 
 
 def name_of(choice: dict[str, str]) -> str:
@@ -133,7 +177,14 @@ def draft_of(choice: dict[str, str]) -> DFlashDraftModel:
 
 
 # How many of the pairs each format expresses.
-EXPRESSED = {"dflash": 119, "zlab": 42, "speculators": 57, "muse": 16, "deepspec": 6}
+EXPRESSED = {
+    "dflash": 182,
+    "zlab": 42,
+    "speculators": 46,
+    "muse": 16,
+    "deepspec-gemma4": 9,
+    "deepspec": 5,
+}
 
 
 @pytest.mark.parametrize("layout", FORMATS)

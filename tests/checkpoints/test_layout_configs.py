@@ -467,8 +467,8 @@ def test_speculators_config(
         ),
         (
             "deepspec",
-            {"model_type": "gemma4_text"},
-            "model_type 'qwen3' beside markov_rank, got 'gemma4_text'",
+            {"model_type": "llama"},
+            "model_type 'qwen3' beside markov_rank, got 'llama'",
         ),
         (
             "deepspec",

@@ -38,15 +38,21 @@ def test_inspect_says_what_loading_finds(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target("qwen3")
-    anchored = {"sample_from_anchor": True} if format == "deepspec" else {}
-    draft = tiny_draft(target, layer_types=None, sliding_window=None, **anchored).to(torch.bfloat16)
+    extra: dict[str, Any] = {}
+    if format.startswith("deepspec"):
+        extra = {"sample_from_anchor": True}
+    if format == "deepspec-gemma4":
+        extra |= {"decoder": "gemma4", "input_embedding_scale": 32**0.5}
+    draft = tiny_draft(target, layer_types=None, sliding_window=None, **extra).to(torch.bfloat16)
     save_draft(draft, tmp_path, format, target)  # type: ignore[arg-type]
     loaded = load_draft(tmp_path)
     if format != "speculators":  # the map of a vocabulary is read
         monkeypatch.setattr(StoredTensor, "read", None)
     found = inspect_draft(tmp_path)
     assert (found["format"], found["is_dflash2"], found["dtypes"]) == (format, False, ["BF16"])
-    assert found["num_parameters"] == loaded.num_parameters()
+    # The factors of Gemma 4's layers are stored, and are no parameters.
+    factors = [buffer for name, buffer in loaded.named_buffers() if name.endswith("layer_scalar")]
+    assert found["num_parameters"] == loaded.num_parameters() + len(factors)
     assert found["num_bytes"] == (tmp_path / "model.safetensors").stat().st_size
     assert found["num_proposals"] == loaded.config.num_proposals(loaded.config.block_size)
     names = (

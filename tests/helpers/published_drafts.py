@@ -15,7 +15,7 @@ from helpers.published_configs import tiny
 
 # What a file of a format holds beside the draft's own weights, by their names there.
 OWN = ("embed_tokens.weight", "lm_head.weight")
-STORED = {"speculators": OWN, "deepspec": OWN}
+STORED = {"speculators": OWN, "deepspec": OWN, "deepspec-gemma4": OWN}
 
 
 def write(folder: Path, published: dict[str, Any]) -> DFlashDraftModel:

@@ -138,6 +138,15 @@ DFLASH2: dict[str, Any] = {
     "selector_rank": 256,
     "selector_top_k": 64,
 }
+GEMMA4_LAYERS: dict[str, Any] = {
+    "decoder": "gemma4",
+    "input_embedding_scale": 64.0,
+    "rope_parameters": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +209,9 @@ CASES = [
     Case(target=SHORT, warpers="top-p", proposal="shared_noise", batch=4, draft=DFLASH2),
     Case(target=SHORT, warpers="top-k", proposal="sample", width=5, draft=DFLASH2, kernels=False),
     Case(target=SHORT, draft={"sample_from_anchor": True}),
+    Case(target=SHORT, draft=GEMMA4_LAYERS),
+    Case(target=SHORT, batch=4, width=7, draft={**GEMMA4_LAYERS, "keys_are_values": True}),
+    Case(target=SHORT, draft=GEMMA4_LAYERS, draft_dtype="float8_e4m3fn"),
     Case(target=SHORT, draft={"sliding_window": 512, "layer_types": ["sliding_attention", FULL]}),
     # Drafting in FP8.
     Case(target=SHORT, draft_dtype="float8_e4m3fn"),
@@ -264,7 +276,10 @@ def run_of(case: Case) -> Run:
 
 def check(run: Run, step: Step, uses_kernels: bool) -> None:
     """The step was the real one: every layer's attention ran, and everything was written."""
-    layers = run.generator.draft.config.num_hidden_layers
+    config = run.generator.draft.config
+    layers = config.num_hidden_layers
+    # Of the draft: kernels norm as Qwen3 does.
+    is_draft_fused = config.decoder == "qwen3"
     attending = sum(isinstance(layer, RaggedLayer) for layer in run.cache.layers) + layers
     missing = [name for name, is_written in step.written.items() if not is_written]
     assert not missing
@@ -272,20 +287,23 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
         assert step.num("block_attention") == attending
         depth = run.request.target.config.num_hidden_layers
         is_fused = run.request.target.config.model_type in FUSED
-        assert step.num("::norm_rope_write") == layers + depth * is_fused
+        assert step.num("::norm_rope_write") == layers * is_draft_fused + depth * is_fused
         # Of the draft those of the context and of the first layer's input; the others go with the sums before them.
-        assert step.num("::rms_norm") >= 2 + is_fused
-        assert step.num("::add_norm") == 2 * layers + 2 * depth * is_fused
-        if is_fused:
+        assert step.num("::rms_norm") >= 2 * is_draft_fused + is_fused
+        assert step.num("::add_norm") == 2 * layers * is_draft_fused + 2 * depth * is_fused
+        if is_fused and is_draft_fused:
             assert step.num("aten::rsqrt") == 0
-        assert step.num("::context_kv") == 1
+        assert step.num("::context_kv") == is_draft_fused
         assert step.num("::accept_and_prepare") == step.decides
     else:
         assert not [name for name in step.calls if name.startswith("dflash")]
         assert step.num("aten::rsqrt") > 0
         assert step.num("scaled_dot_product") + step.num("_softmax") >= attending
     # Of the draft's layers, the context's projection and the head.
-    num_rounded = 7 * layers + 2 if run.generator.draft.generation_config.draft_dtype else 0
+    num_products = 7 - config.keys_are_values
+    num_rounded = 0
+    if run.generator.draft.generation_config.draft_dtype:
+        num_rounded = num_products * layers + 2
     assert step.num("_scaled_mm") == num_rounded
     # Projections of every layer, and both heads.
     assert step.num("mm") + step.num("linear") > 4 * attending

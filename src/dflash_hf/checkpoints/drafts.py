@@ -132,8 +132,8 @@ def save_draft(
         draft (`DFlashDraftModel`): The draft; it is not changed.
         directory (`str` or `os.PathLike`): The folder; made if it is not there.
         format (`str`, defaults to `"dflash"`): `"dflash"`, our own; `"zlab"`, read by z-lab's package, SGLang and
-            vLLM; `"speculators"`, read by vLLM; `"muse"`, read by Transformers' `MuseGlimmerAssistantModel`; or
-            `"deepspec"`. Only the first keeps `draft.generation_config`.
+            vLLM; `"speculators"`, read by vLLM; `"muse"`, read by Transformers' `MuseGlimmerAssistantModel`;
+            `"deepspec"`; or `"deepspec-gemma4"`. Only the first keeps `draft.generation_config`.
         target (`PreTrainedModel`, *optional*): The draft's target, for what a format needs and the draft does not
             hold: vocabulary and depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). With
             it, a draft's own embedding and head are left out where the format has no place for them and they equal the

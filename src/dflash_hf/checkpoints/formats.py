@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from dflash_hf.checkpoints.deepspec import DEEPSPEC
+from dflash_hf.checkpoints.deepspec_gemma4 import DEEPSPEC_GEMMA4
 from dflash_hf.checkpoints.mapping import (
     COMMON_IGNORED,
     FIELDS,
@@ -18,7 +19,7 @@ from dflash_hf.checkpoints.mapping import (
 from dflash_hf.checkpoints.muse import MUSE
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
-from dflash_hf.configuration_dflash import DFlashConfig, check_own
+from dflash_hf.configuration_dflash import DECODERS, DFlashConfig, check_own
 from dflash_hf.errors import shown
 
 
@@ -32,11 +33,14 @@ def _read_own(reader: ConfigReader) -> dict[str, Any]:
 OWN = CheckpointFormat(
     name="dflash",
     matches=lambda config: config.get("model_type") == DFlashConfig.model_type,
+    decoders=DECODERS,
     read_rest=_read_own,
     write_rest=DFlashConfig.to_diff_dict,
     ignored=COMMON_IGNORED - set(FIELDS),
 )
-FORMATS = {known.name: known for known in (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC)}
+# The more particular ones first: DeepSpec's drafts for Gemma 4 have the keys of its others too.
+ALL = (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC_GEMMA4, DEEPSPEC)
+FORMATS = {known.name: known for known in ALL}
 
 
 def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:

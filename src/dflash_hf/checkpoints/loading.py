@@ -91,7 +91,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
         r"^verifier_",
         r"^confidence_head",
     ]
-    _no_split_modules = ["DFlashDecoderLayer"]  # noqa: RUF012  (Transformers' own form)
+    _no_split_modules = ["DFlashDecoderLayer", "DFlashGemma4Layer"]  # noqa: RUF012  (Transformers' own form)
     _skip_keys_device_placement = [CACHE_NAME]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True

@@ -2,4 +2,4 @@
 
 from typing import Literal
 
-FormatName = Literal["dflash", "zlab", "speculators", "muse", "deepspec"]
+FormatName = Literal["dflash", "zlab", "speculators", "muse", "deepspec-gemma4", "deepspec"]

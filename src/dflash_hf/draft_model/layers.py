@@ -94,6 +94,10 @@ class DFlashAttention(nn.Module):
         value = self._by_head(self.v_proj(hidden_states))
         return key, value
 
+    def stacked_projections(self) -> list[nn.Module]:
+        """Returns the layers that a kernel may stack to write context: of keys, then of values."""
+        return [self.k_proj, self.v_proj]
+
     def extend(
         self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf.devices import free_memory, plain_tensors
+from dflash_hf.draft_model.gemma4 import DFlashGemma4Attention, DFlashGemma4Layer
 from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DFlashMLP
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -38,7 +39,14 @@ MULTIPLE = 16
 # Rows of a weight that are rounded at once: meanwhile they are in float32.
 NUM_ROWS = 4096
 # Modules of a draft that are copied together with their children; others stay as they are.
-COPIED = (nn.ModuleList, DFlashDecoderLayer, DFlashAttention, DFlashMLP)
+COPIED = (
+    nn.ModuleList,
+    DFlashDecoderLayer,
+    DFlashAttention,
+    DFlashGemma4Layer,
+    DFlashGemma4Attention,
+    DFlashMLP,
+)
 
 
 def round_rows(states: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ READERS: dict[FormatName, tuple[str, ...]] = {
     "zlab": ("dflash", "vllm", "sglang"),
     "speculators": ("dflash", "vllm"),
     "muse": ("dflash", "vllm", "sglang"),
+    "deepspec-gemma4": ("dflash",),
     "deepspec": ("dflash",),
 }
 NAMES = {"dflash": "Transformers with dflash-hf", "sglang": "SGLang", "vllm": "vLLM"}

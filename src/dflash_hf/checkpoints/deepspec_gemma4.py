@@ -1,0 +1,137 @@
+"""The format of DeepSpec's plain DFlash drafts for Gemma 4 (`markov_rank` 0).
+
+A flat Gemma 4 text config, of which the draft has the full layers: `global_head_dim` is the size of its heads, and
+where `attention_k_eq_v` holds, the key projection makes the values too, of `num_global_key_value_heads` heads.
+The embedding's rows are multiplied by the root of the hidden size. All else is as in [`deepspec`].
+Source: DeepSpec `deepspec/modeling/dspark/gemma4/{config,modeling}.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_hf.checkpoints.mapping import (
+    COMMON_IGNORED,
+    REQUIRED,
+    ROPE_KEYS,
+    CheckpointFormat,
+    ConfigReader,
+    Key,
+    plain_keys,
+)
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.errors import require, shown
+
+MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
+KEYS = (
+    *plain_keys(
+        dict.fromkeys(
+            (
+                *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+                *("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids"),
+            ),
+            REQUIRED,
+        )
+        | {
+            "num_target_layers": None,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "final_logit_softcapping": None,
+        }
+    ),
+    Key("hidden_act", "gelu_pytorch_tanh", ("hidden_activation",)),
+    Key("head_dim", REQUIRED, ("global_head_dim",)),
+    Key("keys_are_values", False, ("attention_k_eq_v",)),
+)
+# The number of key and value heads, by whether keys are values.
+GROUPS = {True: "num_global_key_value_heads", False: "num_key_value_heads"}
+
+
+def _read_rest(reader: ConfigReader) -> dict[str, Any]:
+    layer_types: list[Any] = reader.take("layer_types", default=[], kind=list)
+    what = "layer_types all full_attention beside markov_rank"
+    require("sliding_attention" not in layer_types, what, layer_types, "not supported")
+    keys_are_values = reader.take("attention_k_eq_v", default=False, kind=bool)
+    reader.stated(*GROUPS.values())
+    hidden_size = reader.take("hidden_size", kind=int)
+    # A size below 0 is refused with the other sizes.
+    scale = max(hidden_size, 0) ** 0.5
+    return {
+        "decoder": "gemma4",
+        "layer_types": layer_types or None,
+        "num_key_value_heads": reader.take(GROUPS[keys_are_values]),
+        "is_causal": False,
+        "rope_parameters": _take_rope(reader),
+        "input_embedding_scale": scale,
+        "own_embed_tokens": True,
+        "own_lm_head": True,
+        "sample_from_anchor": True,
+    }
+
+
+def _take_rope(reader: ConfigReader) -> dict[str, Any]:
+    """Takes the RoPE of full layers; that of sliding ones stands beside it and is not used."""
+    ropes: dict[str, Any] = reader.take("rope_parameters", kind=dict)
+    rope: Any = ropes.get("full_attention")
+    what = "a dictionary full_attention in rope_parameters of the checkpoint's config.json"
+    require(isinstance(rope, dict), what, rope, "fix it")
+    unknown = sorted(rope.keys() - ROPE_KEYS - {"partial_rotary_factor"})
+    what = "a RoPE with known parameters"
+    require(not unknown, what, shown(unknown), "this variant is not supported")
+    return {"rope_type": "default", **rope}
+
+
+def _write_rest(config: DFlashConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
+        # Its class reads one of the two, and its config states both.
+        **dict.fromkeys(GROUPS.values(), config.num_key_value_heads),
+        "head_dim": config.head_dim,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "rope_parameters": {
+            "full_attention": config.rope_parameters,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "num_anchors": 512,  # of its training; its class asks for the key
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "tie_word_embeddings": False,
+    }
+
+
+DEEPSPEC_GEMMA4 = CheckpointFormat(
+    name="deepspec-gemma4",
+    matches=lambda config: (
+        {"markov_rank", "target_layer_ids"} <= config.keys()
+        and "dflash_config" not in config
+        and config.get("model_type") in MODEL_TYPES
+    ),
+    decoders=("gemma4",),
+    keys=KEYS,
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    neutral={
+        "markov_rank": (0,),
+        "enable_confidence_head": (False,),
+        "enable_moe_block": (False,),
+        "hidden_size_per_layer_input": (0,),
+        "num_kv_shared_layers": (0,),
+    },
+    ignored=COMMON_IGNORED
+    # Of heads that are off, and of training
+    | {"confidence_head_with_markov", "markov_head_type", "num_anchors"}
+    # Of layers that slide, share keys, or have experts
+    | {"head_dim", "sliding_window", "use_double_wide_mlp", "vocab_size_per_layer_input"}
+    | {"moe_intermediate_size", "num_experts", "top_k_experts"}
+    # Of the target
+    | {"target_model_type", "target_text_model_type", "use_bidirectional_attention"},
+    has_vocabulary=True,
+)

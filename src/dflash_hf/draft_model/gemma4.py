@@ -1,0 +1,110 @@
+"""The layers of a draft that is built as Gemma 4 is: a norm before and after each sublayer, normed values, no scale.
+
+DeepSpec's drafts for Gemma 4 have them. All of it runs in torch: the kernels of this package norm and round as Qwen3
+does. Shapes: `B` rows, `C` context tokens, `K` block tokens, `D` hidden, `G`/`H` key/query heads, `E` head size.
+
+Source: DeepSpec `deepspec/modeling/dspark/gemma4/modeling.py`, Transformers `models/gemma4/modeling_gemma4.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.draft_model.layers import DFlashAttention, DFlashMLP, Projector
+from dflash_hf.draft_model.norm_and_rope import CosSin, DFlashRMSNorm, rotate
+
+
+def rms_norm(states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Normalises the last dimension; all of it in float32 or wider, and rounded once."""
+    dtype = torch.promote_types(states.dtype, torch.float32)
+    if weight is not None:
+        weight = weight.to(dtype)
+    normed = nn.functional.rms_norm(states.to(dtype), states.shape[-1:], weight, eps)
+    return normed.to(states.dtype)
+
+
+class DFlashGemma4Norm(DFlashRMSNorm):
+    """RMS norm that multiplies by its weight before it rounds, as Gemma 4 does."""
+
+    def _normed(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps)
+
+
+class DFlashGemma4Attention(DFlashAttention):
+    """Attention whose values are normed too, by no weight, and whose scores have no scale."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.scaling = 1.0
+        self.keys_are_values = config.keys_are_values
+        if self.keys_are_values:
+            # The key projection makes both.
+            del self.v_proj
+        self.q_norm = DFlashGemma4Norm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = DFlashGemma4Norm(config.head_dim, config.rms_norm_eps)
+
+    def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """Returns keys (normed, rotated) and values (normed), token-major `[B, C, G, E]`."""
+        projected = self._by_head(self.k_proj(hidden_states))
+        key = rotate(self.k_norm(projected), cos_sin)
+        value = projected
+        if not self.keys_are_values:
+            value = self._by_head(self.v_proj(hidden_states))
+        return key, rms_norm(value, None, self.k_norm.eps)
+
+    def stacked_projections(self) -> list[nn.Module]:
+        """Returns none: the kernel that writes context norms keys alone."""
+        return []
+
+    def extend(
+        self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to."""
+        query = self.project_q(hidden_states, cos_sin)
+        key, value = self.project_kv(hidden_states, cos_sin)
+        keys, values = cache.extend(self.layer_idx, key, value)
+        return query, keys, values
+
+
+class DFlashGemma4Layer(GradientCheckpointingLayer):
+    """Attention and MLP, each between two norms."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.self_attn = DFlashGemma4Attention(config, layer_idx)
+        self.mlp = DFlashMLP(config)
+        self.input_layernorm = DFlashGemma4Norm(size, eps)
+        self.post_attention_layernorm = DFlashGemma4Norm(size, eps)
+        self.pre_feedforward_layernorm = DFlashGemma4Norm(size, eps)
+        self.post_feedforward_layernorm = DFlashGemma4Norm(size, eps)
+        # It is stored and never trained.
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None, projector: Projector, block_size: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layer on the states `[B, K, D]` of blocks.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, K, D]`): Output of the layer before, or the embeddings.
+            residual (`None`): Nothing is left to add.
+            projector (`Projector`): Makes the operands of attention.
+            block_size (`int`): Slots of a block, of which these layers need not know.
+
+        Returns:
+            `tuple[torch.Tensor, None]`: The output, all added up: no later norm takes a sum.
+        """
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attn(normed, projector)
+        stream = hidden_states + self.post_attention_layernorm(attended)
+        normed = self.pre_feedforward_layernorm(stream)
+        stream = stream + self.post_feedforward_layernorm(self.mlp(normed))
+        return stream * self.layer_scalar, None
