@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file, read_config, unshared
 from dflash_hf.checkpoints.formats import FORMATS, CheckpointFormat, is_draft
+from dflash_hf.checkpoints.loading import check_plain
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, require
@@ -140,14 +141,15 @@ def save_draft(
             target's.
 
     Raises:
-        ValueError: If the format is not known, or cannot express the draft; the message names the fields, and nothing
-            is written.
+        ValueError: If the format is not known, or cannot express the draft, or its weights are quantised; the message
+            names what it is, and nothing is written.
     """
     require(format in tuple(FORMATS), f"format in {list(FORMATS)}", format, "choose one of them")
     chosen = FORMATS[format]
     if chosen.name == draft.config.model_type:
         draft.save_pretrained(directory)
         return
+    check_plain(draft)
     config = copy.deepcopy(draft.config)
     state = dict(draft.state_dict())
     if target is not None:

@@ -297,7 +297,11 @@ class DFlashPreTrainedModel(PreTrainedModel):
         Args:
             save_directory (`str` or `os.PathLike`): The folder.
             args, kwargs: Arguments of [`~transformers.PreTrainedModel.save_pretrained`].
+
+        Raises:
+            ValueError: If the draft's weights are quantised.
         """
+        check_plain(self)
         # Transformers would undo the renames of a draft that was loaded from another format.
         kwargs["save_original_format"] = False
         push_to_hub = kwargs.pop("push_to_hub", False)
@@ -349,6 +353,17 @@ def _check_weights(
             f"expected exactly the weights of a draft in the format {form.name!r} in {path}, got "
             f"{listed(wrong, '; ')}; {action}"
         )
+
+
+def check_plain(draft: torch.nn.Module) -> None:
+    """Raises `ValueError` if weights of a draft are another library's tensors: torchao's, bitsandbytes', quanto's."""
+    kinds = {
+        f"{type(weight).__module__.partition('.')[0]}.{type(weight).__name__}"
+        for weight in draft.parameters()
+    }
+    others = sorted(kind for kind in kinds if not kind.startswith("torch."))
+    advice = "save the draft as it was before it was quantised, and quantise it after loading"
+    require(not others, "a draft with ordinary weights to save", listed(others), advice)
 
 
 def _is_quantised(tensor: Stored) -> bool:
