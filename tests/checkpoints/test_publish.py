@@ -66,7 +66,7 @@ def test_inspect_says_what_loading_finds(
     assert {name: found[name] for name in names} == {
         name: getattr(loaded.config, name) for name in names
     }
-    assert json.loads(run("inspect", tmp_path, "--json").stdout) == found
+    assert json.loads(run("inspect", tmp_path, "--json").stdout) == {**found, "checked": None}
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -111,6 +111,13 @@ def test_inspect_says_what_was_checked(name: str, said: str, tmp_path: Path) -> 
     shutil.copytree(TOY / "draft", tmp_path / name)
     assert said in " ".join(run("inspect", tmp_path / name, columns=200).stdout.split())
     assert "published" not in run("inspect", TOY / "draft", columns=200).stdout
+
+
+@pytest.mark.parametrize("checked", ["config", "layout", "no", "refused"])
+def test_inspect_as_json_says_what_was_checked(checked: str, tmp_path: Path) -> None:
+    name = next(one.draft for one in published_drafts() if one.checked == checked)
+    shutil.copytree(TOY / "draft", tmp_path / name)
+    assert json.loads(run("inspect", tmp_path / name, "--json").stdout)["checked"] == checked
 
 
 def test_drafts_say_what_is_refused() -> None:

@@ -107,6 +107,18 @@ def test_a_row_says_what_was_checked(one: Any) -> None:
         assert one.block_size in (block, None)
 
 
+def test_every_doc_uses_drafts_whose_config_loads() -> None:
+    by_name = {one.draft: one for one in published_drafts()}
+    root = DOCS.parents[1]
+    named: set[str] = set()
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        # Logs tell what was, of drafts of any kind.
+        if not page.name.startswith("log"):
+            named |= {name for name in by_name if name in page.read_text()}
+    assert "z-lab/Qwen3-8B-DFlash-b16" in named
+    assert {by_name[name].checked for name in named} == {"config"}
+
+
 def test_the_docs_list_what_loads_from_its_config() -> None:
     listed = re.findall(r"\(https://huggingface.co/([\w.-]+/[\w.-]+)\)", DOCS.read_text())
     assert listed == [one.draft for one in published_drafts() if one.checked == "config"]

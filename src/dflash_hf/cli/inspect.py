@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash_hf.cli.drafts import published_drafts, words_for
+from dflash_hf.cli.drafts import PublishedDraft, published_drafts, words_for
 from dflash_hf.pair.loading import check_place
 
 
@@ -25,25 +25,31 @@ def inspect(
     from dflash_hf.checkpoints.drafts import inspect_draft
 
     found = inspect_draft(draft)
+    published = published_as(draft)
     if as_json:
-        typer.echo(json.dumps(found))
+        checked = None
+        if published is not None:
+            checked = published.checked
+        typer.echo(json.dumps({**found, "checked": checked}))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (described(found) | published_as(draft)).items():
+    for name, value in described(found).items():
         table.add_row(name, value)
+    if published is not None:
+        checked = words_for(published.checked) or "nothing checked here"
+        table.add_row("published", f"for {published.target}; {checked}")
     Console().print(table, highlight=False, markup=False)
 
 
-def published_as(place: str) -> dict[str, str]:
-    """Returns the line about a published draft, if the Hub id or the end of the path is that of one."""
+def published_as(place: str) -> PublishedDraft | None:
+    """Returns what is known of a published draft, if the Hub id or the end of the path is that of one."""
     end = "/".join(Path(place).parts[-2:])
     for one in published_drafts():
         if one.draft == end:
-            checked = words_for(one.checked) or "nothing checked here"
-            return {"published": f"for {one.target}; {checked}"}
-    return {}
+            return one
+    return None
 
 
 def described(found: dict[str, Any]) -> dict[str, str]:
