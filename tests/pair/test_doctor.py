@@ -27,6 +27,7 @@ from dflash_hf.cli.main import app
 from dflash_hf.data.prompt_files import image_names, read_prompts
 from dflash_hf.doctor import diagnosis as doctor_module
 from dflash_hf.doctor.diagnosis import Diagnosis, diagnose, write_answers
+from dflash_hf.doctor.precision import quantisation_of
 from dflash_hf.doctor.probe import Measurement, Probe, variant
 from dflash_hf.pair.answers import encode_prompt
 from dflash_hf.target_model.parts import find_target
@@ -104,6 +105,7 @@ def test_the_healthy_pair_has_no_findings_and_stays_as_it_is() -> None:
     assert status == {
         "vocabulary": "ok",
         "weights": "ok",
+        "precision": "skipped",
         "tap_offset": "ok",
         "deepstack": "skipped",
         "mask_token": "ok",
@@ -241,6 +243,61 @@ def test_each_damage_is_the_one_finding(damage: str) -> None:
     diagnosis = examine(break_it(copy.deepcopy(pair()[1])), num=num)
     assert names(diagnosis) == [name], [check.sentence for check in diagnosis.findings]
     assert words in f"{diagnosis.findings[0].sentence}; {diagnosis.findings[0].advice}"
+
+
+@pytest.mark.parametrize(
+    ("named", "quantised", "fits", "words"),
+    [
+        ("Qwen/Qwen3-8B", None, True, "is not quantised, and the draft names Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B", {"load_in_4bit": True}, True, "more may be accepted"),
+        ("some/Qwen3-8B-INT4", None, False, "not quantised, and the draft was trained for some/"),
+        ("some/Qwen3-8B-FP8", {"load_in_4bit": True}, False, "(bitsandbytes, 4 bits), and the dr"),
+        ("some/Qwen3-8B-4bit", {"load_in_4bit": True}, True, "(bitsandbytes, 4 bits), and the dr"),
+        ("some/Qwen3-8B-FP8", {"quant_method": "fp8"}, True, "(fp8), and the draft was trained"),
+        (None, None, None, "do not name the target"),
+    ],
+)
+def test_a_targets_precision_is_compared(
+    named: str | None, quantised: Any, fits: bool | None, words: str, tmp_path: Path
+) -> None:
+    draft = copy.deepcopy(pair()[1])
+    draft.save_pretrained(tmp_path)
+    draft.config.name_or_path = str(tmp_path)
+    if named is not None:
+        (tmp_path / "README.md").write_text(f"---\nbase_model: {named}\n---\n")
+    target = copy.copy(pair()[0])
+    target.config = copy.deepcopy(target.config)
+    if quantised is not None:
+        target.config.quantization_config = {"quant_method": "bitsandbytes", **quantised}
+    check = doctor_module._check_precision(target, draft)
+    assert words in check.sentence
+    assert check.status == {True: "ok", False: "finding", None: "skipped"}[fits]
+    assert bool(check.advice) == (fits is False)
+
+
+def test_a_target_that_torchao_has_quantised_is_seen() -> None:
+    class Foreign(torch.nn.Parameter):
+        """Stands for what torchao and bitsandbytes put in a weight's place."""
+
+    target = copy.deepcopy(pair()[0])
+    assert quantisation_of(target) == ""
+    target.lm_head.weight = Foreign(target.lm_head.weight.data)
+    assert quantisation_of(target).endswith(".Foreign")
+
+
+@pytest.mark.parametrize(("longest", "windows"), [(512, []), (513, [512]), (3000, [2048, 512])])
+def test_draft_windows_are_tried_on_longer_texts(longest: int, windows: list[int]) -> None:
+    examples = [SimpleNamespace(input_ids=torch.zeros(length)) for length in (9, longest)]
+    probe: Any = SimpleNamespace(
+        draft=pair()[1], target=SimpleNamespace(config=pair()[0].config), examples=examples
+    )
+    trials = list(doctor_module._window_trials(probe))
+    assert [trial.label for trial in trials] == [f"draft_window {window}" for window in windows]
+    for trial, window in zip(trials, windows, strict=True):
+        assert f"draft.generation_config.draft_window = {window}" in trial.advice
+        kinds = {variant(pair()[1], trial.change).config.attention_kind(i) for i in range(3)}
+        # The kind that full layers have under `draft_window`.
+        assert kinds == {(window, False, True)}
 
 
 def test_a_draft_can_have_the_rope_of_a_vision_target() -> None:

@@ -94,6 +94,17 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
     }
 
 
+def named_target(path_or_repo: str) -> str | None:
+    """Returns the target that the config or the model card of a draft names; `None` where its files cannot be read."""
+    if not path_or_repo:
+        return None
+    try:
+        raw = read_config(path_or_repo, {})
+    except (OSError, ValueError):
+        return None
+    return _named_target(path_or_repo, raw)
+
+
 def _named_target(path_or_repo: str | PathLike[str], raw: Mapping[str, Any]) -> str | None:
     """The target that a speculators config or a model card names."""
     section = _dictionary(raw.get("speculators_config"))

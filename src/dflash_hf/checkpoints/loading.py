@@ -355,13 +355,18 @@ def _check_weights(
         )
 
 
-def check_plain(draft: torch.nn.Module) -> None:
-    """Raises `ValueError` if weights of a draft are another library's tensors: torchao's, bitsandbytes', quanto's."""
+def foreign_weights(model: torch.nn.Module) -> list[str]:
+    """Returns the kinds of weights that are another library's tensors: torchao's, bitsandbytes', quanto's."""
     kinds = {
         f"{type(weight).__module__.partition('.')[0]}.{type(weight).__name__}"
-        for weight in draft.parameters()
+        for weight in model.parameters()
     }
-    others = sorted(kind for kind in kinds if not kind.startswith("torch."))
+    return sorted(kind for kind in kinds if not kind.startswith("torch."))
+
+
+def check_plain(draft: torch.nn.Module) -> None:
+    """Raises `ValueError` if weights of a draft are another library's tensors."""
+    others = foreign_weights(draft)
     advice = "save the draft as it was before it was quantised, and quantise it after loading"
     require(not others, "a draft with ordinary weights to save", listed(others), advice)
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf.checkpoints.fresh import rope_of
 from dflash_hf.data.prompt_files import Prompt, image_names
+from dflash_hf.doctor.precision import compare_precision
 from dflash_hf.doctor.probe import Measurement, Probe, Setup
 from dflash_hf.draft_model.norm_and_rope import DFlashRMSNorm
 from dflash_hf.layer_configs import layer_values
@@ -44,6 +45,8 @@ PROMPTS: tuple[str, ...] = (
 # Below this many tokens per verify next to nothing is accepted.
 NEAR_RANDOM = 1.3
 MAX_MASK_CANDIDATES = 12
+# Tokens that a draft of full layers is let see of a long text.
+WINDOWS = (2048, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Check:
     """One thing that was looked at."""
 
     # What: `"tap_offset"`, `"deepstack"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`, `"dtype"`,
-    # `"weights"`, `"vocabulary"`, `"chat_template"`, `"thinking"` or `"other_target"`.
+    # `"weights"`, `"vocabulary"`, `"precision"`, `"chat_template"`, `"thinking"` or `"other_target"`.
     name: str
     status: Status
     sentence: str  # what was found
@@ -139,7 +142,11 @@ def diagnose(
         raise ValueError(
             "expected at least one prompt, got none; give texts of the kind this target is used for"
         )
-    static = [_check_vocabulary(target, draft, tokenizer), _check_weights(draft)]
+    static = [
+        _check_vocabulary(target, draft, tokenizer),
+        _check_weights(draft),
+        _check_precision(model, draft),
+    ]
     try:
         check_pair(target, draft.config)
     except ValueError as error:
@@ -227,7 +234,7 @@ EXPLAINED = {
     "deepstack": "no tap is where DeepStack adds features of an image, or no prompt has one",
     "mask_token": "no other special or unused token to try",
     "causality": "nothing to flip",
-    "sliding_window": "no text is longer than a window to try; give longer prompts to see a difference",
+    "sliding_window": "no text is longer than a window to try; give longer prompts to see if draft_window pays",
     "rope": "the draft's RoPE is the target's",
     "dtype": "the draft runs in float32 or wider already",
 }
@@ -280,16 +287,24 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
             if len(set(flags)) == 1:
                 label = f"is_causal {flags[0]}"
             yield Trial("causality", label, f"set is_causal to {flags}", {"is_causal": flags})
-    # Without a window where layers slide, with one where none does; no text shows it that is not longer.
-    own = config.sliding_window
-    theirs = (window for window in layer_values(probe.target.config, "sliding_window") if window)
-    window = own or next(theirs, 2048)
+    yield from _window_trials(probe)
+    yield from _rope_trials(probe)
+    if probe.draft.dtype in (torch.float16, torch.bfloat16):
+        advice = "load the draft with dtype=torch.float32, or bfloat16 where it is float16 now"
+        yield Trial("dtype", "draft in float32", advice, {"dtype": torch.float32})
+
+
+def _window_trials(probe: Probe) -> Iterator[Trial]:
+    """No window where layers slide, `draft_window` where none does; no text shows a window that is not longer."""
+    config = probe.draft.config
+    count = config.num_hidden_layers
     longest = max(len(example.input_ids) for example in probe.examples)
-    if longest > window and own is not None:
+    own = config.sliding_window
+    if own is not None and longest > own:
         change = {
             "sliding_window": None,
             "layer_types": ["full_attention"] * count,
-            "is_causal": now,
+            "is_causal": config.is_causal,
         }
         yield Trial(
             "sliding_window",
@@ -297,14 +312,24 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
             "set every entry of layer_types to 'full_attention'",
             change,
         )
-    elif longest > window:
-        advice = f"set layer_types to 'sliding_attention' with sliding_window {window}"
-        change = {"sliding_window": window, "layer_types": ["sliding_attention"] * count}
-        yield Trial("sliding_window", f"window {window}", advice, change)
-    yield from _rope_trials(probe)
-    if probe.draft.dtype in (torch.float16, torch.bfloat16):
-        advice = "load the draft with dtype=torch.float32, or bfloat16 where it is float16 now"
-        yield Trial("dtype", "draft in float32", advice, {"dtype": torch.float32})
+    if own is not None:
+        return
+    theirs = [window for window in layer_values(probe.target.config, "sliding_window") if window]
+    for window in dict.fromkeys((*theirs[:1], *WINDOWS)):
+        if longest <= window:
+            continue
+        advice = (
+            f"set draft.generation_config.draft_window = {window}: texts are longer than what the draft does well "
+            "on, and it then sees the newest tokens only"
+        )
+        # What `draft_window` does to full layers.
+        change = {
+            "sliding_window": window,
+            "layer_types": ["sliding_attention"] * count,
+            "window_from_anchor": True,
+            "is_causal": config.is_causal,
+        }
+        yield Trial("sliding_window", f"draft_window {window}", advice, change)
 
 
 def _rope_trials(probe: Probe) -> Iterator[Trial]:
@@ -388,6 +413,17 @@ def _check_weights(draft: DFlashDraftModel) -> Check:
     advice = "the checkpoint was not (wholly) trained, or lost weights on the way; export or download it again"
     fine = f"{sum(1 for _ in draft.parameters())} tensors, all finite, no norm as initialised"
     return _judged("weights", wrong, advice, fine)
+
+
+def _check_precision(model: PreTrainedModel, draft: DFlashDraftModel) -> Check:
+    """Says whether the target is quantised as the one that the draft's files name."""
+    fits, sentence = compare_precision(model, draft)
+    if fits is None:
+        return Check("precision", "skipped", sentence)
+    if fits:
+        return Check("precision", "ok", sentence)
+    advice = "take the target that the draft names, or the draft of this target's precision"
+    return Check("precision", "finding", sentence, advice)
 
 
 def _judged(
