@@ -47,6 +47,7 @@ LEVELS = {
     "dflash_hf.draft_model": 2,
     "dflash_hf.cache": 3,
     "dflash_hf.draft_model.gemma4": 3,
+    "dflash_hf.draft_model.laguna": 3,
     "dflash_hf.draft_model.layers": 3,
     "dflash_hf.modeling_dflash": 3,
     "dflash_hf.checkpoints.drafts": 4,
@@ -80,6 +81,7 @@ CORE = (
     "dflash_hf.target_model",
     "dflash_hf.cache",
     "dflash_hf.draft_model.gemma4",
+    "dflash_hf.draft_model.laguna",
     "dflash_hf.draft_model.layers",
     "dflash_hf.modeling_dflash",
 )
@@ -104,6 +106,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.cache.rows": set(),
     "dflash_hf.draft_model.dflash2": set(),
     "dflash_hf.draft_model.gemma4": set(),
+    "dflash_hf.draft_model.laguna": set(),
     "dflash_hf.draft_model.layers": set(),
     "dflash_hf.modeling_dflash": set(),
     "dflash_hf.cache.context": set(),

@@ -48,7 +48,7 @@ MAX_CANDIDATES = 1024
 # chain's size lacks none of the likeliest paths.
 MARKOV_CANDIDATES = 8
 LAYER_TYPES = ("full_attention", "sliding_attention")
-DECODERS = ("qwen3", "gemma4")
+DECODERS = ("qwen3", "gemma4", "laguna")
 
 
 class _AsTheTarget:
@@ -113,7 +113,8 @@ class DFlashConfig(PreTrainedConfig):
         intermediate_size (`int`): Width of the MLP.
         num_hidden_layers (`int`): Number of draft layers.
         decoder (`str`): Whose layers the draft has: `"qwen3"` (a norm before each sublayer) or `"gemma4"` (a norm
-            before and after each sublayer, normed values, scores without a scale, a stored factor on each output).
+            before and after each sublayer, normed values, scores without a scale, a stored factor on each output) or
+            `"laguna"` (Qwen3's, with a gate on each head, a norm for each tap, and context that each layer norms).
         keys_are_values (`bool`): Whether values are made by the key projection, as in Gemma 4's full layers.
         num_attention_heads, num_key_value_heads, head_dim (`int`): Attention shape.
         hidden_act (`str`): Activation of the gated MLP.
@@ -344,13 +345,12 @@ class DFlashConfig(PreTrainedConfig):
     def _check_decoder(self) -> None:
         """Raises `ValueError` unless the layers are of a known kind, which has all that is asked of it."""
         require(self.decoder in DECODERS, f"decoder in {DECODERS}", self.decoder, "fix it")
-        if self.decoder == "gemma4":
-            what = "no convolution (conv_kernel_size) beside decoder 'gemma4'"
-            has_none = self.conv_kernel_size is None
-            require(has_none, what, self.conv_kernel_size, "DFlash 2 has them around Qwen3's")
-            return
+        has_none = self.decoder == "qwen3" or self.conv_kernel_size is None
+        what = f"no convolution (conv_kernel_size) beside decoder {self.decoder!r}"
+        require(has_none, what, self.conv_kernel_size, "DFlash 2 has them around Qwen3's layers")
+        fits = self.decoder == "gemma4" or not self.keys_are_values
         what = "keys_are_values beside decoder 'gemma4'"
-        require(not self.keys_are_values, what, self.decoder, "Qwen3's layers have both")
+        require(fits, what, self.decoder, "the other layers have both")
 
     def _check_attention(self) -> None:
         """Raises `ValueError` unless block, heads and kinds of layers agree."""

@@ -28,6 +28,7 @@ from dflash_hf.devices import execution_device, raw_embeddings
 from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
 from dflash_hf.draft_model.dspark import MarkovHead, likeliest_transitions, walk
 from dflash_hf.draft_model.gemma4 import DFlashGemma4Layer, DFlashGemma4Norm
+from dflash_hf.draft_model.laguna import DFlashLagunaLayer
 from dflash_hf.draft_model.layers import (
     BlockProjector,
     CombinedProjector,
@@ -63,6 +64,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if config.decoder == "gemma4":
             layer_class = DFlashGemma4Layer
             norm_class = DFlashGemma4Norm
+        # Norms of the taps, one each, which only Laguna's drafts have.
+        self.aux_hidden_norms = nn.ModuleList()
+        if config.decoder == "laguna":
+            layer_class = DFlashLagunaLayer
+            for _ in config.target_layer_ids:
+                self.aux_hidden_norms.append(
+                    norm_class(config.target_hidden_size, config.rms_norm_eps)
+                )
         self.fc = nn.Linear(context_size, size, bias=False)
         self.hidden_norm = norm_class(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
@@ -142,6 +151,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def project_context(self, context_hidden_states: Tensor) -> Tensor:
         """Returns context features `[B, C, D]` of tapped states `[B, C, L * D]`."""
+        if len(self.aux_hidden_norms) > 0:
+            taps = context_hidden_states.chunk(len(self.aux_hidden_norms), dim=-1)
+            normed = [norm(tap) for norm, tap in zip(self.aux_hidden_norms, taps, strict=True)]
+            context_hidden_states = torch.cat(normed, dim=-1)
         return self.hidden_norm(self.fc(context_hidden_states))
 
     def stack_weights(
@@ -179,7 +192,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if context.write_all_layers(features, cos_sin, cache, eps):
             return
         for attention in self._attentions():
-            key, value = attention.project_kv(features, cos_sin)
+            states = attention.context_states(features)
+            key, value = attention.project_kv(states, cos_sin)
             layer = cache.attention[attention.layer_idx]
             layer.write(key, value, context.block)
 
@@ -200,7 +214,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cos_sin = self.rotary_emb(angles_at, features.dtype)
         prompts = PromptSlots(positions)
         for attention in self._attentions():
-            key, value = attention.project_kv(features, cos_sin)
+            states = attention.context_states(features)
+            key, value = attention.project_kv(states, cos_sin)
             layer = cache.attention[attention.layer_idx]
             layer.write_rows(key, value, prompts)
 

@@ -57,6 +57,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
     },
     "muse": {},
+    "laguna": {"decoder": "laguna", "raw_input_embeddings": True},
     "deepspec": {**OWN, "sample_from_anchor": True},
     "deepspec-gemma4": {
         **OWN,

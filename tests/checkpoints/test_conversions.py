@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "Qwen3's": {},
         "Gemma 4's": GEMMA4,
         "Gemma 4's full ones": {**GEMMA4, "keys_are_values": True},
+        "Laguna's": {"decoder": "laguna"},
     },
     # Of Gemma's embedding: the root of the hidden size.
     "scale": {"none": {}, "the root": {"input_embedding_scale": 4.0}},
@@ -70,7 +71,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def pairs() -> list[dict[str, str]]:
-    """Every two options in all their ways, the others as most drafts have them; and each one beside DeepSpec's two.
+    """Every two options in all their ways, the others as most drafts have them; and each one beside other projects'.
 
     Pairs that no draft can have are left out.
     """
@@ -83,7 +84,9 @@ def pairs() -> list[dict[str, str]]:
     # DeepSpec's drafts have both of these.
     deepspec = {**usual, "vocabulary": "own both", "anchor": "proposes"}
     for_gemma4 = {**deepspec, "layers": "Gemma 4's full ones", "scale": "the root"}
-    for base in (deepspec, for_gemma4, {**for_gemma4, "rope": "of a part of each head"}):
+    for_laguna = {**usual, "layers": "Laguna's", "causality": "all", "window": "all layers"}
+    partial = {**for_gemma4, "rope": "of a part of each head"}
+    for base in (deepspec, for_gemma4, partial, for_laguna):
         for one, ways in OPTIONS.items():
             for way in ways:
                 choice = {**base, one: way}
@@ -93,9 +96,11 @@ def pairs() -> list[dict[str, str]]:
 
 def is_possible(choice: dict[str, str]) -> bool:
     """Whether a draft can have these options: convolutions stand in Qwen3's layers, parts of heads turn in Gemma's."""
-    if choice["layers"] == "Qwen3's":
-        return choice["rope"] != "of a part of each head"
-    return choice["path"] != "DFlash 2"
+    is_qwen = choice["layers"] == "Qwen3's"
+    is_gemma = choice["layers"].startswith("Gemma")
+    turns_parts = choice["rope"] == "of a part of each head"
+    has_convolutions = choice["path"] == "DFlash 2"
+    return (is_gemma or not turns_parts) and (is_qwen or not has_convolutions)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def is_possible(choice: dict[str, str]) -> bool:
         ({"rope_parameters": PROPORTIONAL}, "rope_type in .*got 'proportional'"),
         ({**GEMMA4, **DFLASH2}, "no convolution .conv_kernel_size. beside decoder 'gemma4'"),
         ({"keys_are_values": True}, "keys_are_values beside decoder 'gemma4'"),
-        ({"decoder": "llama"}, "decoder in .'qwen3', 'gemma4'., got 'llama'"),
+        ({"decoder": "llama"}, "decoder in .'qwen3', 'gemma4', 'laguna'., got 'llama'"),
         (
             {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
             "a RoPE over whole heads, got .*partial_rotary_factor 0.5",
@@ -178,12 +183,13 @@ def draft_of(choice: dict[str, str]) -> DFlashDraftModel:
 
 # How many of the pairs each format expresses.
 EXPRESSED = {
-    "dflash": 182,
-    "zlab": 42,
-    "speculators": 46,
+    "dflash": 236,
+    "laguna": 12,
+    "zlab": 52,
+    "speculators": 57,
     "muse": 16,
     "deepspec-gemma4": 9,
-    "deepspec": 5,
+    "deepspec": 6,
 }
 
 

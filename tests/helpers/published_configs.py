@@ -364,6 +364,36 @@ MUSE: dict[str, Any] = {
     "sliding_window": 2048,
     "target_layer_ids": [1, 13, 25, 37, 49],
 }
+# The values that a converter of its files checks; the others have their defaults.
+LAGUNA: dict[str, Any] = {
+    "architectures": ["DFlashLagunaForCausalLM"],
+    "attention_bias": False,
+    "dflash_config": {
+        "block_size": 16,
+        "causal": True,
+        "mask_token_id": 12,
+        "num_target_layers": 48,
+        "target_layer_ids": [1, 10, 19, 29, 38, 47],
+    },
+    "draft_vocab_size": 100352,
+    "eagle_aux_hidden_state_layer_ids": [2, 11, 20, 30, 39, 48],
+    "gating": "per-head",
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "layer_types": [SLIDING] * 6,
+    "max_position_embeddings": 1048576,
+    "model_type": "laguna",
+    "num_attention_heads": 72,
+    "num_experts": 0,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    "sliding_window": 512,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
 JETSPEC = with_section(
     without(
         zlab(8, 2048, 6144, (32, 4), 16, ([1, 10, 19, 28, 37], 40)),
@@ -454,6 +484,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "deepseek-ai/dflash_gemma4_12b_block7": DEEPSPEC_GEMMA4,
     "meta-models/Muse-Glimmer-30B-assistant": MUSE,
+    "poolside/Laguna-S-2.1-DFlash": LAGUNA,
     "SpecForge, Qwen3.5-35B-A3B": zlab(8, 2048, 6144, (32, 4), 16, ([1, 10, 19, 28, 37], 40)),
     "SpecForge, LFM2.5-1.2B": with_section(
         zlab(
@@ -528,7 +559,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "another project's layout .AngelSpec's.",
     ),
-    "poolside/Laguna-XS-2.1-DFlash": (
+    "speculators, with Laguna's layers": (
         {
             **SPECULATORS,
             "transformer_layer_config": {
@@ -578,4 +609,7 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
             out[name] = TINY[name]
         else:
             out[name] = copy.deepcopy(value)
+    # No reduced vocabulary.
+    if "vocab_size" in config and config.get("draft_vocab_size") == config["vocab_size"]:
+        out["draft_vocab_size"] = out["vocab_size"]
     return out

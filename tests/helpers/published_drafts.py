@@ -26,6 +26,7 @@ def write(folder: Path, published: dict[str, Any]) -> DFlashDraftModel:
     torch.manual_seed(0)
     draft = DFlashDraftModel(make_config(form.read_config(config, names))).eval()
     weights = {form.their_name(name): tensor for name, tensor in draft.state_dict().items()}
+    weights = form.put_together(weights)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

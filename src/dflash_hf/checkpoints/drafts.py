@@ -145,7 +145,8 @@ def save_draft(
         directory (`str` or `os.PathLike`): The folder; made if it is not there.
         format (`str`, defaults to `"dflash"`): `"dflash"`, our own; `"zlab"`, read by z-lab's package, SGLang and
             vLLM; `"speculators"`, read by vLLM; `"muse"`, read by Transformers' `MuseGlimmerAssistantModel`;
-            `"deepspec"`; or `"deepspec-gemma4"`. Only the first keeps `draft.generation_config`.
+            `"deepspec"`; `"deepspec-gemma4"`; or `"laguna"`, read by vLLM. Only the first keeps
+            `draft.generation_config`.
         target (`PreTrainedModel`, *optional*): The draft's target, for what a format needs and the draft does not
             hold: vocabulary and depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). With
             it, a draft's own embedding and head are left out where the format has no place for them and they equal the
@@ -174,6 +175,7 @@ def save_draft(
         chosen.name_target(written, target.config.name_or_path or "", architectures)
     weights = {chosen.their_name(name): tensor for name, tensor in state.items()}
     weights |= chosen.derive(config, weights)
+    weights = chosen.put_together(weights)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(unshared(weights), folder, metadata={"format": "pt"})

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from dflash_hf.checkpoints.deepspec import DEEPSPEC
 from dflash_hf.checkpoints.deepspec_gemma4 import DEEPSPEC_GEMMA4
+from dflash_hf.checkpoints.laguna import LAGUNA
 from dflash_hf.checkpoints.mapping import (
     COMMON_IGNORED,
     FIELDS,
@@ -38,8 +39,8 @@ OWN = CheckpointFormat(
     write_rest=DFlashConfig.to_diff_dict,
     ignored=COMMON_IGNORED - set(FIELDS),
 )
-# The more particular ones first: DeepSpec's drafts for Gemma 4 have the keys of its others too.
-ALL = (OWN, ZLAB, SPECULATORS, MUSE, DEEPSPEC_GEMMA4, DEEPSPEC)
+# The more particular ones first: Laguna's and Gemma 4's drafts have the keys of z-lab's and DeepSpec's others too.
+ALL = (OWN, LAGUNA, ZLAB, SPECULATORS, MUSE, DEEPSPEC_GEMMA4, DEEPSPEC)
 FORMATS = {known.name: known for known in ALL}
 
 

@@ -22,6 +22,7 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.checkpoints.files import (
     FLOAT_DTYPES,
     PathOrRepo,
+    StoredTensor,
     find_file,
     read_config,
     read_json,
@@ -91,7 +92,11 @@ class DFlashPreTrainedModel(PreTrainedModel):
         r"^verifier_",
         r"^confidence_head",
     ]
-    _no_split_modules = ["DFlashDecoderLayer", "DFlashGemma4Layer"]  # noqa: RUF012  (Transformers' own form)
+    _no_split_modules = [  # noqa: RUF012  (Transformers' own form)
+        "DFlashDecoderLayer",
+        "DFlashGemma4Layer",
+        "DFlashLagunaLayer",
+    ]
     _skip_keys_device_placement = [CACHE_NAME]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -164,8 +169,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
             "use_safetensors": True,
         }
         files: PathOrRepo | None = path
-        if checkpoint.quantised_bits is not None:
-            # Transformers would look for a quantiser; here the weights are ordinary ones from now on.
+        if not all(isinstance(one, StoredTensor) for one in checkpoint.found.values()):
+            # Weights that are made of what is stored: dequantised, or taken apart.
             kwargs |= {
                 "key_mapping": None,
                 "state_dict": {name: one.read() for name, one in checkpoint.found.items()},
@@ -177,6 +182,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
         draft = result
         if kwargs.get("output_loading_info"):
             draft = result[0]
+        # Transformers writes None where the weights came from here.
+        draft.config.name_or_path = str(path)
         _check_finite(draft, path)
         if generation_config is None and checkpoint.form.name == DFlashConfig.model_type:
             generation_config = _read_generation_config(path, hub)
@@ -213,6 +220,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
                 stored = dequantised(in_files, scheme, path)
                 quantised_bits = scheme.num_bits
             form = detect_format(raw)
+            stored = form.take_apart(stored, raw)
             found = dict[str, Stored]()
             renamed: dict[str, str] = kwargs.pop("key_mapping", None) or {}
             for name, tensor in stored.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dflash_hf.checkpoints.files import FLOAT_DTYPES
-from dflash_hf.checkpoints.quantised import scheme_of
+from dflash_hf.checkpoints.quantised import Stored, scheme_of
 from dflash_hf.configuration_dflash import MAX_LAYERS, DFlashConfig
 from dflash_hf.errors import is_a, one_line, require, shown
 
@@ -271,6 +271,13 @@ class CheckpointFormat:
     refuse: Callable[[DFlashConfig], Iterator[str]] = lambda config: iter(())
     # Keys of unsupported variants -> the values under which they do nothing.
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    # Parts stored weights that hold several of ours, beside the parsed config.json; and joins them again.
+    take_apart: Callable[[dict[str, Stored], Mapping[str, Any]], dict[str, Stored]] = (
+        lambda stored, config: stored
+    )
+    put_together: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda weights: dict(
+        weights
+    )
     ignored: frozenset[str] = frozenset()  # keys that make no difference to a draft
     # Weights not loaded: copies of the target's, or what follows from others
     dropped: frozenset[str] = frozenset()

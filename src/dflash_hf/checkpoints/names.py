@@ -2,4 +2,6 @@
 
 from typing import Literal
 
-FormatName = Literal["dflash", "zlab", "speculators", "muse", "deepspec-gemma4", "deepspec"]
+FormatName = Literal[
+    "dflash", "laguna", "zlab", "speculators", "muse", "deepspec-gemma4", "deepspec"
+]

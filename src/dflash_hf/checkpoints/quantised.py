@@ -184,7 +184,34 @@ def unpacked(packed: Tensor, num_bits: int, columns: int) -> Tensor:
 
 
 # A tensor of a checkpoint, not read yet.
-Stored = StoredTensor | QuantisedTensor
+class StoredRows(NamedTuple):
+    """Some rows of a stored weight, which is several of a draft's."""
+
+    whole: StoredTensor | QuantisedTensor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def file(self) -> Path:
+        """The file that holds it."""
+        return self.whole.file
+
+    @property
+    def name(self) -> str:
+        """The name there, of the whole weight."""
+        return self.whole.name
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors spells it."""
+        return self.whole.dtype
+
+    def read(self) -> Tensor:
+        """Reads the rows."""
+        return self.whole.read()[self.start : self.start + self.shape[0]].clone()
+
+
+Stored = StoredTensor | QuantisedTensor | StoredRows
 
 
 def dequantised(

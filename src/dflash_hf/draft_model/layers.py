@@ -94,6 +94,14 @@ class DFlashAttention(nn.Module):
         value = self._by_head(self.v_proj(hidden_states))
         return key, value
 
+    def context_states(self, features: Tensor) -> Tensor:
+        """Returns what keys and values of the context are made of `[B, C, D]`: its features as they are."""
+        return features
+
+    def gated(self, heads: Tensor, hidden_states: Tensor) -> Tensor:
+        """Returns heads `[B, K, H, E]` as they go into the output projection: as they are."""
+        return heads
+
     def stacked_projections(self) -> list[nn.Module]:
         """Returns the layers that a kernel may stack to write context: of keys, then of values."""
         return [self.k_proj, self.v_proj]
@@ -145,6 +153,7 @@ class DFlashAttention(nn.Module):
         if self.training:
             dropout = self.dropout
         heads = attend(query, key, value, mask, self.scaling, dropout=dropout)
+        heads = self.gated(heads, hidden_states)
         return self.o_proj(heads.flatten(2))
 
     def _by_head(self, states: Tensor) -> Tensor:
@@ -201,7 +210,8 @@ class ContextProjector(Projector):
         num = self.num_context
         index = attention.layer_idx
         # One product for context and block: their rows are few, and the weights are read once.
-        joined = torch.cat([self.features, normed], dim=1)
+        features = attention.context_states(self.features)
+        joined = torch.cat([features, normed], dim=1)
         key, value = attention.project_kv(joined, self.cos_sin)
         # The context comes first: its rejected rows are overwritten by the block.
         layer = self.cache.attention[index]
@@ -237,7 +247,8 @@ class CombinedProjector(Projector):
         """Returns the operands, after advancing the cache where there is one."""
         # The same product as in decoding, over as many blocks as there are.
         # Context and blocks are one sequence, as an ordinary cache takes them: head-major.
-        joined = torch.cat([self.context, normed], dim=1)
+        context = attention.context_states(self.context)
+        joined = torch.cat([context, normed], dim=1)
         key, value = attention.project_kv(joined, self.cos_sin)
         key = key.to(value.dtype).transpose(1, 2)
         value = value.transpose(1, 2)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dflash_hf.devices import free_memory, plain_tensors
 from dflash_hf.draft_model.gemma4 import DFlashGemma4Attention, DFlashGemma4Layer
+from dflash_hf.draft_model.laguna import DFlashLagunaAttention, DFlashLagunaLayer
 from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DFlashMLP
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -45,6 +46,8 @@ COPIED = (
     DFlashAttention,
     DFlashGemma4Layer,
     DFlashGemma4Attention,
+    DFlashLagunaLayer,
+    DFlashLagunaAttention,
     DFlashMLP,
 )
 

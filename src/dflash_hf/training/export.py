@@ -53,6 +53,7 @@ READERS: dict[FormatName, tuple[str, ...]] = {
     "speculators": ("dflash", "vllm"),
     "muse": ("dflash", "vllm", "sglang"),
     "deepspec-gemma4": ("dflash",),
+    "laguna": ("dflash", "vllm"),
     "deepspec": ("dflash",),
 }
 NAMES = {"dflash": "Transformers with dflash-hf", "sglang": "SGLang", "vllm": "vLLM"}

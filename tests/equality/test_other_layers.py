@@ -1,4 +1,4 @@
-"""Drafts with Gemma 4's layers inside `generate`: the plain text, whatever they propose, in every engine."""
+"""Drafts with Gemma 4's and Laguna's layers inside `generate`: the plain text, in every engine."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ DEEPSPEC: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepspec": DEEPSPEC,
     "own values, windows": {"decoder": "gemma4"},
+    "laguna": {"decoder": "laguna", "layer_types": ["sliding_attention"] * 2, "is_causal": True},
 }
 NEW = 18
 
@@ -85,12 +86,15 @@ def test_engines_and_chunks_propose_the_same(variant: str) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_a_saved_draft_proposes_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "layout"), [("deepspec", "deepspec-gemma4"), ("laguna", "laguna")]
+)
+def test_a_saved_draft_proposes_the_same(variant: str, layout: Any, tmp_path: Path) -> None:
     target = target_of("gemma4_text")
-    draft = tiny_draft(target, 6, **DEEPSPEC)
-    save_draft(draft, tmp_path, "deepspec-gemma4")
+    draft = tiny_draft(target, 6, **VARIANTS[variant])
+    save_draft(draft, tmp_path, layout)
     again = load_draft(tmp_path, dtype=target.dtype)
-    assert again.config.decoder == "gemma4"
+    assert again.config.decoder == draft.config.decoder
     inputs = prompts([5, 8], 1)
     texts = [
         target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=one)
