@@ -188,7 +188,7 @@ EXPRESSED = {
     "zlab": 52,
     "speculators": 57,
     "muse": 16,
-    "deepspec-gemma4": 9,
+    "deepspec-gemma4": 11,
     "deepspec": 6,
 }
 

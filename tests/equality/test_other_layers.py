@@ -37,6 +37,7 @@ DEEPSPEC: dict[str, Any] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepspec": DEEPSPEC,
+    "dspark": {**DEEPSPEC, "markov_rank": 4},
     "own values, windows": {"decoder": "gemma4"},
     "laguna": {"decoder": "laguna", "layer_types": ["sliding_attention"] * 2, "is_causal": True},
 }
@@ -87,7 +88,8 @@ def test_engines_and_chunks_propose_the_same(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout"), [("deepspec", "deepspec-gemma4"), ("laguna", "laguna")]
+    ("variant", "layout"),
+    [("deepspec", "deepspec-gemma4"), ("dspark", "deepspec-gemma4"), ("laguna", "laguna")],
 )
 def test_a_saved_draft_proposes_the_same(variant: str, layout: Any, tmp_path: Path) -> None:
     target = target_of("gemma4_text")

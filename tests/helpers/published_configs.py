@@ -286,7 +286,7 @@ SPECULATORS_DSPARK: dict[str, Any] = {
         "vocab_size": 154880,
     },
 }
-# Of its DSpark draft, with the heads off, as its recipe has them.
+# Of its DSpark draft (revision 2fa72e76), with the heads off, as its recipe has them.
 DEEPSPEC_GEMMA4: dict[str, Any] = {
     "architectures": ["Gemma4DSparkModel"],
     "attention_bias": False,
@@ -483,6 +483,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_confidence_head=True,
     ),
     "deepseek-ai/dflash_gemma4_12b_block7": DEEPSPEC_GEMMA4,
+    "deepseek-ai/dspark_gemma4_12b_block7": {
+        **DEEPSPEC_GEMMA4,
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+        "markov_head_type": "vanilla",
+        "markov_rank": 256,
+    },
     "meta-models/Muse-Glimmer-30B-assistant": MUSE,
     "poolside/Laguna-S-2.1-DFlash": LAGUNA,
     "SpecForge, Qwen3.5-35B-A3B": zlab(8, 2048, 6144, (32, 4), 16, ([1, 10, 19, 28, 37], 40)),

@@ -1,4 +1,4 @@
-"""The format of DeepSpec's plain DFlash drafts for Gemma 4 (`markov_rank` 0).
+"""The format of DeepSpec's drafts for Gemma 4: plain DFlash, and DSpark with its vanilla Markov head (`markov_rank`).
 
 A flat Gemma 4 text config, of which the draft has the full layers: `global_head_dim` is the size of its heads, and
 where `attention_k_eq_v` holds, the key projection makes the values too, of `num_global_key_value_heads` heads.
@@ -12,6 +12,9 @@ from typing import Any
 
 from dflash_hf.checkpoints.mapping import (
     COMMON_IGNORED,
+    CONFIDENCE_KEYS,
+    CONFIDENCE_WEIGHTS,
+    MARKOV_WEIGHTS,
     REQUIRED,
     ROPE_KEYS,
     CheckpointFormat,
@@ -69,6 +72,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         "own_embed_tokens": True,
         "own_lm_head": True,
         "sample_from_anchor": True,
+        "markov_rank": reader.take_markov_rank("markov_rank", kinds=("markov_head_type",)),
     }
 
 
@@ -97,7 +101,8 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
         "num_anchors": 512,  # of its training; its class asks for the key
-        "markov_rank": 0,
+        "markov_rank": config.markov_rank or 0,
+        "markov_head_type": "vanilla",
         "enable_confidence_head": False,
         "enable_moe_block": False,
         "hidden_size_per_layer_input": 0,
@@ -119,19 +124,19 @@ DEEPSPEC_GEMMA4 = CheckpointFormat(
     read_rest=_read_rest,
     write_rest=_write_rest,
     neutral={
-        "markov_rank": (0,),
-        "enable_confidence_head": (False,),
         "enable_moe_block": (False,),
         "hidden_size_per_layer_input": (0,),
         "num_kv_shared_layers": (0,),
     },
     ignored=COMMON_IGNORED
-    # Of heads that are off, and of training
-    | {"confidence_head_with_markov", "markov_head_type", "num_anchors"}
+    | CONFIDENCE_KEYS
+    | {"num_anchors"}  # of training
     # Of layers that slide, share keys, or have experts
     | {"head_dim", "sliding_window", "use_double_wide_mlp", "vocab_size_per_layer_input"}
     | {"moe_intermediate_size", "num_experts", "top_k_experts"}
     # Of the target
     | {"target_model_type", "target_text_model_type", "use_bidirectional_attention"},
+    renamed=MARKOV_WEIGHTS,
+    dropped=CONFIDENCE_WEIGHTS,
     has_vocabulary=True,
 )
