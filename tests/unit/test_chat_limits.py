@@ -135,7 +135,8 @@ SPACE = "owner-chat.hf.space"
 def in_space(folder: Path) -> Any:
     """An application as it stands in a Space."""
     app: Any = fine
-    for middleware in reversed(guards("0.0.0.0", Uploads(folder), space=SPACE)):
+    names = f"chat.example,{SPACE}"
+    for middleware in reversed(guards("0.0.0.0", Uploads(folder), space=names)):
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     return app
 
@@ -153,6 +154,7 @@ def test_a_space_may_be_shown_in_a_frame_of_the_hub(tmp_path: Path) -> None:
     ("origin", "status"),
     [
         (f"https://{SPACE}", 200),
+        ("https://chat.example", 200),
         ("https://inner:7860", 200),
         ("https://huggingface.co", 403),
         ("https://evil.example", 403),

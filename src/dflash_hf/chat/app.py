@@ -101,7 +101,8 @@ class Guard:
     def __init__(self, app: ASGIApp, uploads: Uploads, space: str = "") -> None:
         self.app = app
         self.uploads = uploads
-        self.space = space.lower()
+        # A Space with a name of its owner's choice has two, with a comma between.
+        self.space_names = [name.strip() for name in space.lower().split(",") if name.strip()]
         self._browsers: OrderedDict[str, str] = OrderedDict()  # by page
         self._headers = dict(HEADERS)
         # Not sent along by pages from elsewhere
@@ -161,10 +162,8 @@ class Guard:
             # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
             # make them send one.
             origin = headers.get("origin")
-            own = [headers.get("host", "").lower()]
-            # The proxy of a Space may hand on another name
-            if self.space:
-                own.append(self.space)
+            # The proxy of a Space may hand on another name as the host.
+            own = [headers.get("host", "").lower(), *self.space_names]
             if origin is not None and urlsplit(origin).netloc.lower() not in own:
                 sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
                 raise HTTPException(403, sentence)
