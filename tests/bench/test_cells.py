@@ -99,3 +99,26 @@ def test_methods_that_take_one_row_say_so() -> None:
     assert reasons == {
         "stock-batch2": "expected batch 1 for stock, which takes one question at a time, got 2"
     }
+
+
+def test_the_draft_is_also_compared_with_this_package_without_it() -> None:
+    settings = RunSettings(
+        out=TOY,
+        data=("x",),
+        target=str(TOY),
+        draft=str(TOY),
+        methods=("plain", "undrafted", "dflash"),
+        batch=(1, 8),
+        verify_width=(4, 8),
+    )
+    found = {cell.model_id: cell.own_baseline for cell in make_cells(settings)}
+    assert found == {
+        "plain-batch1": None,
+        "plain-batch8": None,
+        "undrafted-batch1": None,
+        "undrafted-batch8": None,
+        "dflash-batch1-width4": "undrafted-batch1",
+        "dflash-batch1-width8": "undrafted-batch1",
+        "dflash-batch8-width4": "undrafted-batch8",
+        "dflash-batch8-width8": "undrafted-batch8",
+    }

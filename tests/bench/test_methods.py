@@ -49,7 +49,7 @@ def truth(models: Models, held_out: list[str]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "plain-static", "dflash"])
+@pytest.mark.parametrize("name", ["plain", "plain-static", "dflash", "undrafted"])
 def test_batches_are_plain_texts(
     name: str, models: Models, held_out: list[str], truth: list[list[int]]
 ) -> None:

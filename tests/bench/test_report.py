@@ -93,6 +93,13 @@ def test_it_says_what_the_summary_says(tmp_path: Path) -> None:
         f"A verify commits {methods['dflash']['all']['acceptance']['acceptance_length']:.2f} tokens."
         in page.text
     )
+    own = methods["dflash"]["all"]["own_speedup"]
+    assert own["ratio"] < speed["ratio"]
+    beside = (
+        f"That is {own['ratio']:.2f} times the tokens per second of this package without the draft."
+    )
+    assert beside in page.text
+    assert methods["stock"]["all"]["own_speedup"] is None
     for name in summary["datasets"]:
         assert f"{methods['stock']['sets'][name]['speedup']['ratio']:.2f}×" in page.text
     assert "zlab" in page.text

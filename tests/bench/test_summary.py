@@ -83,7 +83,7 @@ def turns(draw: st.DrawFn) -> Turn:
 def runs(draw: st.DrawFn) -> dict[str, list[Answer]]:
     """Answers of a baseline and two methods; some failed, some not there."""
     found: dict[str, list[Answer]] = {}
-    for name in ("plain", "one", "two"):
+    for name in ("plain", "undrafted", "dflash"):
         found[name] = []
         for question in ASKED:
             for repeat in range(2):
@@ -329,12 +329,17 @@ def test_an_independent_recount_equals_both_files(
         for where, block, chosen in groups:
             own = [line for line in lines[name] if chosen(line)]
             block = {k: v for k, v in block.items() if k not in ("categories", "subcategories")}
-            if block["speedup"] is not None:
-                block["speedup"] = without_intervals(block["speedup"])
+            for kind in ("speedup", "own_speedup"):
+                if block[kind] is not None:
+                    block[kind] = without_intervals(block[kind])
             pairs = (None, None) if name == "plain" else recount_pairs(own, lines["plain"])
+            own_speedup = None
+            if name == "dflash":
+                own_speedup = recount_pairs(own, lines.get("undrafted", []))[0]
             expected = {
                 **recount(own, summary["text_bin_tokens"]),
                 "speedup": pairs[0],
+                "own_speedup": own_speedup,
                 "agreement": pairs[1],
             }
             same(block, {**expected, "accuracy": recount_accuracy(own)}, f"{name} {where}")
@@ -417,6 +422,7 @@ def test_margins_scores_and_failures_are_told(tmp_path: Path) -> None:
         "plain",
         "plain-static",
         "dflash",
+        "undrafted",
         "stock",
         "lookup",
         "zlab",

@@ -48,6 +48,7 @@ METHODS: dict[str, tuple[float | None, float]] = {
     "plain": (None, 30.0),
     "plain-static": (None, 26.0),
     "dflash": (0.85, 46.0),
+    "undrafted": (None, 28.0),
     "stock": (0.85, 55.0),
     "lookup": (0.35, 38.0),
     "zlab": (None, 30.0),
@@ -186,6 +187,7 @@ def write_run(
             "options": {"batch": 1, "max_new_tokens": 256, "temperature": 0.0, "dtype": "bfloat16"},
             "values": {},
             "baseline": None if name == "plain" or "plain" not in answers else "plain",
+            "own_baseline": "undrafted" if name == "dflash" else None,
             "failed": WHY if name == "zlab" else None,
         }
         for name in answers

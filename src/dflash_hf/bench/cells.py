@@ -18,6 +18,7 @@ METHODS = (
     "plain",
     "plain-static",
     "dflash",
+    "undrafted",
     "stock",
     "stock-static",
     "assistant",
@@ -25,7 +26,7 @@ METHODS = (
     "zlab",
     "server",
 )
-NEEDS_DRAFT = ("dflash", "stock", "stock-static", "zlab")
+NEEDS_DRAFT = ("dflash", "undrafted", "stock", "stock-static", "zlab")
 TAKES_ONE_ROW = ("stock", "stock-static", "zlab", "assistant", "lookup")
 # What a cell's name says of each value that a run compares: a value without a word in front is clear by itself.
 _WORDS = {
@@ -290,6 +291,7 @@ class Cell:
         model_id (`str`): The method's name, and the values that the run compares.
         values (`dict`): Those of the options that the run compares, by name.
         baseline (`str`, *optional*): The cell of plain `generate` that its speed-up is over.
+        own_baseline (`str`, *optional*): Of `dflash`, the cell of this package without the draft.
         failed (`str`, *optional*): Why it was not asked, or not to the end.
     """
 
@@ -298,6 +300,7 @@ class Cell:
     options: Options
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     baseline: str | None = None
+    own_baseline: str | None = None
     failed: str | None = None
 
     @property
@@ -338,7 +341,10 @@ def make_cells(settings: RunSettings) -> list[Cell]:
                 model_id, Cell(model_id=model_id, method=method, options=options, values=values)
             )
     for cell in cells.values():
-        cell.baseline = _baseline(cell, cells.values())
+        if cell.method != "plain":
+            cell.baseline = _with_same_values("plain", cell, cells.values())
+        if cell.method == "dflash":
+            cell.own_baseline = _with_same_values("undrafted", cell, cells.values())
         if cell.options.batch > 1 and cell.method in TAKES_ONE_ROW:
             cell.failed = (
                 f"expected batch 1 for {cell.method}, which takes one question at a time, "
@@ -353,13 +359,15 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _baseline(cell: Cell, cells: Iterable[Cell]) -> str | None:
-    """The one cell of plain `generate` with the same values, as far as both look at them."""
-    shared = [name for name in _LOOKS_AT[cell.method] if name in _LOOKS_AT["plain"]]
+def _with_same_values(method: str, cell: Cell, cells: Iterable[Cell]) -> str | None:
+    """The one cell of a method with the same values as another cell, as far as both look at them."""
+    shared = [name for name in _LOOKS_AT[cell.method] if name in _LOOKS_AT[method]]
     found = [
         other.model_id
         for other in cells
-        if other.method == "plain"
+        if other.method == method
         and all(getattr(other.options, name) == getattr(cell.options, name) for name in shared)
     ]
-    return found[0] if len(found) == 1 and cell.method != "plain" else None
+    if len(found) != 1:
+        return None
+    return found[0]

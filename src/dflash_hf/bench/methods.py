@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ from dflash_hf.pair.answers import (
     end_tokens,
     synchronize,
     tokenizer_of,
+    without_draft,
 )
 
 LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
@@ -139,6 +140,14 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     )
 
 
+def undrafted(models: Models, inputs: Inputs, options: Options) -> Raw:
+    """Runs this package's own loop without the draft, one token at a step: what the draft itself brings is over it."""
+    with without_draft(models.loaded_draft):
+        raw = dflash(models, inputs, options)
+    # No step had a proposal.
+    return replace(raw, steps=[])
+
+
 def evenly(seconds: float, num_steps: int) -> list[float]:
     """Returns the milliseconds of steps of which only the sum is known, in seconds: the mean for each."""
     return [seconds * 1e3 / num_steps] * num_steps if num_steps else []
@@ -188,6 +197,7 @@ WAYS: dict[str, Way] = {
     # With a static cache, for which Transformers compiles the forward on an accelerator.
     "plain-static": functools.partial(plain, cache_implementation="static"),
     "dflash": dflash,
+    "undrafted": undrafted,
     "stock": stock,
     "stock-static": stock_static,
     "assistant": assistant,

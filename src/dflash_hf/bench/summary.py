@@ -146,6 +146,7 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
         return {
             **measure(list(own.values()), bin_tokens),
             "speedup": speedup(pairs),
+            "own_speedup": speedup(_pairs_with(run, cell.own_baseline, own)),
             "agreement": None if cell.is_sampled else _agreement(pairs, differing),
             "accuracy": accuracy(scored),
         }
@@ -180,6 +181,7 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
         "options": asdict(cell.options),
         "values": cell.values,
         "baseline": cell.baseline,
+        "own_baseline": cell.own_baseline,
         "failed": cell.failed,
         "sets": sets,
         "all": block(answers),
@@ -189,9 +191,16 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
 
 def baseline_pairs(run: Run, cell: Cell, own: dict[Which, Answer]) -> list[Pair]:
     """Returns some answers of a cell beside its baseline's to the same questions and repeats; no failed ones."""
-    if cell.baseline is None or cell.baseline == cell.model_id:
+    if cell.baseline == cell.model_id:
         return []
-    theirs = run.answers.get(cell.baseline, {})
+    return _pairs_with(run, cell.baseline, own)
+
+
+def _pairs_with(run: Run, other_id: str | None, own: dict[Which, Answer]) -> list[Pair]:
+    """Returns some answers beside another cell's to the same questions and repeats; none without such a cell."""
+    if other_id is None:
+        return []
+    theirs = run.answers.get(other_id, {})
     pairs = [(answer, theirs[which]) for which, answer in own.items() if which in theirs]
     return [(one, other) for one, other in pairs if not one.has_failed and not other.has_failed]
 

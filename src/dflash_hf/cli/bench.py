@@ -53,7 +53,7 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="plain, plain-static, dflash, stock, stock-static, zlab, assistant, lookup, server."
+            help="plain, plain-static, dflash, undrafted, stock, stock-static, zlab, assistant, lookup, server."
         ),
     ] = "plain,dflash",
     assistant_model: Annotated[
