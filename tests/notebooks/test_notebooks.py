@@ -18,6 +18,16 @@ KernelManager = pytest.importorskip("jupyter_client").KernelManager
 FOLDER = Path(__file__).resolve().parents[2] / "demos" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MAX_BYTES = 300_000
+# How the cell begins that takes SmolLM2 where it has been fetched, and the bundled toy elsewhere.
+CHOOSES_THE_PAIR = (
+    "# SmolLM2-135M-Instruct where `make real` has fetched it, the bundled toy elsewhere.\n"
+)
+# Notebooks without that cell, and why.
+TOYS_ALONE = {
+    "03_train_a_draft": "For SmolLM2 it takes two hours",
+    "04_break_a_draft": "on SmolLM2 the seven diagnoses take more than ten minutes",
+    "05_images": "SmolLM2 reads no images",
+}
 
 
 def images(book: nbformat.NotebookNode) -> int:
@@ -70,6 +80,19 @@ def test_notebook_ends_with_what_was_learned(path: Path) -> None:
     last = nbformat.read(path, as_version=4).cells[-1]
     assert last.cell_type == "markdown"
     assert last.source.startswith("## What was learned\n\n* ")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_runs_on_the_real_pair_or_says_why_not(path: Path) -> None:
+    book = nbformat.read(path, as_version=4)
+    cells = [cell for cell in book.cells if cell.source.startswith(CHOOSES_THE_PAIR)]
+    if path.stem in TOYS_ALONE:
+        assert not cells
+        assert TOYS_ALONE[path.stem] in book.cells[0].source
+    else:
+        [cell] = cells
+        # The outputs that are kept are the real pair's.
+        assert cell.outputs[0].text.startswith("target: build/smollm2/target")
 
 
 def test_all_notebooks_are_there() -> None:
