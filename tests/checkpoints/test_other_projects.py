@@ -321,6 +321,8 @@ def target() -> Any:
         ("zlab", AutoModelForCausalLM),
         ("deepspec", AutoModel),
         ("deepspec", AutoModelForCausalLM),
+        ("deepspec-gemma4", AutoModel),
+        ("deepspec-gemma4", AutoModelForCausalLM),
         ("muse", AutoModel),
     ],
 )
@@ -328,8 +330,10 @@ def test_a_draft_that_another_class_loaded(
     layout: Any, auto: Any, target: Any, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"layer_types": None, "sliding_window": None, "is_causal": False}
-    anchored = layout == "deepspec"
-    draft = DFlashDraftModel(draft_config(target, **options, sample_from_anchor=anchored))
+    options["sample_from_anchor"] = layout.startswith("deepspec")
+    if layout == "deepspec-gemma4":
+        options |= {"decoder": "gemma4", "input_embedding_scale": 32**0.5}
+    draft = DFlashDraftModel(draft_config(target, **options))
     save_draft(draft, tmp_path, layout, target)
     wrong = auto.from_pretrained(tmp_path)
     for plain in ({}, {"do_sample": True}, {"num_assistant_tokens": 3}):

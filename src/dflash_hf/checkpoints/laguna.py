@@ -22,7 +22,6 @@ from dflash_hf.checkpoints.mapping import (
     ConfigReader,
     Key,
     plain_keys,
-    qwen3_layers,
 )
 from dflash_hf.checkpoints.quantised import Stored, StoredRows
 from dflash_hf.configuration_dflash import DFlashConfig
@@ -131,11 +130,16 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     rope = dict(config.rope_parameters)
-    layers = qwen3_layers(config)
+    window: dict[str, int] = {}
+    if config.sliding_window is not None:
+        window = {"sliding_window": config.sliding_window}
     return {
         "architectures": ["DFlashLagunaForCausalLM"],
         "model_type": "laguna",
-        **{name: layers[name] for name in ("num_hidden_layers", "layer_types", "sliding_window")},
+        "num_hidden_layers": config.num_hidden_layers,
+        "layer_types": config.layer_types,
+        # Laguna's config refuses null.
+        **window,
         "tie_word_embeddings": False,
         "gating": "per-head",
         "num_experts": 0,
