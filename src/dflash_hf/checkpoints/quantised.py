@@ -183,7 +183,6 @@ def unpacked(packed: Tensor, num_bits: int, columns: int) -> Tensor:
     return numbers.flatten(1)[:, :columns] - 2 ** (num_bits - 1)
 
 
-# A tensor of a checkpoint, not read yet.
 class StoredRows(NamedTuple):
     """Some rows of a stored weight, which is several of a draft's."""
 
@@ -211,6 +210,7 @@ class StoredRows(NamedTuple):
         return self.whole.read()[self.start : self.start + self.shape[0]].clone()
 
 
+# A tensor of a checkpoint, not read yet.
 Stored = StoredTensor | QuantisedTensor | StoredRows
 
 
