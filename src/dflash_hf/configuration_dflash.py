@@ -48,7 +48,7 @@ MAX_CANDIDATES = 1024
 # chain's size lacks none of the likeliest paths.
 MARKOV_CANDIDATES = 8
 LAYER_TYPES = ("full_attention", "sliding_attention")
-DECODERS = ("qwen3", "gemma4", "laguna")
+LAYER_FAMILIES = ("qwen3", "gemma4", "laguna")
 
 
 class _AsTheTarget:
@@ -112,7 +112,7 @@ class DFlashConfig(PreTrainedConfig):
         target_hidden_size (`int`, *optional*): Width of each tapped state; defaults to `hidden_size`.
         intermediate_size (`int`): Width of the MLP.
         num_hidden_layers (`int`): Number of draft layers.
-        decoder (`str`): Whose layers the draft has: `"qwen3"` (a norm before each sublayer) or `"gemma4"` (a norm
+        layer_family (`str`): Whose layers the draft has: `"qwen3"` (a norm before each sublayer) or `"gemma4"` (a norm
             before and after each sublayer, normed values, scores without a scale, a stored factor on each output) or
             `"laguna"` (Qwen3's, with a gate on each head, a norm for each tap, and context that each layer norms).
         keys_are_values (`bool`): Whether values are made by the key projection, as in Gemma 4's full layers.
@@ -177,7 +177,7 @@ class DFlashConfig(PreTrainedConfig):
     target_hidden_size: Filled[int] = FILLED_IN
     intermediate_size: int = 12288
     num_hidden_layers: int = 5
-    decoder: str = "qwen3"
+    layer_family: str = "qwen3"
     keys_are_values: bool = False
     num_attention_heads: int = 32
     num_key_value_heads: int = 8
@@ -305,7 +305,7 @@ class DFlashConfig(PreTrainedConfig):
         rope: dict[str, Any] = vars(self)["rope_parameters"] or {}
         kind = rope.get("rope_type", "default")
         kinds = ROPE_TYPES
-        if self.decoder == "gemma4":
+        if self.layer_family == "gemma4":
             kinds = GEMMA4_ROPE_TYPES
         known = isinstance(kind, str) and kind in kinds
         length = "a draft's RoPE may not depend on the length of the call"
@@ -335,22 +335,27 @@ class DFlashConfig(PreTrainedConfig):
 
     def _check_agreement(self) -> None:
         """Raises `ValueError` unless the fields of attention, layers, taps, tokens, DFlash 2 and DSpark agree."""
-        self._check_decoder()
+        self._check_layer_family()
         self._check_attention()
         self._check_taps()
         self._check_vocabulary()
         self._check_dflash2()
         self._check_dspark()
 
-    def _check_decoder(self) -> None:
+    def _check_layer_family(self) -> None:
         """Raises `ValueError` unless the layers are of a known kind, which has all that is asked of it."""
-        require(self.decoder in DECODERS, f"decoder in {DECODERS}", self.decoder, "fix it")
-        has_none = self.decoder == "qwen3" or self.conv_kernel_size is None
-        what = f"no convolution (conv_kernel_size) beside decoder {self.decoder!r}"
+        require(
+            self.layer_family in LAYER_FAMILIES,
+            f"layer_family in {LAYER_FAMILIES}",
+            self.layer_family,
+            "fix it",
+        )
+        has_none = self.layer_family == "qwen3" or self.conv_kernel_size is None
+        what = f"no convolution (conv_kernel_size) beside layer_family {self.layer_family!r}"
         require(has_none, what, self.conv_kernel_size, "DFlash 2 has them around Qwen3's layers")
-        fits = self.decoder == "gemma4" or not self.keys_are_values
-        what = "keys_are_values beside decoder 'gemma4'"
-        require(fits, what, self.decoder, "the other layers have both")
+        fits = self.layer_family == "gemma4" or not self.keys_are_values
+        what = "keys_are_values beside layer_family 'gemma4'"
+        require(fits, what, self.layer_family, "the other layers have both")
 
     def _check_attention(self) -> None:
         """Raises `ValueError` unless block, heads and kinds of layers agree."""

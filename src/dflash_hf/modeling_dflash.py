@@ -61,12 +61,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         context_size = len(config.target_layer_ids) * config.target_hidden_size
         layer_class: type[DFlashDecoderLayer | DFlashGemma4Layer] = DFlashDecoderLayer
         norm_class = DFlashRMSNorm
-        if config.decoder == "gemma4":
+        if config.layer_family == "gemma4":
             layer_class = DFlashGemma4Layer
             norm_class = DFlashGemma4Norm
         # Norms of the taps, one each, which only Laguna's drafts have.
         self.aux_hidden_norms = nn.ModuleList()
-        if config.decoder == "laguna":
+        if config.layer_family == "laguna":
             layer_class = DFlashLagunaLayer
             for _ in config.target_layer_ids:
                 self.aux_hidden_norms.append(
@@ -433,7 +433,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         scale = self.config.input_embedding_scale
         if scale == 1.0:
             return states
-        if self.config.decoder == "gemma4":
+        if self.config.layer_family == "gemma4":
             # Gemma's own embedding rounds its scale to the dtype of the weights.
             return states * torch.tensor(scale, dtype=states.dtype, device="cpu")
         return states * scale

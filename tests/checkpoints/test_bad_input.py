@@ -57,12 +57,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
     },
     "muse": {},
-    "laguna": {"decoder": "laguna", "raw_input_embeddings": True},
+    "laguna": {"layer_family": "laguna", "raw_input_embeddings": True},
     "deepspec": {**OWN, "sample_from_anchor": True},
     "deepspec-gemma4": {
         **OWN,
         "sample_from_anchor": True,
-        "decoder": "gemma4",
+        "layer_family": "gemma4",
         "input_embedding_scale": 4.0,
     },
 }

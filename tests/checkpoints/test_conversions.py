@@ -15,7 +15,7 @@ from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from dflash_hf.checkpoints.formats import FIELDS, FORMATS
 from helpers.layouts import DFLASH2, DSPARK, FULL, OWN, SLIDING, YARN, content, make_draft
 
-GEMMA4: dict[str, Any] = {"decoder": "gemma4", "hidden_act": "gelu_pytorch_tanh"}
+GEMMA4: dict[str, Any] = {"layer_family": "gemma4", "hidden_act": "gelu_pytorch_tanh"}
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 # Option -> the ways in which a draft may have it, the first one as most drafts.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -63,7 +63,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "Qwen3's": {},
         "Gemma 4's": GEMMA4,
         "Gemma 4's full ones": {**GEMMA4, "keys_are_values": True},
-        "Laguna's": {"decoder": "laguna"},
+        "Laguna's": {"layer_family": "laguna"},
     },
     # Of Gemma's embedding: the root of the hidden size.
     "scale": {"none": {}, "the root": {"input_embedding_scale": 4.0}},
@@ -107,9 +107,9 @@ def is_possible(choice: dict[str, str]) -> bool:
     ("fields", "sentence"),
     [
         ({"rope_parameters": PROPORTIONAL}, "rope_type in .*got 'proportional'"),
-        ({**GEMMA4, **DFLASH2}, "no convolution .conv_kernel_size. beside decoder 'gemma4'"),
-        ({"keys_are_values": True}, "keys_are_values beside decoder 'gemma4'"),
-        ({"decoder": "llama"}, "decoder in .'qwen3', 'gemma4', 'laguna'., got 'llama'"),
+        ({**GEMMA4, **DFLASH2}, "no convolution .conv_kernel_size. beside layer_family 'gemma4'"),
+        ({"keys_are_values": True}, "keys_are_values beside layer_family 'gemma4'"),
+        ({"layer_family": "llama"}, "layer_family in .'qwen3', 'gemma4', 'laguna'., got 'llama'"),
         (
             {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
             "a RoPE over whole heads, got .*partial_rotary_factor 0.5",

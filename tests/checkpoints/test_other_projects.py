@@ -332,7 +332,7 @@ def test_a_draft_that_another_class_loaded(
     options: dict[str, Any] = {"layer_types": None, "sliding_window": None, "is_causal": False}
     options["sample_from_anchor"] = layout.startswith("deepspec")
     if layout == "deepspec-gemma4":
-        options |= {"decoder": "gemma4", "input_embedding_scale": 32**0.5}
+        options |= {"layer_family": "gemma4", "input_embedding_scale": 32**0.5}
     draft = DFlashDraftModel(draft_config(target, **options))
     save_draft(draft, tmp_path, layout, target)
     wrong = auto.from_pretrained(tmp_path)

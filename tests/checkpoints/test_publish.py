@@ -42,9 +42,9 @@ def test_inspect_says_what_loading_finds(
     if format.startswith("deepspec"):
         extra = {"sample_from_anchor": True}
     if format == "deepspec-gemma4":
-        extra |= {"decoder": "gemma4", "input_embedding_scale": 32**0.5}
+        extra |= {"layer_family": "gemma4", "input_embedding_scale": 32**0.5}
     if format == "laguna":
-        extra = {"decoder": "laguna"}
+        extra = {"layer_family": "laguna"}
     draft = tiny_draft(target, layer_types=None, sliding_window=None, **extra).to(torch.bfloat16)
     save_draft(draft, tmp_path, format, target)  # type: ignore[arg-type]
     loaded = load_draft(tmp_path)

@@ -18,7 +18,7 @@ from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 # DeepSpec's draft for Gemma 4 12B: all of its options.
 DEEPSPEC: dict[str, Any] = {
-    "decoder": "gemma4",
+    "layer_family": "gemma4",
     "keys_are_values": True,
     "num_key_value_heads": 1,
     "hidden_act": "gelu_pytorch_tanh",
@@ -38,8 +38,12 @@ DEEPSPEC: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepspec": DEEPSPEC,
     "dspark": {**DEEPSPEC, "markov_rank": 4},
-    "own values, windows": {"decoder": "gemma4"},
-    "laguna": {"decoder": "laguna", "layer_types": ["sliding_attention"] * 2, "is_causal": True},
+    "own values, windows": {"layer_family": "gemma4"},
+    "laguna": {
+        "layer_family": "laguna",
+        "layer_types": ["sliding_attention"] * 2,
+        "is_causal": True,
+    },
 }
 NEW = 18
 
@@ -96,7 +100,7 @@ def test_a_saved_draft_proposes_the_same(variant: str, layout: Any, tmp_path: Pa
     draft = tiny_draft(target, 6, **VARIANTS[variant])
     save_draft(draft, tmp_path, layout)
     again = load_draft(tmp_path, dtype=target.dtype)
-    assert again.config.decoder == draft.config.decoder
+    assert again.config.layer_family == draft.config.layer_family
     inputs = prompts([5, 8], 1)
     texts = [
         target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=one)

@@ -47,7 +47,7 @@ def check(draft: DFlashDraftModel, hidden: Tensor, golden: dict[str, Tensor]) ->
 def test_config_is_read_as_deepspec_reads_it(variant: str, draft: DFlashDraftModel) -> None:
     config = draft.config
     is_shared = variant == "keys-are-values"
-    assert (config.decoder, config.keys_are_values) == ("gemma4", is_shared)
+    assert (config.layer_family, config.keys_are_values) == ("gemma4", is_shared)
     assert config.num_key_value_heads == (1 if is_shared else 2)
     assert (config.head_dim, config.hidden_act) == (16, "gelu_pytorch_tanh")
     assert config.target_layer_ids == [-1, 2, 5]

@@ -139,7 +139,7 @@ DFLASH2: dict[str, Any] = {
     "selector_top_k": 64,
 }
 GEMMA4_LAYERS: dict[str, Any] = {
-    "decoder": "gemma4",
+    "layer_family": "gemma4",
     "input_embedding_scale": 64.0,
     "rope_parameters": {
         "rope_type": "proportional",
@@ -209,7 +209,7 @@ CASES = [
     Case(target=SHORT, warpers="top-p", proposal="shared_noise", batch=4, draft=DFLASH2),
     Case(target=SHORT, warpers="top-k", proposal="sample", width=5, draft=DFLASH2, kernels=False),
     Case(target=SHORT, draft={"sample_from_anchor": True}),
-    Case(target=SHORT, draft={"decoder": "laguna"}),
+    Case(target=SHORT, draft={"layer_family": "laguna"}),
     Case(target=SHORT, draft=GEMMA4_LAYERS),
     Case(target=SHORT, batch=4, width=7, draft={**GEMMA4_LAYERS, "keys_are_values": True}),
     Case(target=SHORT, draft=GEMMA4_LAYERS, draft_dtype="float8_e4m3fn"),
@@ -280,9 +280,9 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
     config = run.generator.draft.config
     layers = config.num_hidden_layers
     # Of the draft: kernels norm as Qwen3 does.
-    is_draft_fused = config.decoder != "gemma4"
+    is_draft_fused = config.layer_family != "gemma4"
     # Other layers than Qwen3's write their context themselves, along with the block.
-    is_stacked = config.decoder == "qwen3"
+    is_stacked = config.layer_family == "qwen3"
     attending = sum(isinstance(layer, RaggedLayer) for layer in run.cache.layers) + layers
     missing = [name for name, is_written in step.written.items() if not is_written]
     assert not missing

@@ -63,7 +63,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     # A size below 0 is refused with the other sizes.
     scale = max(hidden_size, 0) ** 0.5
     return {
-        "decoder": "gemma4",
+        "layer_family": "gemma4",
         "layer_types": layer_types or None,
         "num_key_value_heads": reader.take(GROUPS[keys_are_values]),
         "is_causal": False,
@@ -119,7 +119,7 @@ DEEPSPEC_GEMMA4 = CheckpointFormat(
         and "dflash_config" not in config
         and config.get("model_type") in MODEL_TYPES
     ),
-    decoders=("gemma4",),
+    layer_families=("gemma4",),
     keys=KEYS,
     read_rest=_read_rest,
     write_rest=_write_rest,

@@ -20,7 +20,7 @@ from dflash_hf.checkpoints.mapping import (
 from dflash_hf.checkpoints.muse import MUSE
 from dflash_hf.checkpoints.speculators import SPECULATORS
 from dflash_hf.checkpoints.zlab import ZLAB
-from dflash_hf.configuration_dflash import DECODERS, DFlashConfig, check_own
+from dflash_hf.configuration_dflash import LAYER_FAMILIES, DFlashConfig, check_own
 from dflash_hf.errors import shown
 
 
@@ -34,7 +34,7 @@ def _read_own(reader: ConfigReader) -> dict[str, Any]:
 OWN = CheckpointFormat(
     name="dflash",
     matches=lambda config: config.get("model_type") == DFlashConfig.model_type,
-    decoders=DECODERS,
+    layer_families=LAYER_FAMILIES,
     read_rest=_read_own,
     write_rest=DFlashConfig.to_diff_dict,
     ignored=COMMON_IGNORED - set(FIELDS),

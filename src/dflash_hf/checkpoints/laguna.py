@@ -117,7 +117,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         reader.values["rope_parameters"] = ropes.get(*kinds)
     return {
         **layers,
-        "decoder": "laguna",
+        "layer_family": "laguna",
         "is_causal": reader.take(f"{SECTION}.causal", default=True, kind=bool),
         "rope_parameters": reader.take_rope(QWEN3_THETA),
     }
@@ -156,7 +156,7 @@ LAGUNA = CheckpointFormat(
     matches=lambda config: (
         config.get("model_type") == "laguna" and isinstance(config.get(SECTION), Mapping)
     ),
-    decoders=("laguna",),
+    layer_families=("laguna",),
     keys=(*KEYS, RAW),
     needs=("vocab_size", "num_target_layers"),
     section=SECTION,

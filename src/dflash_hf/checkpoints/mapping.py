@@ -256,7 +256,7 @@ class CheckpointFormat:
 
     name: str  # in save_draft(format=...)
     matches: Callable[[Mapping[str, Any]], bool]  # recognises a parsed config.json by its content
-    decoders: tuple[str, ...] = ("qwen3",)  # whose layers its drafts have
+    layer_families: tuple[str, ...] = ("qwen3",)  # whose layers its drafts have
     keys: tuple[Key, ...] = ()  # fields with a key of their own
     # Fields that the format's readers need, so that None cannot be written
     needs: tuple[str, ...] = ()
@@ -328,10 +328,10 @@ class CheckpointFormat:
             for name in self.needs
             if getattr(config, name) is None
         ]
-        if config.decoder not in self.decoders:
+        if config.layer_family not in self.layer_families:
             # Not read back: its RoPE may be one that the format refuses without naming a field.
             wrong.append(
-                f"decoder = {config.decoder!r} (its layers are {' or '.join(self.decoders)})"
+                f"layer_family = {config.layer_family!r} (its layers are {' or '.join(self.layer_families)})"
             )
         out: dict[str, Any] = {"dtype": dtype}
         if not wrong:
