@@ -100,7 +100,7 @@ def iterate(
         draft (`DFlashDraftModel`): Its draft.
         propose (callable, *optional*): `propose(logits, anchor) -> proposals` instead of the draft's own rule: its
             logits `[B, W - 1, V]` and the token before them `[B]` to int64 `[B, W - 1]`. Any rule keeps the
-            text exact.
+            text exact. A DSpark draft's logits come without what its Markov head adds.
         accept (callable, *optional*): `accept(proposals, tokens, logits) -> num_accepted` instead of the longest
             matching prefix: proposals `[B, W - 1]`, the target's tokens `[B, W]` and its unprocessed logits
             `[B, W, V]` to integers `[B]` in `[0, W - 1]`. That many proposals are committed, then the target's token
