@@ -77,6 +77,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(
             layer_class(config, index) for index in range(config.num_hidden_layers)
         )
+        # FSDP looks for every class that is named there, and refuses a model that lacks one.
+        self._no_split_modules = [layer_class.__name__]
         self.norm = norm_class(size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_own_vocabulary(config)
