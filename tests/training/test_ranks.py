@@ -27,12 +27,18 @@ KINDS |= {"lora-fsdp": "lora"} if importlib.util.find_spec("peft") else {}
 
 
 def numbers(path: Path) -> list[dict[str, float]]:
-    """What was logged, without times and shares of an epoch."""
+    """What was logged, without times and shares of an epoch; of rates, what they are rates of."""
     found = json.loads(path.read_text())
-    left_out = ("epoch", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-    return [
-        {k: v for k, v in r.items() if k not in left_out} for part in found.values() for r in part
-    ]
+    left_out = ["epoch", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second"]
+    left_out += ["seconds", "tokens_per_second", "rows_per_second", "data_wait_share"]
+    told: list[dict[str, float]] = []
+    for record in (record for part in found.values() for record in part):
+        kept = {name: value for name, value in record.items() if name not in left_out}
+        if "seconds" in record:
+            kept["tokens"] = record["tokens_per_second"] * record["seconds"]
+            kept["rows"] = record["rows_per_second"] * record["seconds"]
+        told.append(kept)
+    return told
 
 
 def test_two_processes_are_one_that_accumulates(tmp_path: Path) -> None:

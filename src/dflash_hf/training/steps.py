@@ -71,6 +71,9 @@ class Rows:
 class Collator:
     """Makes of numbered examples what `Trainer` hands on: `batch`, their numbers as `rows`, and `features`.
 
+    `num_rows` and `num_tokens` count the examples and their tokens, without padding. Rows without labels are not
+    counted.
+
     Args:
         packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
         cache ([`FeatureCache`], *optional*): Where the target's features of the examples are read; by the loader's
@@ -92,12 +95,18 @@ class Collator:
         features = None
         if self.cache is not None:
             features = self.cache.read(examples, batch)
+        num_rows = len(rows)
+        num_tokens = int(batch.attention_mask.sum())
         if rows[0][0] < 0:
             batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+            num_rows = 0
+            num_tokens = 0
         return {
             "batch": batch,
             "features": features,
             "rows": [max(index, ~index) for index, _ in rows],
+            "num_rows": num_rows,
+            "num_tokens": num_tokens,
         }
 
 

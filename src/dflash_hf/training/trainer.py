@@ -47,6 +47,7 @@ from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, check_packing
 from dflash_hf.training.loss import DISTILLATION, block_labels, decay_weights, loss_weight
 from dflash_hf.training.optimizer import MuonAndAdamW, matrix_names
 from dflash_hf.training.steps import Collator, EpochBatches, Rows, share_of
+from dflash_hf.training.throughput import Throughput
 from dflash_hf.training.walking import walked_acceptance
 
 logger: Any = logging.get_logger(__name__)
@@ -61,9 +62,10 @@ class DFlashTrainer(Trainer):
 
     `log` also gets `accuracy_1`, `accuracy_2`, ... (share of right argmaxes per slot; with a selector, of its own),
     `block_acceptance` (mean of 1 + right argmaxes before the first wrong one, over the sampled anchors) and, for a
-    DFlash 2 draft, `selector_loss`; its `loss` is that of the logits alone. The same records go to `metrics.jsonl` in
-    the output folder. Evaluation walks the acceptance of the whole set, divided among the processes:
-    `eval_acceptance_length`.
+    DFlash 2 draft, `selector_loss`; its `loss` is that of the logits alone. `tokens_per_second`, `rows_per_second` and
+    `data_wait_share` are those of the steps since the last record, which took `seconds`. The same records go to
+    `metrics.jsonl` in the output folder. Evaluation walks the acceptance of the whole set, divided among the
+    processes: `eval_acceptance_length`.
 
     Args:
         model (`DFlashDraftModel`, or that wrapped by PEFT): The draft, trained in place, in float32 at least: weights
@@ -129,13 +131,14 @@ class DFlashTrainer(Trainer):
         self._saved_beside = processing_class
         self._window: dict[str, Tensor] = {}
         self._losses: list[tuple[list[int], Tensor]] = []
+        self._throughput = Throughput()
         super().__init__(
             model=model,
             args=args,
             data_collator=Collator(),  # where training has its own
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
-            callbacks=[Records(), *(callbacks or [])],
+            callbacks=[self._throughput, Records(), *(callbacks or [])],
             optimizers=optimizers,
         )
         self._save_in_one_piece()
@@ -189,6 +192,7 @@ class DFlashTrainer(Trainer):
         if checkpoint is not None:
             check_same_steps(Path(checkpoint), self.args)
         self._window = {}
+        self._throughput.reset()
         set_seed(self.args.seed)
         try:
             return super().train(checkpoint, *args, **kwargs)
@@ -251,7 +255,9 @@ class DFlashTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Overrides: draws the anchors of a step's batches, and counts its labels over all batches and processes."""
+        self._throughput.begin_step()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._throughput.add_batches(batches)
         self._losses = []
         weight = torch.zeros((), dtype=torch.float64, device="cpu")
         for micro, inputs in enumerate(batches):
@@ -334,6 +340,19 @@ class DFlashTrainer(Trainer):
 
     # ---- what is told and kept
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Overrides: the library looks for tensors that a batch of ours has one level below."""
+        which = self.args.include_num_input_tokens_seen
+        if which == "no":
+            return
+        mine = inputs["num_tokens"]
+        if which == "all":
+            mine = inputs["batch"].input_ids.numel()
+        total: Any = self.accelerator.reduce(
+            torch.tensor(mine, device=self.args.device), reduction="sum"
+        )
+        self.state.num_input_tokens_seen += int(total)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Overrides: adds what was counted since the last record, over all processes."""
         if "loss" in logs and self._window:
@@ -348,6 +367,7 @@ class DFlashTrainer(Trainer):
             logs["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
             if self.draft.candidate_selector is not None:
                 logs["selector_loss"] = float(total["selector_loss"]) / weight
+            logs |= self._throughput.take()
         super().log(logs, start_time)
 
     def evaluation_loop(

@@ -1,0 +1,64 @@
+"""How fast training is: tokens and rows per second, and the share of the time in which it waits for its batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class Throughput(TrainerCallback):
+    """Counts the steps since the last record.
+
+    A step begins when the loop asks for its batches and ends before its record. So evaluations, checkpoints and the
+    way back to the step of a checkpoint belong to no step.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all steps."""
+        self._tokens = 0
+        self._rows = 0
+        self._seconds = 0.0
+        self._waited = 0.0
+        self._began = time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Begins a step: its batches are asked for now."""
+        self._began = time.perf_counter()
+
+    def add_batches(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Adds what has come for the step: all the batches that it accumulates."""
+        self._waited += time.perf_counter() - self._began
+        for batch in batches:
+            self._tokens += batch["num_tokens"]
+            self._rows += batch["num_rows"]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends a step."""
+        self._seconds += time.perf_counter() - self._began
+
+    def take(self) -> dict[str, float]:
+        """Returns what a record tells of the steps since the last one, and begins anew; all processes call it.
+
+        Tokens and rows are those of all processes. The seconds are those of the slowest one, and the wait is that of
+        the one that waited longest: the others wait for it.
+        """
+        mine = (self._tokens, self._rows, self._seconds, self._waited)
+        self.reset()
+        everyone: list[tuple[int, int, float, float]] = gather_object([mine])
+        tokens, rows, seconds, waited = zip(*everyone, strict=True)
+        longest = max(*seconds, 1e-9)
+        return {
+            "seconds": longest,
+            "tokens_per_second": sum(tokens) / longest,
+            "rows_per_second": sum(rows) / longest,
+            "data_wait_share": max(waited) / longest,
+        }
