@@ -6,8 +6,10 @@ import errno
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
 from dflash_hf.cli.train_reading import as_words, read_arguments
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, OPTIONS, STAGES, TrainSettings
-from dflash_hf.training import DFlashTrainingArguments
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.training import DFlashTrainingArguments, export
+from dflash_hf.training.export import CardFacts
 from helpers.source_tree import ROOT
 from helpers.training_command import SMALL, TOY, killed, said, train, write_rows
 
@@ -119,7 +123,16 @@ def test_the_card_says_what_it_is(done: tuple[Path, str], data: Path) -> None:
         assert "base_model" not in fields, "a folder is no id on the Hub"
         measured = json.loads((out / "bench" / "summary.json").read_text())
         block = next(m for m in measured["methods"] if m["method"] == "dflash")["all"]
-        assert f"| {block['acceptance']['acceptance_length']:.2f} |" in body
+        cells = [
+            f"{block['acceptance']['acceptance_length']:.2f}",
+            f"{block['speedup']['ratio']:.2f}x",
+            f"{block['own_speedup']['ratio']:.2f}x",
+        ]
+        assert f"| {' | '.join(cells)} |" in body
+        assert (
+            "| acceptance length | over plain `generate` | over dflash-hf without the draft |"
+            in body
+        )
         for words in (
             str(data),
             "torch 2.",
@@ -129,6 +142,27 @@ def test_the_card_says_what_it_is(done: tuple[Path, str], data: Path) -> None:
             assert words in body
     assert "sglang.launch_server" in body
     assert "vllm serve" in body
+
+
+@pytest.mark.parametrize(
+    ("speedups", "cells"),
+    [
+        ({"speedup": {"ratio": 1.5}, "own_speedup": {"ratio": 1.25}}, "1.50x | 1.25x |"),
+        ({"speedup": {"ratio": 1.5}, "own_speedup": None}, "1.50x |  |"),
+        ({"speedup": None, "own_speedup": {"ratio": None}}, "|  |"),
+    ],
+    ids=["both", "one", "none"],
+)
+def test_a_ratio_that_was_not_measured_is_left_empty(
+    speedups: dict[str, Any], cells: str, make_draft: Callable[[], DFlashDraftModel]
+) -> None:
+    block = {"questions": 8, "acceptance": {"acceptance_length": 3.0}, **speedups}
+    facts = CardFacts(target="org/target", measured={"sets/gsm8k.jsonl": block})
+    text = export.card(make_draft(), facts)
+    (row,) = (line for line in text.splitlines() if "gsm8k.jsonl" in line)
+    assert row.startswith("| gsm8k.jsonl | 8 | 3.00 | ")
+    assert row.endswith(cells)
+    assert row.count("|") == 6
 
 
 def test_settings_are_another_runs_config(

@@ -399,6 +399,8 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
         RunSettings(
             out=folder,
             data=data,
+            # What the draft itself brings is over this package's own decoding without it
+            methods=("plain", "undrafted", "dflash"),
             data_dir=None if settings.bench_data_dir is None else Path(settings.bench_data_dir),
             num_prompts=settings.bench_prompts,
             target=settings.target,
@@ -419,9 +421,11 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     require(failed is None, "answers with the draft", failed, "see the bench's folder")
     whole = drafted["all"]
     speedup = whole["speedup"] or {"ratio": None}
+    own_speedup = whole["own_speedup"] or {"ratio": None}
     measured = {
         "acceptance_length": round(whole["acceptance"]["acceptance_length"], 3),
         "speedup": speedup["ratio"],
+        "own_speedup": own_speedup["ratio"],
     }
     return {**measured, **facts}
 
