@@ -32,6 +32,8 @@ BUILT = {
     "dflash_hf.draft_model.layers",
     "dflash_hf.draft_model.norm_and_rope",
     "dflash_hf.draft_model.dflash2",
+    "dflash_hf.draft_model.dspark",
+    "dflash_hf.draft_model.gemma4",
 }
 MAKERS = "empty|zeros|ones|full|arange|linspace|eye|rand|randn|randint|randperm|tensor|as_tensor"
 
