@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from dflash_hf.checkpoints.files import stored_tensors
+from dflash_hf.checkpoints.formats import FORMATS
 from dflash_hf.checkpoints.quantised import Scheme, dequantised
 from dflash_hf.cli.main import app
 
@@ -134,6 +135,15 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+# Formats that cannot hold the draft here, whatever its weights are, and what they say.
+LACKING = {
+    "laguna": "layer_family",
+    "muse": "raw_input_embeddings",
+    "deepspec-gemma4": "layer_family",
+    "deepspec": "own_lm_head",
+}
+
+
 def quantised_draft(folder: Path, way: str, layout: str) -> dict[str, Tensor]:
     """Writes a quantised draft; returns its weights by our names, dequantised, in bfloat16."""
     torch.manual_seed(0)
@@ -175,6 +185,22 @@ def test_a_quantised_draft_is_its_dequantised_weights(
     save_draft(draft, tmp_path / "again", layout)
     again = load_draft(tmp_path / "again")
     assert torch.equal(again.fc.weight, draft.fc.weight)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_quantised_draft_is_converted_as_any_other(way: str, layout: str, tmp_path: Path) -> None:
+    wanted = quantised_draft(tmp_path / "quantised", way, "zlab")
+    draft = load_draft(tmp_path / "quantised")
+    if layout in LACKING:
+        with pytest.raises(ValueError, match=LACKING[layout]):
+            save_draft(draft, tmp_path / "other", layout)
+        return
+    save_draft(draft, tmp_path / "other", layout)
+    again = load_draft(tmp_path / "other")
+    for name, tensor in wanted.items():
+        assert torch.equal(again.state_dict()[name], tensor.to(again.dtype)), name
+    assert "quantization_config" not in (tmp_path / "other" / "config.json").read_text()
 
 
 def test_inspect_says_what_a_quantised_draft_is(tmp_path: Path) -> None:
