@@ -191,7 +191,7 @@ def test_files_of_json_that_are_too_large(tmp_path: Path) -> None:
     save_draft(make_draft(), tmp_path)
     for name in ("generation_config.json", "config.json"):
         (tmp_path / name).write_text("[" + "[]," * (MAX_JSON_BYTES // 3) + "[]]")
-        assert "expected at most 4 MB of JSON in " in refusal(tmp_path)
+        assert "expected at most 1 MB of JSON in " in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

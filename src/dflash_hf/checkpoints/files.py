@@ -21,8 +21,8 @@ from transformers.utils.hub import cached_file
 
 from dflash_hf.errors import listed, one_line, require, shown
 
-# The index of a draft of 1024 layers takes 2 MB; parsed, the worst of 4 (`[],[],...`) takes 90.
-MAX_JSON_BYTES = 4 * 2**20
+# The index of a draft of 512 layers takes 1 MB. Of twice as much, the worst (`[],[],...`) takes a second to parse.
+MAX_JSON_BYTES = 2**20
 PathOrRepo = str | PathLike[str]
 # As safetensors spells them.
 FLOAT_DTYPES = {
