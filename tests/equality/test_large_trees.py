@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
-from fuzz.targets import Oracle, arm
 from helpers.static import set_engine, use_tapes
+from helpers.trees import branching
 from helpers.vision import vision_prompts, vision_target
 from tiny import (
     DFLASH2,
     DSPARK,
-    draft_config,
     prompts,
-    randomise_heads,
     tiny_draft,
     tiny_target,
     truth_of,
@@ -28,17 +25,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 LENGTHS = [4, 11, 7]
 
 
-def branching(
-    target: PreTrainedModel, truth: list[list[int]], nodes: int, **options: Any
-) -> Oracle:
-    """A draft that is right in places, with trees of so many nodes."""
-    draft = Oracle(draft_config(target, 16, **options)).to(target.dtype).eval()
-    randomise_heads(draft)
-    arm(draft, truth, nodes, None, nodes)
-    draft.generation_config.num_tree_nodes = nodes
-    return draft
-
-
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3"])
 @pytest.mark.parametrize("nodes", [65, 100, 128, 256])
@@ -46,7 +32,7 @@ def test_greedy_equals_plain_generate(nodes: int, family: str) -> None:
     target = tiny_target(family)
     inputs = prompts(LENGTHS, nodes)
     ref = target.generate(**inputs, **GREEDY)
-    draft = branching(target, truth_of(inputs, ref), nodes)
+    draft = branching(target, truth_of(inputs, ref), nodes, nodes)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     stats = draft.last_stats
     assert set(stats.verify_widths) == {nodes}
@@ -61,7 +47,7 @@ def test_a_node_of_every_word_is_accepted() -> None:
     for seed in range(6):
         inputs = prompts(LENGTHS, seed)
         ref = target.generate(**inputs, **GREEDY)
-        draft = branching(target, truth_of(inputs, ref), 256)
+        draft = branching(target, truth_of(inputs, ref), 256, 256)
         # The less sure it is, the further back stands what is right.
         draft.strength = 1.0
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
@@ -77,7 +63,7 @@ def test_steps_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) 
     target = tiny_target("qwen3-sliding")
     inputs = prompts(LENGTHS, 1)
     ref = target.generate(**inputs, **GREEDY)
-    draft = branching(target, truth_of(inputs, ref), 128)
+    draft = branching(target, truth_of(inputs, ref), 128, 128)
     by_node: list[list[int]] = []
     for name in ("eager", engine, engine):  # the last takes the buffers of the one before
         set_engine(draft, name)
@@ -100,7 +86,7 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str) -> None:
     torch.manual_seed(11)
     ref = target.generate(**inputs, **settings, assistant_model=draft)
     for nodes in (100, 256):
-        draft = branching(target, truth_of(inputs, ref), nodes, **options)
+        draft = branching(target, truth_of(inputs, ref), nodes, nodes, **options)
         draft.generation_config.proposal = rule
         torch.manual_seed(11)
         assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
@@ -112,7 +98,7 @@ def test_processors_that_read_the_prefix() -> None:
     inputs = prompts(LENGTHS, 5)
     settings = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     ref = target.generate(**inputs, **settings)
-    draft = branching(target, truth_of(inputs, ref), 128)
+    draft = branching(target, truth_of(inputs, ref), 128, 128)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
     assert draft.last_stats.acceptance_length > 1
 
@@ -122,7 +108,7 @@ def test_images(family: str) -> None:
     target = vision_target(family)
     inputs = vision_prompts(target, family, [[(4, 6)], [(4, 4), (6, 2)]], 1)
     ref = target.generate(**inputs, **GREEDY)
-    draft = branching(target, truth_of(inputs, ref), 128)
+    draft = branching(target, truth_of(inputs, ref), 128, 128)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert draft.last_stats.acceptance_length > 1
 
@@ -135,7 +121,7 @@ def test_fewer_nodes_need_fewer_words(engine: Any, monkeypatch: pytest.MonkeyPat
     inputs = prompts([5, 8], 6)
     settings = {**GREEDY, "max_new_tokens": 60}
     ref = target.generate(**inputs, **settings)
-    draft = branching(target, truth_of(inputs, ref), 256)
+    draft = branching(target, truth_of(inputs, ref), 256, 256)
     draft.generation_config.verify_width = "auto"
     set_engine(draft, engine)
     widths = iter([256, 64, 192, 1, 2, 128, 96, 4, 256] * 10)
@@ -156,7 +142,7 @@ def test_trees_of_64_nodes_take_one_word() -> None:
     inputs = prompts([5], 6)
     shapes: list[tuple[int, ...]] = []
     for nodes in (64, 65, 256):
-        draft = branching(target, [[0]], nodes)
+        draft = branching(target, [[0]], nodes, nodes)
 
         def note(generator: Any, state: Any, keeps_buffers: bool) -> FixedWidth:
             shapes.append(tuple(state.nodes.shape))

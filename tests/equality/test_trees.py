@@ -15,18 +15,17 @@ from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.block.tree import TreeBuilder
 from dflash_hf.generation.widths import WidthChooser, _kept
 from dflash_hf.target_model.parts import find_target
-from fuzz.targets import Oracle, arm
+from fuzz.targets import Oracle
 from helpers.half import pairs
 from helpers.static import set_engine, use_tapes
+from helpers.trees import branching
 from helpers.vision import vision_prompts, vision_target
 from helpers.widths import RandomWidths, use_random_widths
 from tiny import (
     DFLASH2,
     DSPARK,
     FAMILIES,
-    draft_config,
     prompts,
-    randomise_heads,
     tiny_draft,
     tiny_target,
     truth_of,
@@ -46,17 +45,6 @@ SHAPES = [(5, 8, [9]), (8, 16, [4, 11, 7]), (16, 32, [12, 3]), (8, 3, [6])]
 @cache
 def target_of(family: str) -> PreTrainedModel:
     return tiny_target(family)
-
-
-def branching(
-    target: PreTrainedModel, truth: list[list[int]], seed: int, nodes: int, **options: Any
-) -> Oracle:
-    """A draft that is right in places, and whose second and third choice sometimes are where the first is not."""
-    draft = Oracle(draft_config(target, 16, **options)).to(target.dtype).eval()
-    randomise_heads(draft)
-    arm(draft, truth, seed, None, nodes)
-    draft.generation_config.num_tree_nodes = nodes
-    return draft
 
 
 @pytest.mark.usefixtures("whole_trees")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -159,18 +159,7 @@ def token_frame(
                     output_logits=True,
                 )
                 told[name] = _told_by(steps)
-            num_shared = _num_shared([[line[2] for line in its] for its in told.values()])
-            if num_shared < max(map(len, told.values())):
-                logger.warning(
-                    "The drafts' texts to prompt %d of %s differ behind %d tokens, at a tie within rounding; the "
-                    "tokens behind are left out.",
-                    number,
-                    task,
-                    num_shared + 1,
-                )
-            for name, its in told.items():
-                for index, line in enumerate(its[:num_shared], start=1):
-                    lines.append((name, task, number, index, *line))
+            lines += _shared_lines(told, task, number)
     decode = tokenizer_of(encoder).decode
     without_text = [column for column in TOKEN_COLUMNS if column != "token"]
     frame = pandas.DataFrame(lines, columns=without_text)
@@ -181,10 +170,9 @@ def token_frame(
     return frame[TOKEN_COLUMNS]
 
 
-def _told_by(steps: Any) -> list[tuple[Any, ...]]:
+def _told_by(steps: Iterator[DFlashStep]) -> list[tuple[Any, ...]]:
     """Returns verify, position, token, guess, whether it is right, and the target's probability, of each token."""
     lines: list[tuple[Any, ...]] = []
-    step: DFlashStep
     for step in steps:
         # The prefill has no guesses, and its logits are not given out.
         if step.logits is None:
@@ -200,6 +188,26 @@ def _told_by(steps: Any) -> list[tuple[Any, ...]]:
                 guess = guesses[place]
                 is_right = guess == token
             lines.append((step.index, place + 1, token, guess, is_right, probability))
+    return lines
+
+
+def _shared_lines(
+    told: dict[str, list[tuple[Any, ...]]], task: str, number: int
+) -> list[tuple[Any, ...]]:
+    """Returns the lines of one prompt, by draft as of [`_told_by`], up to where the drafts' texts part."""
+    num_shared = _num_shared([[line[2] for line in its] for its in told.values()])
+    if num_shared < max(map(len, told.values())):
+        logger.warning(
+            "The drafts' texts to prompt %d of %s differ behind %d tokens, at a tie within rounding; the tokens "
+            "behind are left out.",
+            number,
+            task,
+            num_shared + 1,
+        )
+    lines: list[tuple[Any, ...]] = []
+    for name, its in told.items():
+        for index, line in enumerate(its[:num_shared], start=1):
+            lines.append((name, task, number, index, *line))
     return lines
 
 

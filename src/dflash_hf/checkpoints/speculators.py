@@ -39,7 +39,7 @@ DSPARK = "dspark"
 # Of its config class, where the config does not state it.
 DSPARK_RANK = 256
 SECTION = "transformer_layer_config"
-LAYER_FAMILIES = ("qwen3", "llama")
+DECODERS = ("qwen3", "llama")
 KEYS = (
     *plain_keys({"vocab_size": REQUIRED, **QWEN3_KEYS}, f"{SECTION}."),
     *plain_keys(
@@ -59,8 +59,8 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     layers = reader.take_layers(f"{SECTION}.sliding_window", section=f"{SECTION}.")
     decoder = reader.take(f"{SECTION}.model_type", default="qwen3")
     require(
-        decoder in LAYER_FAMILIES,
-        f"{SECTION}.model_type in {LAYER_FAMILIES}",
+        decoder in DECODERS,
+        f"{SECTION}.model_type in {DECODERS}",
         decoder,
         "this variant is not supported",
     )

@@ -313,8 +313,7 @@ class RowProcessors(BlockProcessors):
             logits = logits_BKV[one]
             # A greedy row beside sampled ones is chosen without noise.
             if self.is_sampled[row]:
-                of_row = NoiseKey(key.seed[one], key.rows[one])
-                tokens = draw_from_logits(logits, own, of_row, positions_BK[one])
+                tokens = draw_from_logits(logits, own, key.of_rows(one), positions_BK[one])
             else:
                 tokens = likeliest_from_logits(logits, own)
             found.append(tokens)

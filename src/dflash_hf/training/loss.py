@@ -229,10 +229,12 @@ def _all_losses(
         return _slot_losses(states, slots, rows, logits_of, selector, objective)
 
     trains = torch.is_grad_enabled() and hidden_ND.requires_grad
-    is_frozen = not logits_of(hidden_ND[:1].detach(), slots.before[:1]).requires_grad
-    if trains and selector is None and is_frozen:
-        losses, best = _FrozenHead.apply(hidden_ND, chunks, losses_of)
-        return losses, torch.zeros_like(losses), best
+    if trains and selector is None:
+        # One slot tells whether any weight behind the states is trained.
+        logits = logits_of(hidden_ND[:1].detach(), slots.before[:1])
+        if not logits.requires_grad:
+            losses, best = _FrozenHead.apply(hidden_ND, chunks, losses_of)
+            return losses, torch.zeros_like(losses), best
     parts = [
         checkpoint(losses_of, hidden_ND[rows], rows, use_reentrant=False)
         if trains and len(chunks) > 1
