@@ -17,17 +17,23 @@ Given = dict[str, Any]
 
 
 def draft(
-    num_nodes: int, depth: int, vocab: int, has_states: bool, seed: int, spread: float = 2.0
+    num_nodes: int,
+    depth: int,
+    vocab: int,
+    has_states: bool,
+    seed: int,
+    spread: float = 2.0,
+    batch: int = BATCH,
 ) -> Given:
     """Random scores by rank; with states a selector's, behind each of `vocab` candidates."""
     generator = torch.Generator().manual_seed(seed)
     scores = spread * torch.randn(
-        BATCH, depth, vocab if has_states else 1, vocab, generator=generator
+        batch, depth, vocab if has_states else 1, vocab, generator=generator
     )
     best, order = scores.log_softmax(dim=-1).topk(min(vocab, num_nodes - 1), dim=-1)
     found = {"log_probs_BDSR": best, "order_BDSR": order}
     if has_states:
-        order = torch.rand(BATCH, depth, TOKENS, generator=generator).argsort(dim=-1)
+        order = torch.rand(batch, depth, TOKENS, generator=generator).argsort(dim=-1)
         found["candidates_BDC"] = order[..., :vocab].contiguous()
     return found
 
@@ -53,11 +59,10 @@ def text(kind: str, vocab: int, seed: int) -> Given:
 def agreed(num_nodes: int, given: Given, device: str) -> Tensor:
     """Runs both over the same, checks that they write the same and nothing around, and returns the nodes."""
     given = {name: tensor.to(device) for name, tensor in given.items()}
+    batch = given["order_BDSR"].shape[0]
     num_parts = 3 + -(-num_nodes // 64)
-    nodes, block = (
-        torch.full((num_parts, BATCH, num_nodes), 7),
-        torch.arange(BATCH * num_nodes).view(BATCH, num_nodes),
-    )
+    nodes = torch.full((num_parts, batch, num_nodes), 7)
+    block = torch.arange(batch * num_nodes).view(batch, num_nodes)
     wanted = {"nodes_XBN": Guarded(nodes.to(device)), "block_BN": Guarded(block.to(device))}
     ours = {name: guarded.copy() for name, guarded in wanted.items()}
     for operation, written in ((build_tree.reference, wanted), (build_tree, ours)):
@@ -85,7 +90,7 @@ SHAPES = [
     (65, 6, 70),
     (128, 15, 63),
     (130, 5, 12),
-    (256, 15, 20),
+    (256, 7, 9),
 ]
 
 
@@ -95,7 +100,10 @@ SHAPES = [
 def test_the_kernel_builds_what_the_definition_says(
     num_nodes: int, depth: int, vocab: int, has_states: bool, device: str
 ) -> None:
-    agreed(num_nodes, draft(num_nodes, depth, vocab, has_states, num_nodes), device)
+    # A row is a program of its own, and one of a large tree takes the interpreter seconds.
+    batch = 1 if num_nodes > 100 else BATCH
+    given = draft(num_nodes, depth, vocab, has_states, num_nodes, batch=batch)
+    agreed(num_nodes, given, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -105,9 +113,11 @@ def test_the_kernel_builds_what_the_definition_says(
 )
 def test_and_with_what_the_text_has_said_before(kind: str, has_states: bool, device: str) -> None:
     changed = 0
-    for seed, (num_nodes, depth, vocab) in enumerate(
-        [(2, 1, 5), (8, 7, 9), (16, 5, 4), (12, 9, 12), (100, 9, 12)]
-    ):
+    # Interpreted, a tree costs by its nodes: one kind of text meets two words of ancestors.
+    shapes = [(2, 1, 5), (8, 7, 9), (16, 5, 4), (12, 9, 12)]
+    if kind == "as usual":
+        shapes.append((70, 9, 12))
+    for seed, (num_nodes, depth, vocab) in enumerate(shapes):
         given = draft(num_nodes, depth, vocab, has_states, seed, spread=0.7 + seed % 2)
         # Candidates among the text's few tokens too, so that both say the same in places
         if has_states:
