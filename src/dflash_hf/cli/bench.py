@@ -27,11 +27,14 @@ app = typer.Typer(
 def bench(
     ctx: typer.Context,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write; new, or with --resume.")
+        Path | None,
+        typer.Option(
+            help="Folder to write: a new one, or with --resume the folder of an earlier run."
+        ),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of the target; by default the bundled pair."),
+        typer.Option(help="Folder or Hub id of the target; default: the bundled pair's."),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
     data: Annotated[
@@ -48,7 +51,7 @@ def bench(
         typer.Option(help="Prompt for sets without a known form, with {fields} of their rows."),
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(help="Questions of each set; default all.", min=1)
+        int | None, typer.Option(help="Number of questions of each set; default: all.", min=1)
     ] = None,
     methods: Annotated[
         str,
@@ -57,33 +60,37 @@ def bench(
         ),
     ] = "plain,dflash",
     assistant_model: Annotated[
-        str | None, typer.Option(help="An ordinary draft model, for assistant.")
+        str | None, typer.Option(help="An ordinary draft model, for --methods assistant.")
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="URL of an OpenAI-style server, for server.")
+        str | None, typer.Option(help="URL of an OpenAI-style server, for --methods server.")
     ] = None,
     server_model: Annotated[
-        str | None, typer.Option(help="The server's model; default the first that it lists.")
+        str | None,
+        typer.Option(help="The server's model; default: the first one that the server lists."),
     ] = None,
     batch: Annotated[
         str,
         typer.Option(
-            help="Questions answered together. This and the next options take several values."
+            help="Questions answered together. All options from here to --proposal take several values."
         ),
     ] = "1",
     max_new_tokens: Annotated[str, typer.Option(help="Longest answer, in tokens.")] = "512",
     temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
     top_p: Annotated[str, typer.Option(help="Nucleus sampling.")] = "1",
-    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
-    block_size: Annotated[str, typer.Option(help="Tokens per block; default the draft's.")] = "",
+    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
+    block_size: Annotated[str, typer.Option(help="Tokens per block; default: the draft's.")] = "",
     verify_width: Annotated[
         str, typer.Option(help="Tokens of a block that are verified, or auto.")
     ] = "",
     num_tree_nodes: Annotated[
-        str, typer.Option(help="Verify a tree of so many tokens, or auto; 0 is a chain.")
+        str, typer.Option(help="Number of tokens in the verified tree, or auto; 0 is a chain.")
     ] = "",
     max_matching_ngram_size: Annotated[
-        str, typer.Option(help="Number of last tokens that a tree looks up in the text before.")
+        str,
+        typer.Option(
+            help="Number of last tokens that a tree looks up in the earlier text; 0 is off."
+        ),
     ] = "",
     proposal: Annotated[str, typer.Option(help="How tokens are proposed when sampling.")] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
@@ -92,7 +99,7 @@ def bench(
         typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.'),
     ] = "{}",
     no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
+        bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
     ] = False,
     seed: Annotated[
         int, typer.Option(help="Seed of the drawn questions and of sampled answers.")
@@ -101,18 +108,18 @@ def bench(
     run_code: Annotated[
         bool,
         typer.Option(
-            "--run-code", help="Run code in answers, in a process of its own, to score it."
+            "--run-code", help="Run the code of answers, in a separate process, to score it."
         ),
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; small models want one.", min=1, max=1024)
+        int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
     ] = None,
-    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Ask sets of questions in several ways of decoding, in turns, and write answers, a summary and a report.
+    """Let several ways of decoding answer sets of questions, in turns; write answers, a summary and a report.
 
-    Options with commas are compared: --batch 1,8 --temperature 0,1 is four runs in one.
+    Several values with commas are compared: --batch 1,8 --temperature 0,1 is four runs in one.
     """
     if ctx.invoked_subcommand is None:
         settings = read_settings(ctx.params)
@@ -139,16 +146,21 @@ def prepare(
         str, typer.Argument(help="Sets, with commas: gsm8k,math500,...", metavar="SETS")
     ],
     out: Annotated[
-        Path, typer.Option(help="Folder to write: the --data-dir of a machine without a network.")
+        Path,
+        typer.Option(help="Folder to write; it is the --data-dir of a machine without a network."),
     ],
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the sets' files; default the Hub.")
+        Path | None,
+        typer.Option(help="Folder of the sets' files; default: they come from the Hub."),
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(help="Questions of each set; default all.", min=1)
+        int | None, typer.Option(help="Number of questions of each set; default: all.", min=1)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the drawn questions.")] = 0,
-    template: Annotated[str | None, typer.Option(help="As in dflash-hf bench.")] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(help="Prompt for sets without a known form, as in dflash-hf bench."),
+    ] = None,
 ) -> None:
     """Write sets of questions into a folder, for machines that have no network."""
     from dflash_hf.bench.prepare import prepare
@@ -163,9 +175,9 @@ def prepare(
 @app.command()
 def compare(
     before: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    after: Annotated[Path, typer.Argument(help="Folder of another one.")],
+    after: Annotated[Path, typer.Argument(help="Folder of another run.")],
 ) -> None:
-    """Say what changed between two runs by more than the noise of the choice of questions."""
+    """Say what differs between two runs by more than the choice of questions explains."""
     from dflash_hf.bench.compare import compare, comparison_tables
 
     console = Console()

@@ -46,11 +46,11 @@ def chat(
     pair: Annotated[
         str | None,
         typer.Option(
-            help="A bundled pair: text; in an editable install vision, hybrid and smollm2 too."
+            help="Name of a bundled pair: text; in an editable install also vision, hybrid or smollm2."
         ),
     ] = None,
     web: Annotated[
-        bool, typer.Option("--web", help="On a web page; needs the extra demo.")
+        bool, typer.Option("--web", help="Open the chat as a web page; needs the extra demo.")
     ] = False,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is this machine only.")
@@ -59,7 +59,8 @@ def chat(
     share: Annotated[
         bool,
         typer.Option(
-            "--share", help="With --web: a public link too, through Gradio's servers; no password."
+            "--share",
+            help="With --web, make a public link through Gradio's servers; it has no password.",
         ),
     ] = False,
     system: Annotated[str, typer.Option(help="System prompt, in the terminal.")] = "",
@@ -67,15 +68,15 @@ def chat(
         int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1, max=MAX_TOKENS)
     ] = 320,
     temperature: Annotated[
-        float, typer.Option(help="In the terminal; 0 is greedy.", min=0.0, max=2.0)
+        float, typer.Option(help="Temperature in the terminal; 0 is greedy.", min=0.0, max=2.0)
     ] = 0.0,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Chat with a pair, about images too if the target sees them, and see why the answers are fast."""
+    """Chat with a pair and see why its answers are fast. If the target takes images, a chat may have images."""
     check_one_pair(pair, target, draft)
     chosen = pair or default_pair()
     target, draft = given_or_bundled(target, draft, chosen, dtype)

@@ -23,7 +23,7 @@ def demo(
     pair: Annotated[
         Path,
         typer.Option(
-            help="Folder with target/, draft/ and held_out.jsonl; a pair for images in vision/."
+            help="Folder with target/, draft/ and held_out.jsonl; a pair for images may be in its vision/."
         ),
     ] = BUNDLED,
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 4,
@@ -33,14 +33,14 @@ def demo(
     threads: Annotated[
         int, typer.Option(help="CPU threads; one is best for models this small.", min=1, max=1024)
     ] = 1,
-    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Show that the bundled pair gives the same answers in fewer forwards, with images too in an editable install.
+    """Show that the bundled pair gives the same answers in fewer forwards; an editable install also has images.
 
-    Fails if a token differs, unless the two tokens tie within rounding, as they may in half precision.
+    The exit status is 1 if a token differs, unless the two tokens tie within rounding, as they may in half precision.
     """
     import torch
 

@@ -41,13 +41,13 @@ def doctor(
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)
     ] = 96,
-    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Find settings that lower a draft's acceptance. Status 0: nothing found, 1: findings, 2: cannot be examined."""
+    """Find settings that lower a draft's acceptance. Status 0: no findings, 1: findings, 2: not examined."""
     given = None if prompts is None else read_prompts(prompts)
     from dflash_hf.doctor.diagnosis import diagnose
 

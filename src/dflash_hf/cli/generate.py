@@ -58,7 +58,7 @@ def generate(
         bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
     ] = False,
     no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
+        bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
     ] = False,
     chat_template_kwargs: Annotated[
         str,
@@ -66,16 +66,16 @@ def generate(
     ] = "{}",
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of the target; by default of the bundled pair."),
+        typer.Option(help="Folder or Hub id of the target; default: the bundled pair's."),
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of its draft; by default of the bundled pair."),
+        typer.Option(help="Folder or Hub id of its draft; default: the bundled pair's."),
     ] = None,
     pair: Annotated[
         str | None,
         typer.Option(
-            help="A bundled pair: text (default); in an editable install vision, hybrid and smollm2 too."
+            help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2."
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -103,12 +103,12 @@ def generate(
     engine: Annotated[
         str | None, typer.Option(help="eager or cuda_graph: how a step is launched.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
     is_compared: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Answer without the draft too; status 1 if a token differs."
+            "--compare", help="Also answer without the draft; exit status 1 if a token differs."
         ),
     ] = False,
     as_json: Annotated[

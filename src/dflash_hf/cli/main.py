@@ -96,7 +96,9 @@ def main(
     ] = False,
     show_traceback: Annotated[
         bool,
-        typer.Option("--traceback", help="Before the command: show where an error comes from."),
+        typer.Option(
+            "--traceback", help="Show where an error comes from; write it before the command."
+        ),
     ] = False,
 ) -> None:
     """DFlash speculative decoding inside Transformers' generate."""

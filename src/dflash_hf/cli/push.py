@@ -50,11 +50,13 @@ def push(
     repo: Annotated[
         str | None, typer.Argument(help="Hub id to write, such as my-org/my-draft.")
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="A new folder to write instead.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Write into this new folder, not to the Hub.")
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(
-            help="Hub id of its target, for the card; by default the one that the draft names."
+            help="Hub id of the draft's target, for the card; default: the target that the draft names."
         ),
     ] = None,
     license: Annotated[

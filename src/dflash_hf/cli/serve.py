@@ -28,7 +28,7 @@ def serve(
     pair: Annotated[
         str | None,
         typer.Option(
-            help="A bundled pair: text (default); in an editable install vision, hybrid and smollm2 too."
+            help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2."
         ),
     ] = None,
     host: Annotated[
@@ -38,10 +38,11 @@ def serve(
         int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = 8000,
     no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", help="enable_thinking=False for the chat template.")
+        bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
     ] = False,
     chat_template_kwargs: Annotated[
-        str, typer.Option(help="Options of the chat template, as JSON, where a request has none.")
+        str,
+        typer.Option(help="Options of the chat template, as JSON, for requests that have none."),
     ] = "{}",
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
@@ -49,24 +50,24 @@ def serve(
     max_rows: Annotated[
         int | None,
         typer.Option(
-            help="Most answers that are decoded together; default 8 on a CPU and 1 on a GPU.",
+            help="Maximum number of answers decoded together; default: 8 on a CPU, 1 on a GPU.",
             min=1,
         ),
     ] = None,
     kept_gib: Annotated[
         float,
         typer.Option(
-            help="GiB of keys and values of the last texts, for requests that begin with them; 0 keeps none.",
+            help="GiB of keys and values to keep, for requests that begin like an earlier text; 0 keeps none.",
             min=0.0,
             max=4096.0,
         ),
     ] = 1.0,
-    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Serve a pair to OpenAI clients: chats, about images too if the target sees them, and plain completions.
+    """Serve a pair to OpenAI clients: chats (with images if the target takes them) and plain completions.
 
-    The model's name is that of the pair or of the target, as given here. Requests are decoded together.
+    A client names the model as --pair or --target names it here. Several requests are decoded together.
     """
     check_one_pair(pair, target, draft)
     if (target is None) != (draft is None):

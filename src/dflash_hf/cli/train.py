@@ -96,7 +96,7 @@ def train(
     """Train a draft for any target: prepare the data, let the target answer, train, measure, export.
 
     Every field of Transformers' TrainingArguments is an option too, such as --optim muon --bf16 --max-steps 800
-    --report-to trackio. An earlier run in --output-dir goes on.
+    --report-to trackio. An earlier run in --output-dir is continued.
     """
     typed = _given(ctx, "COMMANDLINE")
     settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])

@@ -57,14 +57,14 @@ class TrainSettings:
     loss: str = option(TRAINING, "dpace, cross_entropy, kl, tv, or lk.", "dpace")
     algorithm: str = option(
         TRAINING,
-        "A recipe of a fresh draft. dflash: --loss dpace. dflash2: conv_kernel_size 2, conv_group_size 16, "
+        "Recipe for a fresh draft. dflash: --loss dpace. dflash2: conv_kernel_size 2, conv_group_size 16, "
         "selector_rank 256, selector_top_k 16 as --draft-options. dspark: markov_rank 256, sample_from_anchor true as "
         "--draft-options. jetspec, for trees: is_causal true as --draft-options, --loss kl.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(
         TRAINING,
-        "target: the target answers the prompts. data: the data has the target's own answers.",
+        "target: the target answers the prompts. data: use the data's answers, if the target wrote them.",
         "target",
     )
     labels: str = option(
@@ -73,23 +73,23 @@ class TrainSettings:
         "tokens",
     )
     num_anchors: int = option(
-        TRAINING, "Blocks per sequence, at most; drawn anew at each step.", 512
+        TRAINING, "Maximum number of blocks per sequence, which are drawn anew at each step.", 512
     )
-    block_size: int = option(TRAINING, "Slots per block of a fresh draft, with the anchor.", 16)
+    block_size: int = option(TRAINING, "Slots per block of a fresh draft, the anchor included.", 16)
     num_hidden_layers: int = option(TRAINING, "Layers of a fresh draft.", 5)
     draft_options: Mapping[str, Any] = option(
         TRAINING, "Other fields of a fresh draft's config, as JSON: '{\"num_taps\": 4}'.", {}
     )
     draft_vocab_size: int | None = option(
         TRAINING,
-        "Number of tokens that a fresh draft can propose, the most frequent ones; default all.",
+        "A fresh draft proposes only this many tokens, the most frequent ones; default: all tokens.",
         None,
     )
     attention: str = option(
         TRAINING, "flex, sdpa, or auto: flex on CUDA, and sdpa elsewhere.", "auto"
     )
     packing_length: int | None = option(
-        TRAINING, "Tokens of a row that examples are packed into, instead of padding.", None
+        TRAINING, "Pack examples into rows of this many tokens, instead of padding them.", None
     )
     learning_rate: float = option(TRAINING, "Peak learning rate.", 6e-4)
     lr_scheduler_type: str = option(TRAINING, "Schedule of the learning rate.", "cosine")
@@ -100,16 +100,20 @@ class TrainSettings:
     per_device_train_batch_size: int = option(TRAINING, "Sequences per device and forward.", 4)
     gamma: float | None = option(
         TRAINING,
-        "Decay of the loss along the block, but for dpace; default by the block size.",
+        "Decay of the loss along the block, for losses other than dpace; default: by the block size.",
         None,
     )
 
     dataset: tuple[str, ...] = option(
         DATA, "Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.", ()
     )
-    num_prompts: int | None = option(DATA, "Conversations of each set; default all.", None)
-    self_prompts: int = option(DATA, "Prompts that the target writes itself, beside the data.", 0)
-    num_eval: int = option(DATA, "Conversations that are held out.", 64)
+    num_prompts: int | None = option(
+        DATA, "Number of conversations taken from each set; default: all.", None
+    )
+    self_prompts: int = option(
+        DATA, "Number of prompts that the target writes itself, beside the data.", 0
+    )
+    num_eval: int = option(DATA, "Number of conversations that are held out.", 64)
     max_length: int = option(DATA, "Longest example, prompt and answer, in tokens.", 3072)
     turns: Literal["last", "all"] = option(
         DATA, "Train on the last answer of a conversation, or all.", "last"
@@ -119,20 +123,24 @@ class TrainSettings:
     )
     template: str | None = option(
         DATA,
-        "The user's text for rows with other columns, their names in braces: '{question}'.",
+        "The user's text for rows with other columns; column names stand in braces: '{question}'.",
         None,
     )
     skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
-    streaming: bool = option(DATA, "Fetch sets of the Hub row by row, and keep none.", False)
+    streaming: bool = option(
+        DATA, "Read sets of the Hub row by row, without a copy on disk.", False
+    )
 
     max_new_tokens: int = option(
-        ANSWERS, "Longest answer, in tokens; in the bench too.", MAX_NEW_TOKENS
+        ANSWERS, "Longest answer, in tokens; also for the bench.", MAX_NEW_TOKENS
     )
-    temperature: float = option(ANSWERS, "0 is greedy.", 0.0)
+    temperature: float = option(ANSWERS, "Temperature of the answers; 0 is greedy.", 0.0)
     top_p: float = option(ANSWERS, "Nucleus sampling.", 1.0)
     top_k: int = option(ANSWERS, "Top-k sampling; 0 is off.", 0)
     min_p: float = option(
-        ANSWERS, "Lowest probability of a sampled token, as a share of the most likely one's.", 0.0
+        ANSWERS,
+        "Lowest probability of a sampled token, as a share of the most likely token's.",
+        0.0,
     )
     answer_seed: int = option(
         ANSWERS, "Seed of sampled answers; a server gets it plus the row's number.", 0
@@ -143,14 +151,14 @@ class TrainSettings:
         (),
     )
     server_model: str | None = option(
-        ANSWERS, "Name of the target on the server; default the first that it lists.", None
+        ANSWERS, "Name of the target on the server; default: the first one in its list.", None
     )
 
     output_dir: Path = option(  # noqa: RUF009  (it makes a field)
-        OUTPUT, "Folder of the run; an earlier run in it goes on."
+        OUTPUT, "Folder of the run; an earlier run in it is continued."
     )
     bench_data: tuple[str, ...] = option(
-        OUTPUT, "Sets for bench, with commas between; default the held-out conversations.", ()
+        OUTPUT, "Sets for bench, with commas between; default: the held-out conversations.", ()
     )
     bench_data_dir: str | None = option(
         OUTPUT, "Folder with the files of these sets, instead of the Hub.", None

@@ -70,14 +70,19 @@ class DFlashTrainingArguments(TrainingArguments):
     # One process may answer, write features or compile for hours while the others wait.
     ddp_timeout: int = field(
         default=172_800,
-        metadata={"help": "Seconds after which a process that waits for others ends: two days."},
+        metadata={
+            "help": "Seconds after which a process that waits for others ends; default: two days."
+        },
     )
     dataloader_pin_memory: bool = field(
         default=False, metadata={"help": "Without effect: batches are not pinned."}
     )
 
     num_anchors: int = field(
-        default=512, metadata={"help": "Most blocks per sequence, drawn anew at each step."}
+        default=512,
+        metadata={
+            "help": "Maximum number of blocks per sequence, which are drawn anew at each step."
+        },
     )
     block_size: int | None = field(
         default=None, metadata={"help": "Slots per block; None takes the draft's."}
@@ -85,14 +90,14 @@ class DFlashTrainingArguments(TrainingArguments):
     gamma: float | None = field(
         default=None,
         metadata={
-            "help": "Decay over slots, exp(-(k-1)/gamma), but for D-PACE; None follows the block."
+            "help": "Decay over slots, exp(-(k-1)/gamma), for losses other than D-PACE; None: by the block."
         },
     )
     loss: Objective = field(
         default="dpace",
         metadata={
-            "help": "D-PACE's weights; cross entropy under a decay; or KL to the target's likely tokens, their total "
-            "variation (tv), or the negative log of what sampling accepts (lk)."
+            "help": "dpace: cross entropy with D-PACE's weights. cross_entropy: with a decay. kl, tv, lk: KL, total "
+            "variation, or negative log of the share that sampling accepts, over the target's likely tokens."
         },
     )
     labels: Literal["tokens", "target"] = field(
@@ -100,7 +105,8 @@ class DFlashTrainingArguments(TrainingArguments):
         metadata={"help": "Learn the data's tokens, or the target's argmax at each position."},
     )
     chunk_blocks: int = field(
-        default=128, metadata={"help": "Blocks per application of the head (bounds memory)."}
+        default=128,
+        metadata={"help": "Blocks to which the head is applied at once; fewer need less memory."},
     )
     attention: Attention = field(
         default="auto",
@@ -108,18 +114,16 @@ class DFlashTrainingArguments(TrainingArguments):
     )
     packing_length: int | None = field(
         default=None,
-        metadata={"help": "Tokens of a row that examples are packed into; None pads each example."},
+        metadata={"help": "Pack examples into rows of this many tokens; None pads each example."},
     )
     feature_cache: str | None = field(
         default=None,
-        metadata={
-            "help": "Folder of the target's features; what is missing there is written first."
-        },
+        metadata={"help": "Folder of the target's features; missing ones are written first."},
     )
     save_dtype: Literal["float32", "auto"] = field(
         default="float32",
         metadata={
-            "help": "Of the weights that save_model writes; auto is what the draft was loaded in. "
+            "help": "dtype of the weights that save_model writes; auto: the dtype in which the draft was loaded. "
             "Checkpoints hold float32, so that a resumed run is the same run."
         },
     )
