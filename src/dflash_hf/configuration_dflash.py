@@ -431,7 +431,9 @@ class DFlashConfig(PreTrainedConfig):
         # The codebooks have a row per token, so that their size has to be known.
         size = self.vocab_size or 0
         what = "vocab_size beside selector_top_k"
-        require(size > 0, what, self.vocab_size, "the selector has a row per token")
+        require(
+            size > 0, what, self.vocab_size, "give it, because the selector has a row per token"
+        )
         fits = top_k <= size
         what = f"selector_top_k up to {size}"
         require(fits, what, top_k, "candidates are tokens of the vocabulary")

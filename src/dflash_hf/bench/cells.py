@@ -177,7 +177,7 @@ class RunSettings:
                 len(set(values)) == len(values),
                 f"every value of {option} once",
                 values,
-                "leave the others out",
+                "leave the repeated ones out",
             )
         for name, (fits, what, action) in _allowed().items():
             given = getattr(self, name)

@@ -276,7 +276,7 @@ def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
         inputs["input_ids"].shape[0] == 1,
         "one row",
         inputs["input_ids"].shape[0],
-        "Transformers takes no more",
+        "pass one row: Transformers' assisted decoding takes no more",
     )
     recorder = Recorder(models.target.device)
     with _noting_candidates(models.target, recorder) as candidates:

@@ -219,7 +219,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             (folder / name).is_file(),
             f"the folder of a run, with {name}",
             str(folder),
-            "give what `dflash-hf bench` was given as --out",
+            "give the folder that `dflash-hf bench` had as --out",
         )
     written = RunFolder(folder)
     record = written.read_run()

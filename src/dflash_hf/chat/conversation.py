@@ -223,7 +223,7 @@ class Sessions:
             conversation = self._by_page.setdefault(page, Conversation())
             if conversation.busy:
                 raise ValueError(
-                    "expected one run at a time, got another while one is going on; stop that one first"
+                    "expected one run at a time, got a second one before the first has ended; stop the first one"
                 )
             conversation.busy = True
             self._by_page.move_to_end(page)

@@ -85,7 +85,7 @@ def fresh_config(
         dtype = head.weight.dtype
         require(
             dtype.is_floating_point,
-            "a head of floats to copy",
+            "an output head whose weights have a float dtype",
             dtype,
             "load the target without quantisation",
         )
@@ -130,8 +130,8 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size
     tokens: Any = getattr(tokenizer, "tokenizer", tokenizer)
     if tokens is None:
         raise ValueError(
-            "expected the target's tokenizer or mask_token_id, got neither; a block is filled with a token that no "
-            "text holds, and only the tokenizer knows which these are"
+            "expected the target's tokenizer or mask_token_id, got neither; pass tokenizer, which knows the tokens "
+            "that occur in no text, or pass mask_token_id"
         )
     named = _named_ids(target) | {getattr(tokens, role) for role in ROLES}
     used = {*tokens.get_vocab().values()}

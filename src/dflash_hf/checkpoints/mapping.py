@@ -180,7 +180,7 @@ class ConfigReader:
         elif use_window is False and "sliding_attention" in layer_types and not kept:
             raise ValueError(
                 f"expected {section}use_sliding_window true or absent beside layer_types {shown(layer_types)}, got "
-                "false; make the checkpoint's config.json agree with itself"
+                "false; correct the contradiction in the checkpoint's config.json"
             )
         return {
             "num_hidden_layers": num_layers,
@@ -240,7 +240,7 @@ def agreed(stated: Mapping[str, Any]) -> Any:
     values = list(stated.values())
     if any(value != values[0] for value in values):
         raise ValueError(
-            f"expected one value, got {beside(stated)}; make the checkpoint's config.json agree with itself"
+            f"expected one value, got {beside(stated)}; correct the contradiction in the checkpoint's config.json"
         )
     return values[0]
 

@@ -165,7 +165,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         return checked_text(prompt, "the prompt")
     if file is not None and not file.is_file():
         raise ValueError(
-            f"expected a file with the prompt as --file, got {str(file)!r}, which is none; fix it"
+            f"expected a file with the prompt as --file, got {str(file)!r}, which is no file; correct the path"
         )
     if file is None and prompt is None and sys.stdin.isatty():
         raise ValueError(

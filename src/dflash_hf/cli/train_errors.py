@@ -32,7 +32,9 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
     if is_full_disk:
         free = shutil.disk_usage(settings.output_dir).free / 2**20
         room = f"room on the disk of {settings.output_dir} for {stage}"
-        return ValueError(f"expected {room}, got {free:,.0f} MB free; free some: {goes_on} goes on")
+        return ValueError(
+            f"expected {room}, got {free:,.0f} MB free; make room: {goes_on} then continues"
+        )
     if is_out_of_memory(error):
         return ValueError(
             f"expected {stage} to fit the memory, got {one_line(error)}; go on with {goes_on} {less}"

@@ -286,7 +286,9 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         event = parsed_object(data, f"the answer of {response.url}", CHECK_SERVER)
         if "error" in event:
             reason = one_line(event["error"])
-            raise ValueError(f"expected an answer of the server, got {reason}; see its log")
+            raise ValueError(
+                f"expected an answer from the server, got {reason}; read the server's log"
+            )
         yield event
 
 

@@ -380,8 +380,8 @@ class RunningBatch:
         try:
             run = begun.finish()
             # A verify has one set of further inputs for all rows.
-            what = "a target whose steps take no inputs of their own"
-            require(not run.extra, what, list(run.extra), "generate it alone")
+            what = "a target whose steps take no further inputs"
+            require(not run.extra, what, list(run.extra), "call generate for this request alone")
         except ValueError as error:
             self._fail(row, error)
             return

@@ -174,7 +174,8 @@ def _image(image: Any, row: Row, folder: Path | None) -> str:
     if isinstance(source, bytes):
         if folder is None:
             raise ValueError(
-                f"expected the path of an image in {row.where}, got 'its bytes'; name a folder for images"
+                f"expected the path of an image in {row.where}, got the bytes of the image; "
+                "name a folder into which images are written"
             )
         stored = store_image(source, folder)
         # Beside the file that names it: both can be moved

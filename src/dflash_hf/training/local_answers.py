@@ -154,7 +154,7 @@ class LocalAnswers:
         ends = end_tokens(self.target)
         if not ends and tokenizer.eos_token_id is not None:
             ends = [tokenizer.eos_token_id]
-        what = "an end token of the target's"
+        what = "an end-of-sequence token of the target"
         require(bool(ends), what, None, "set generation_config.eos_token_id")
         padding = padding_of(tokenizer, ends[0])
         options: dict[str, Any] = {

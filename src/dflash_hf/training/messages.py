@@ -184,7 +184,7 @@ class ChatTemplate:
             messages = prepare_multimodal_messages(messages, [])
         before, place, behind = self.render(messages).partition(PLACE)
         what = f"a chat template that writes turns of role {role}"
-        require(bool(place), what, "one that does not", "name another")
+        require(bool(place), what, "one that does not", "use another chat template")
         return before, behind
 
     def end_of_turn(self, role: str) -> list[int]:

@@ -172,7 +172,7 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
         yield from _kept_lines(settings, processing_class, parts, template.text, report)
         none = f"rows to train on in {listed(settings.datasets)}"
         got = "; ".join(report.sentences())
-        require(report.num_kept > 0, none, got, "take other data, or a greater length")
+        require(report.num_kept > 0, none, got, "use other data, or a greater max_length")
         counts = asdict(report)
         told = {"prepare": asked, "left_out": counts.pop("left_out"), "prepared": counts}
         # What it was made with comes first: a file without that is nobody's.
