@@ -169,9 +169,9 @@ def main(
     draft: Annotated[str, typer.Option(help="Folder or Hub id.")] = str(ROOT / "demos/toy/draft"),
     out: Annotated[Path, typer.Option(help="The SVG to write.")] = Path("run.svg"),
     name: Annotated[
-        str, typer.Option(help="Of the pair and the machine, for the picture.")
+        str, typer.Option(help="Name of the pair and the machine, shown in the picture.")
     ] = "The bundled pair",
-    dtype: Annotated[str, typer.Option(help="torch dtype, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 160,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:

@@ -48,7 +48,9 @@ def bench(
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(help="Prompt for sets without a known form, with {fields} of their rows."),
+        typer.Option(
+            help="Prompt for rows of any other form; column names stand in braces: 'Q: {question}'."
+        ),
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option(help="Number of questions of each set; default: all.", min=1)
@@ -56,7 +58,8 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="plain, plain-static, dflash, undrafted, stock, stock-static, zlab, assistant, lookup, server."
+            help="Ways of decoding to compare: plain, plain-static, dflash, undrafted, stock, stock-static, zlab, "
+            "assistant, lookup, server."
         ),
     ] = "plain,dflash",
     assistant_model: Annotated[
@@ -76,7 +79,9 @@ def bench(
         ),
     ] = "1",
     max_new_tokens: Annotated[str, typer.Option(help="Longest answer, in tokens.")] = "512",
-    temperature: Annotated[str, typer.Option(help="0 is greedy.")] = "0",
+    temperature: Annotated[
+        str, typer.Option(help="Temperature of the answers; 0 is greedy.")
+    ] = "0",
     top_p: Annotated[str, typer.Option(help="Nucleus sampling.")] = "1",
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     block_size: Annotated[str, typer.Option(help="Tokens per block; default: the draft's.")] = "",
@@ -89,10 +94,14 @@ def bench(
     max_matching_ngram_size: Annotated[
         str,
         typer.Option(
-            help="Number of last tokens that a tree looks up in the earlier text; 0 is off."
+            help="Number of last tokens that are looked for earlier in the text; the tree also proposes the "
+            "tokens that followed them there. 0 is off."
         ),
     ] = "",
-    proposal: Annotated[str, typer.Option(help="How tokens are proposed when sampling.")] = "",
+    proposal: Annotated[
+        str,
+        typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling."),
+    ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
     chat_template_kwargs: Annotated[
         str,
@@ -117,9 +126,9 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Let several ways of decoding answer sets of questions, in turns; write answers, a summary and a report.
+    """Answer sets of questions by several ways of decoding, in turns; write answers, a summary and a report.
 
-    Several values with commas are compared: --batch 1,8 --temperature 0,1 is four runs in one.
+    Some options take several values, with commas between: --batch 1,8 --temperature 0,1 compares four settings.
     """
     if ctx.invoked_subcommand is None:
         settings = read_settings(ctx.params)
@@ -147,7 +156,7 @@ def prepare(
     ],
     out: Annotated[
         Path,
-        typer.Option(help="Folder to write; it is the --data-dir of a machine without a network."),
+        typer.Option(help="Folder to write; pass it as --data-dir on a machine without a network."),
     ],
     data_dir: Annotated[
         Path | None,
@@ -159,7 +168,7 @@ def prepare(
     seed: Annotated[int, typer.Option(help="Seed of the drawn questions.")] = 0,
     template: Annotated[
         str | None,
-        typer.Option(help="Prompt for sets without a known form, as in dflash-hf bench."),
+        typer.Option(help="Prompt for rows of any other form, as in dflash-hf bench."),
     ] = None,
 ) -> None:
     """Write sets of questions into a folder, for machines that have no network."""
@@ -177,7 +186,7 @@ def compare(
     before: Annotated[Path, typer.Argument(help="Folder of a run.")],
     after: Annotated[Path, typer.Argument(help="Folder of another run.")],
 ) -> None:
-    """Say what differs between two runs by more than the choice of questions explains."""
+    """Compare two runs; show the differences that are too large to come from the choice of questions."""
     from dflash_hf.bench.compare import compare, comparison_tables
 
     console = Console()

@@ -23,7 +23,7 @@ def demo(
     pair: Annotated[
         Path,
         typer.Option(
-            help="Folder with target/, draft/ and held_out.jsonl; a pair for images may be in its vision/."
+            help="Folder with target/, draft/ and held_out.jsonl; its folder vision/ may hold a pair for images."
         ),
     ] = BUNDLED,
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 4,

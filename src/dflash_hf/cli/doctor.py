@@ -36,7 +36,8 @@ def doctor(
         typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages."),
     ] = None,
     num_prompts: Annotated[
-        int, typer.Option(help="Number of prompts to use, also of the built-in ones.", min=1)
+        int,
+        typer.Option(help="Number of prompts to use, from --prompts or the built-in ones.", min=1),
     ] = 8,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)

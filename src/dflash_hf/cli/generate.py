@@ -45,7 +45,8 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="The prompt; without it, or with -, it is read from stdin.", show_default=False
+            help="The prompt; if it is left out, or is -, the command reads it from stdin.",
+            show_default=False,
         ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
@@ -81,7 +82,9 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
     ] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the answer; 0 is greedy.", min=0.0)
+    ] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.0, max=1.0)] = 1.0,
     top_k: Annotated[
         int, typer.Option(help="Top-k sampling; 0 is off.", min=0, max=MAX_TOKENS)

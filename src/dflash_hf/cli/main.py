@@ -97,7 +97,8 @@ def main(
     show_traceback: Annotated[
         bool,
         typer.Option(
-            "--traceback", help="Show where an error comes from; write it before the command."
+            "--traceback",
+            help="Show where an error comes from; write this option before the command.",
         ),
     ] = False,
 ) -> None:

@@ -57,7 +57,8 @@ def serve(
     kept_gib: Annotated[
         float,
         typer.Option(
-            help="GiB of keys and values to keep, for requests that begin like an earlier text; 0 keeps none.",
+            help="GiB of keys and values to keep of earlier texts; a request that begins with such a text reuses "
+            "them. 0 keeps none.",
             min=0.0,
             max=4096.0,
         ),

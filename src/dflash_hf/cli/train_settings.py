@@ -54,7 +54,7 @@ class TrainSettings:
 
     target: str = option(TRAINING, "Folder or Hub id of the target.")
     draft: str | None = option(TRAINING, "Draft to train further, instead of a fresh one.", None)
-    loss: str = option(TRAINING, "dpace, cross_entropy, kl, tv, or lk.", "dpace")
+    loss: str = option(TRAINING, "Training loss: dpace, cross_entropy, kl, tv, or lk.", "dpace")
     algorithm: str = option(
         TRAINING,
         "Recipe for a fresh draft. dflash: --loss dpace. dflash2: conv_kernel_size 2, conv_group_size 16, "
@@ -73,7 +73,9 @@ class TrainSettings:
         "tokens",
     )
     num_anchors: int = option(
-        TRAINING, "Maximum number of blocks per sequence, which are drawn anew at each step.", 512
+        TRAINING,
+        "Maximum number of blocks per sequence; the blocks are drawn again at each step.",
+        512,
     )
     block_size: int = option(TRAINING, "Slots per block of a fresh draft, the anchor included.", 16)
     num_hidden_layers: int = option(TRAINING, "Layers of a fresh draft.", 5)
@@ -123,7 +125,7 @@ class TrainSettings:
     )
     template: str | None = option(
         DATA,
-        "The user's text for rows with other columns; column names stand in braces: '{question}'.",
+        "User message for rows with other columns; column names stand in braces: '{question}'.",
         None,
     )
     skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
@@ -143,7 +145,7 @@ class TrainSettings:
         0.0,
     )
     answer_seed: int = option(
-        ANSWERS, "Seed of sampled answers; a server gets it plus the row's number.", 0
+        ANSWERS, "Seed of sampled answers; a server gets this seed plus the number of the row.", 0
     )
     server: tuple[str, ...] = option(
         ANSWERS,

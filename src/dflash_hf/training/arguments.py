@@ -81,7 +81,7 @@ class DFlashTrainingArguments(TrainingArguments):
     num_anchors: int = field(
         default=512,
         metadata={
-            "help": "Maximum number of blocks per sequence, which are drawn anew at each step."
+            "help": "Maximum number of blocks per sequence; the blocks are drawn again at each step."
         },
     )
     block_size: int | None = field(
@@ -90,14 +90,16 @@ class DFlashTrainingArguments(TrainingArguments):
     gamma: float | None = field(
         default=None,
         metadata={
-            "help": "Decay over slots, exp(-(k-1)/gamma), for losses other than D-PACE; None: by the block."
+            "help": "Decay over slots, exp(-(k-1)/gamma), for losses other than D-PACE; "
+            "None takes it from the block size."
         },
     )
     loss: Objective = field(
         default="dpace",
         metadata={
-            "help": "dpace: cross entropy with D-PACE's weights. cross_entropy: with a decay. kl, tv, lk: KL, total "
-            "variation, or negative log of the share that sampling accepts, over the target's likely tokens."
+            "help": "dpace: cross entropy with D-PACE's weights. cross_entropy: cross entropy with a decay "
+            "over slots. kl, tv, lk: distillation from the target's likely tokens, by KL, by total variation, or by "
+            "the negative log of the share that sampling accepts."
         },
     )
     labels: Literal["tokens", "target"] = field(
