@@ -1,10 +1,11 @@
-"""Seconds and memory of preparing rows of chat, beside a bare `datasets.map` of the same function over them.
+"""Seconds and memory of preparing rows of chat, and of reading what `regenerate` asks of the prepared ones.
 
-    python benchmarks/prepare.py --data rows.jsonl --target demos/toy/target
+    python benchmarks/prepare.py --data rows.jsonl --target demos/toy/target --rows 200000
 
-Each of the two runs in a process of its own, with an empty cache. Memory is that of the process and all of its
-workers, looked at every 0.2 s: `rss` counts pages that they share once for each of them, `pss` once in all.
-The last line on stdout is the result, as JSON.
+`prepare` is the stage, `map` a bare `datasets.map` of the same function, `questions` the part of `regenerate` that
+needs no model. Each runs in a process of its own, with an empty cache. `largest` is the peak memory of its largest
+process. `rss` and `pss` are of all of its processes together, looked at every 0.2 s: `rss` counts pages that they
+share once for each of them, `pss` once in all. The last line on stdout is the result, as JSON.
 """
 
 from __future__ import annotations
@@ -13,19 +14,27 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import datasets
+import datasets.config
 from transformers import AutoTokenizer
 
+from dflash_hf.data.row_files import RowFile
 from dflash_hf.data.sources import num_cores, open_source
+from dflash_hf.training.answer_rows import Answering, Regenerated, RegenerateSettings
+from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.prepare import COLUMNS, PrepareSettings, prepare, prepare_row
+from dflash_hf.training.progress import AnswerProgress
+from dflash_hf.training.questions import first_questions
 
 SECONDS_BETWEEN = 0.2
 
@@ -85,13 +94,55 @@ def memory_of(processes: list[int]) -> dict[str, int]:
     return sizes
 
 
-def prepared(settings: PrepareSettings, tokenizer: Any) -> int:
+def write_data(path: Path, data: Path, num_rows: int) -> None:
+    """Writes rows of chat, those of a file in turn, each made different by a number in its first message."""
+    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(islice(cycle(rows), num_rows)):
+            first, *others = row["messages"]
+            first = {**first, "content": f"{number}. {first['content']}"}
+            file.write(json.dumps({"messages": [first, *others]}) + "\n")
+
+
+def settings_in(folder: Path) -> PrepareSettings:
+    """Returns how the rows in a folder are prepared, for answers of the target."""
+    return PrepareSettings(
+        datasets=[str(folder / "rows.jsonl")],
+        output=folder / "prepared.jsonl",
+        turns="none",
+        max_length=3072,
+    )
+
+
+def prepared(folder: Path, tokenizer: Any) -> int:
     """Prepares rows and returns how many."""
-    return prepare(settings, tokenizer).num_rows
+    return prepare(settings_in(folder), tokenizer).num_rows
 
 
-def mapped(settings: PrepareSettings, tokenizer: Any) -> int:
-    """Does the same by `datasets.map` alone, and writes what it made by `datasets`."""
+def questions_read(folder: Path, tokenizer: Any) -> int:
+    """Reads what `regenerate` asks of the rows that [`prepared`] wrote, one after the other, and returns how many."""
+    settings = RegenerateSettings(
+        prompts=settings_in(folder).output, output=folder / "answers.jsonl"
+    )
+    common = Answering(
+        settings=settings,
+        processing_class=tokenizer,
+        template=ChatTemplate(tokenizer),
+        prompts=RowFile(settings.prompts),
+        report=Regenerated(),
+        progress=AnswerProgress(is_shown=False),
+    )
+    questions = first_questions(common, set())
+    for at in range(len(questions)):
+        row, question = questions[at]
+        assert row == at
+        assert question["messages"]
+    return len(questions)
+
+
+def mapped(folder: Path, tokenizer: Any) -> int:
+    """Does what [`prepared`] does by `datasets.map` alone, and writes what it made by `datasets`."""
+    settings = settings_in(folder)
     source = open_source(settings.datasets[0])
     made = source.table.map(
         prepare_row,
@@ -106,49 +157,58 @@ def mapped(settings: PrepareSettings, tokenizer: Any) -> int:
             "processing_class": tokenizer,
         },
     )
-    made.to_json(str(settings.output))
+    made.to_json(str(folder / "map.jsonl"))
     return len(made)
 
 
-def measure(work: Callable[[PrepareSettings, Any], int], data: str, target: str) -> dict[str, Any]:
+WAYS: dict[str, Callable[[Path, Any], int]] = {
+    "prepare": prepared,
+    "questions": questions_read,
+    "map": mapped,
+}
+
+
+def measure(way: str, folder: Path, target: str) -> dict[str, Any]:
     """Returns seconds and peak memory of one way, in a process of its own."""
-    receive, send = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(
-        target=_measure_here, args=(work, data, target, send)
-    )
+    spawned = multiprocessing.get_context("spawn")
+    receive, send = spawned.Pipe(duplex=False)
+    process = spawned.Process(target=_measure_here, args=(way, folder, target, send))
     process.start()
     process.join()
     return receive.recv()
 
 
-def _measure_here(
-    work: Callable[[PrepareSettings, Any], int], data: str, target: str, send: Connection
-) -> None:
+def _measure_here(way: str, folder: Path, target: str, send: Connection) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target)
-    with tempfile.TemporaryDirectory() as folder, MemoryWatch() as watch:
-        datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
-        settings = PrepareSettings(
-            datasets=[data], output=Path(folder) / "out.jsonl", turns="all", max_length=3072
-        )
+    with MemoryWatch() as watch:
+        datasets.config.HF_DATASETS_CACHE = folder / f"cache-{way}"
         began = time.perf_counter()
-        num_rows = work(settings, tokenizer)
+        num_rows = WAYS[way](folder, tokenizer)
         seconds = time.perf_counter() - began
     times = os.times()
     cpu_seconds = times.user + times.system + times.children_user + times.children_system
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    watch.peak["largest"] = max(1024 * resource.getrusage(who).ru_maxrss for who in whose)
     memory = {f"{name}_gb": round(size / 1e9, 2) for name, size in watch.peak.items()}
     result = {"rows": num_rows, "seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
     send.send({**result, **memory})
 
 
 def main() -> None:
-    """Measures both ways."""
+    """Measures the ways one after the other."""
     parser = argparse.ArgumentParser(description="Seconds and memory of preparing rows")
-    parser.add_argument("--data", required=True, help="rows of chat, .jsonl")
+    parser.add_argument("--data", type=Path, required=True, help="rows with messages, .jsonl")
+    parser.add_argument("--rows", type=int, required=True, help="how many, repeated with a number")
     parser.add_argument("--target", default="demos/toy/target", help="folder of the tokenizer")
+    parser.add_argument("--ways", default="prepare,questions,map", help="some of them, in order")
     options = parser.parse_args()
     result: dict[str, Any] = {"cores": num_cores()}
-    for name, work in (("prepare", prepared), ("map", mapped)):
-        result[name] = measure(work, options.data, options.target)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(folder / "rows.jsonl", options.data, options.rows)
+        for way in options.ways.split(","):
+            result[way] = measure(way, folder, options.target)
+            print(json.dumps({way: result[way]}), flush=True)
     print(json.dumps(result))
 
 

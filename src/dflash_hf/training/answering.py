@@ -14,30 +14,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from dflash_hf.data.openai_client import OpenAIClient
-from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.data.row_files import RowFile, repair, write_rows
 from dflash_hf.errors import require
 from dflash_hf.training.answer_rows import (
     NEW_FILE,
     Answering,
-    Question,
     Regenerated,
     RegenerateSettings,
     answers_in,
 )
-from dflash_hf.training.conversations import content_id
 from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.identity import target_identity, text_identity
 from dflash_hf.training.local_answers import ALONE, LocalAnswers, Ranks
 from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.progress import AnswerProgress
+from dflash_hf.training.questions import first_questions, next_questions
 from dflash_hf.training.served_answers import ServedAnswers
 
 logger = logging.getLogger(__name__)
@@ -84,11 +82,12 @@ def regenerate(
     done = run.done()
     began = time.monotonic()
     with common.progress as progress:
-        asked = run.first_questions()
-        while asked:
+        seen: set[str] = set()
+        asked = first_questions(common, seen)
+        while len(asked) > 0:
             report.num_prompts += len(asked)
             answers.answer(asked, done)
-            asked = run.next_questions(asked)
+            asked = next_questions(common, asked, seen)
         report.tokens_per_second = progress.tokens_per_second
     report.seconds = time.monotonic() - began
     run.count()
@@ -134,12 +133,10 @@ class _Run:
     """One call of [`regenerate`]: its files, and what is asked."""
 
     common: Answering
-    seen: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self.settings = self.common.settings
         self.template = self.common.template
-        self.rows = self.common.prompts
         self.report = self.common.report
 
     def begin(self, target: Mapping[str, Any]) -> None:
@@ -176,69 +173,6 @@ class _Run:
             return set()
         return {row["id"] for row in RowFile(self.settings.errors)}
 
-    def first_questions(self) -> list[Question]:
-        """Returns what is asked of each conversation first, in their order."""
-        asked: list[Question] = []
-        for at, row in enumerate(self.rows):
-            messages = row.get("messages")
-            good = isinstance(messages, list) and all(
-                isinstance(m, dict) and "role" in m for m in messages
-            )
-            require(good, f"messages in {self.rows.where(at)}", row, "run `prepare`")
-            users = _users(row["messages"])
-            require(
-                bool(users),
-                f"a turn of the user's in {self.rows.where(at)}",
-                row,
-                "leave the row out",
-            )
-            stop = users[0]
-            if self.settings.turns == "last":
-                stop = users[-1]
-            self._ask(asked, at, row, row["messages"][: stop + 1])
-        return asked
-
-    def next_questions(self, asked: Sequence[Question]) -> list[Question]:
-        """Returns what is asked behind the answers to some questions."""
-        more: list[Question] = []
-        if self.settings.turns == "last":
-            return more
-        answers = {row["id"]: row for row in answers_in(self.settings.output)}
-        for at, question in asked:
-            answer = answers.get(question["id"])
-            if answer is None or not answer["finished"]:
-                continue
-            messages = self.rows[at]["messages"]
-            users = _users(messages)
-            number = len(_users(question["messages"]))
-            if number >= len(users):
-                continue
-            between = messages[users[number - 1] + 1 : users[number]]
-            if any(message["role"] != "assistant" for message in between):
-                continue
-            said = self.template.tokenizer.decode(answer["answer_ids"], skip_special_tokens=True)
-            own = {"role": "assistant", "content": said}
-            asked_next = [*question["messages"], own, messages[users[number]]]
-            self._ask(more, at, self.rows[at], asked_next)
-        return more
-
-    def _ask(
-        self, asked: list[Question], at: int, row: Mapping[str, Any], messages: list[Any]
-    ) -> None:
-        """Adds a question, unless it has been asked."""
-        question: dict[str, Any] = {"messages": messages}
-        images = _images_up_to(row, messages)
-        if images:
-            question["images"] = images
-        if row.get("chat_template_kwargs"):
-            question["chat_template_kwargs"] = row["chat_template_kwargs"]
-        name = content_id(question)
-        if name in self.seen:
-            self.report.left_out["duplicates"] += 1
-            return
-        self.seen.add(name)
-        asked.append((at, {"id": name, **question}))
-
     def count(self) -> None:
         """Counts what there is in the end."""
         report = self.report
@@ -247,28 +181,3 @@ class _Run:
             report.num_tokens += len(row["answer_ids"])
             report.num_unfinished += not row["finished"]
         report.num_errors = len(self._without_answer())
-
-
-def _users(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [at for at, message in enumerate(messages) if message["role"] == "user"]
-
-
-def _images_up_to(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns those of a row's column of images whose places are in its first messages.
-
-    All of them where there are not as many places: without places they go into the user's first turn, and what else
-    is wrong is told where the row is read.
-    """
-    images: Any = row.get("images")
-    is_placed = isinstance(images, list) and len(images) == _num_places(row["messages"])
-    if is_placed:
-        return images[: _num_places(messages)]
-    return images
-
-
-def _num_places(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many blocks of images some messages have that are without an image of their own."""
-    contents = [message.get("content") for message in messages]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    images = [block for block in blocks if block["type"] == "image"]
-    return sum(block.keys().isdisjoint(SOURCES) for block in images)

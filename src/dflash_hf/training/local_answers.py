@@ -18,7 +18,6 @@ from dflash_hf.training.answer_rows import (
     TOO_LONG,
     Answer,
     Answering,
-    Question,
     answer_row,
     answers_in,
 )
@@ -26,6 +25,7 @@ from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.collators import POOL_BATCHES, collate, sorted_batches
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.identity import target_identity
+from dflash_hf.training.questions import Questions
 from dflash_hf.training.regenerate import end_tokens, generated, padding_of
 
 
@@ -87,7 +87,7 @@ class LocalAnswers:
         """Returns what tells the target from another one."""
         return target_identity(self.target)
 
-    def answer(self, questions: Sequence[Question], done: Set[str]) -> None:
+    def answer(self, questions: Questions, done: Set[str]) -> None:
         """Answers what is not done, with the other processes.
 
         Args:
@@ -97,19 +97,20 @@ class LocalAnswers:
             ValueError: If the disk is full. What has been answered is kept.
         """
         size = self.settings.batch_size * POOL_BATCHES
-        own: list[list[dict[str, Any]]] = []
+        own: list[range] = []  # questions of each pool
         for start in range(0, len(questions), size):
-            pool = [question for _, question in questions[start : start + size]]
+            pool = range(start, min(start + size, len(questions)))
             if self._num_pools % self.ranks.size == self.ranks.rank:
                 own.append(pool)
-            self._pools |= {question["id"]: self._num_pools for question in pool}
+            self._pools |= {questions.ids[at]: self._num_pools for at in pool}
             self._num_pools += 1
         for pool in own:
-            num_done = sum(question["id"] in done for question in pool)
+            num_done = sum(questions.ids[at] in done for at in pool)
             self.common.progress.expect(len(pool), num_done)
         for pool in own:
-            if any(question["id"] not in done for question in pool):
-                self._answer_pool(pool, done)
+            if any(questions.ids[at] not in done for at in pool):
+                asked = [question for _, question in (questions[at] for at in pool)]
+                self._answer_pool(asked, done)
         self.ranks.wait()
         if self.ranks.rank == 0:
             self._merge()

@@ -15,11 +15,11 @@ from dflash_hf.data.row_files import RowAppender
 from dflash_hf.training.answer_rows import (
     TOO_LONG,
     Answering,
-    Question,
     answer_row,
 )
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import resolved
+from dflash_hf.training.questions import Questions
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
 from dflash_hf.training.server_pool import Job, ServerPool
 
@@ -71,7 +71,7 @@ class ServedAnswers:
         """
         return {"server_model": check_servers(self.servers, self.check)}
 
-    def answer(self, questions: Sequence[Question], done: Set[str]) -> None:
+    def answer(self, questions: Questions, done: Set[str]) -> None:
         """Has those answered that are not done.
 
         Args:
@@ -81,7 +81,7 @@ class ServedAnswers:
             ValueError: If no server answers any more, one makes other prompts than before, or the disk is full. What
                 has been answered is kept.
         """
-        pending = [question for question in questions if question[1]["id"] not in done]
+        pending = [at for at, name in enumerate(questions.ids) if name not in done]
         self.common.progress.expect(len(questions), len(questions) - len(pending))
 
         async def answer() -> None:
@@ -92,17 +92,17 @@ class ServedAnswers:
                 check=self.check.ask,
                 give_up=self._give_up,
             )
-            await pool.run(self._jobs(pending))
+            await pool.run(self._jobs(questions, pending))
 
         if pending:
             with self.answers, self.errors:
                 run_async(answer)
 
-    def _jobs(self, questions: Sequence[Question]) -> Iterator[PromptJob]:
-        """Yields the prompts that are short enough, some at a time."""
+    def _jobs(self, questions: Questions, pending: Sequence[int]) -> Iterator[PromptJob]:
+        """Yields the pending prompts that are short enough, read some at a time."""
         limit = self.settings.max_length
-        for start in range(0, len(questions), CHUNK):
-            part = questions[start : start + CHUNK]
+        for start in range(0, len(pending), CHUNK):
+            part = [questions[at] for at in pending[start : start + CHUNK]]
             folder = self.settings.prompts.parent
             placed = [resolved(question, folder) for _, question in part]
             dataset = ChatDataset(placed, self.common.processing_class, answers=[[]] * len(part))

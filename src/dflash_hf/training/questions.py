@@ -1,0 +1,180 @@
+"""What is asked of prepared conversations, round by round, with no conversation in memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_hf.data.prompt_files import SOURCES
+from dflash_hf.data.row_files import RowFile
+from dflash_hf.errors import require
+from dflash_hf.training.answer_rows import Answering, Question, answers_in
+from dflash_hf.training.conversations import content_id
+
+NO_ANSWERS: Sequence[Mapping[str, Any]] = ()
+
+
+class Questions:
+    """The questions of one round, in the order of their conversations; each is built when it is asked for.
+
+    In memory are its id, the number of its row, and the places of the target's answers that stand in it.
+
+    Args:
+        common ([`Answering`]): The prompts' file, and how they are answered.
+        answers (`RowFile`): The answers that were there when the round began; none in the first one.
+    """
+
+    def __init__(
+        self, common: Answering, answers: RowFile | Sequence[Mapping[str, Any]] = NO_ANSWERS
+    ) -> None:
+        self.ids: list[str] = []
+        self.rows = array("Q")
+        self.answers_before: list[tuple[int, ...]] = []
+        self.common = common
+        self._answers = answers
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Question:
+        at = self.rows[index]
+        question = self.built(self.common.prompts[at], self.answers_before[index])
+        return at, {"id": self.ids[index], **question}
+
+    def add(self, name: str, row: int, answers_before: tuple[int, ...]) -> None:
+        """Adds a question.
+
+        Args:
+            name (`str`): Its id.
+            row (`int`): Of the prompts' file.
+            answers_before (`tuple[int, ...]`): Which rows of the answers' file stand in it, one for each earlier turn.
+        """
+        self.ids.append(name)
+        self.rows.append(row)
+        self.answers_before.append(answers_before)
+
+    def built(self, row: Mapping[str, Any], answers_before: tuple[int, ...]) -> dict[str, Any]:
+        """Returns a row of prompts as a question behind some answers of the target, without an id."""
+        messages = self._messages(row["messages"], answers_before)
+        question: dict[str, Any] = {"messages": messages}
+        images = _images_up_to(row, messages)
+        if images:
+            question["images"] = images
+        if row.get("chat_template_kwargs"):
+            question["chat_template_kwargs"] = row["chat_template_kwargs"]
+        return question
+
+    def _messages(
+        self, messages: list[dict[str, Any]], answers_before: tuple[int, ...]
+    ) -> list[dict[str, Any]]:
+        """The messages up to the turn that is asked, with the target's own answers to the turns before it."""
+        users = _users(messages)
+        if self.common.settings.turns == "last":
+            return messages[: users[-1] + 1]
+        tokenizer = self.common.template.tokenizer
+        asked = messages[: users[0] + 1]
+        for number, place in enumerate(answers_before, 1):
+            ids = self._answers[place]["answer_ids"]
+            said = tokenizer.decode(ids, skip_special_tokens=True)
+            asked += [{"role": "assistant", "content": said}, messages[users[number]]]
+        return asked
+
+
+def first_questions(common: Answering, seen: set[str]) -> Questions:
+    """Returns what is asked of each conversation first, in their order.
+
+    Args:
+        seen (set of `str`): Ids of what has been asked; those of the round are added.
+
+    Raises:
+        ValueError: If a row is no conversation, naming its line.
+    """
+    rows = common.prompts
+    asked = Questions(common)
+    for at, row in enumerate(rows):
+        messages = row.get("messages")
+        is_list = isinstance(messages, list)
+        good = is_list and all(isinstance(m, dict) and "role" in m for m in messages)
+        require(good, f"messages in {rows.where(at)}", row, "run `prepare`")
+        what = f"a turn of the user's in {rows.where(at)}"
+        require(bool(_users(row["messages"])), what, row, "leave the row out")
+        _add_unless_seen(asked, at, row, (), seen)
+    return asked
+
+
+def next_questions(common: Answering, asked: Questions, seen: set[str]) -> Questions:
+    """Returns what is asked behind the answers to the questions of a round; nothing where the last turn is answered.
+
+    Args:
+        asked ([`Questions`]): That round.
+        seen (set of `str`): Ids of what has been asked; those of the round are added.
+    """
+    output = common.settings.output
+    if common.settings.turns == "last" or not output.is_file():
+        return Questions(common)
+    rows = common.prompts
+    more = Questions(common, RowFile(output))
+    places = {
+        answer["id"]: place for place, answer in enumerate(answers_in(output)) if answer["finished"]
+    }
+    for index, name in enumerate(asked.ids):
+        if name not in places:
+            continue
+        at = asked.rows[index]
+        row = rows[at]
+        answers_before = (*asked.answers_before[index], places[name])
+        if _has_turn_behind(row["messages"], len(answers_before)):
+            _add_unless_seen(more, at, row, answers_before, seen)
+    return more
+
+
+def _add_unless_seen(
+    asked: Questions,
+    at: int,
+    row: Mapping[str, Any],
+    answers_before: tuple[int, ...],
+    seen: set[str],
+) -> None:
+    """Adds the question of a row behind some answers, unless it has been asked."""
+    name = content_id(asked.built(row, answers_before))
+    if name in seen:
+        asked.common.report.left_out["duplicates"] += 1
+        return
+    seen.add(name)
+    asked.add(name, at, answers_before)
+
+
+def _users(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Which messages are the user's."""
+    return [at for at, message in enumerate(messages) if message["role"] == "user"]
+
+
+def _has_turn_behind(messages: Sequence[Mapping[str, Any]], num_answered: int) -> bool:
+    """Whether the user says something behind the turns that were answered, with nothing but an answer between them."""
+    users = _users(messages)
+    if num_answered >= len(users):
+        return False
+    between = messages[users[num_answered - 1] + 1 : users[num_answered]]
+    return all(message["role"] == "assistant" for message in between)
+
+
+def _images_up_to(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns those of a row's column of images whose places are in its first messages.
+
+    All of them where there are not as many places: without places they go into the user's first turn, and what else
+    is wrong is told where the row is read.
+    """
+    images: Any = row.get("images")
+    is_placed = isinstance(images, list) and len(images) == _num_places(row["messages"])
+    if is_placed:
+        return images[: _num_places(messages)]
+    return images
+
+
+def _num_places(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many blocks of images some messages have that are without an image of their own."""
+    contents = [message.get("content") for message in messages]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    images = [block for block in blocks if block["type"] == "image"]
+    return sum(block.keys().isdisjoint(SOURCES) for block in images)
