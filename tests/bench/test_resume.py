@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import time
@@ -158,6 +159,34 @@ def test_where_the_files_are_and_what_happens_at_the_end_makes_no_other_run(
     assert (
         pretend(replace(settings, out=moved, resume=True, run_code=True, data_dir=tmp_path)) == []
     )
+
+
+@pytest.mark.parametrize("name", ["made-up.jsonl", "sets/made-up.jsonl"])
+def test_a_run_goes_on_from_another_working_folder(
+    name: str, tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files are named by other relative paths there; a set's name is no path in either."""
+    settings = settings_in(tmp_path)
+    (tmp_path / "sets").mkdir()
+    shutil.copy(settings.data[0], tmp_path / "sets")
+    (tmp_path / "gsm8k").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here = {"target": os.path.relpath(TOY / "target"), "draft": os.path.relpath(TOY / "draft")}
+    begun = replace(settings, out=Path("out"), data=(name,), **here)
+    pretend(begun)
+    known = replace(begun, data=("gsm8k",)).what_matters()["data"]
+    elsewhere = tmp_path / "else" / "where"
+    elsewhere.mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    there = {"target": os.path.relpath(TOY / "target"), "draft": os.path.relpath(TOY / "draft")}
+    gone_on = replace(begun, out=Path("../../out"), data=(f"../../{name}",), resume=True, **there)
+    assert pretend(gone_on) == []
+    assert known == replace(gone_on, data=("gsm8k",)).what_matters()["data"] == ["gsm8k"]
+    # A file that is gone since is still the same one
+    (tmp_path / name).unlink()
+    assert pretend(gone_on) == []
+    with pytest.raises(ValueError, match=r"got another, whose data was .* and is "):
+        pretend(replace(gone_on, data=("../made-up.jsonl",)))
 
 
 def test_a_folder_with_files_is_refused_and_left_as_it_was(

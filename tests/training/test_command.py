@@ -563,6 +563,7 @@ def test_the_bundled_recipes_first_stages_run(data: Path, tmp_path: Path) -> Non
     changed = {"target", "dataset", "output_dir", "threads"}
     changed |= {"num_prompts", "self_prompts", "max_new_tokens"}
     defaults = {item.name: item.default for item in OPTIONS}
+    recipe["feature_cache"] = str(Path(recipe["feature_cache"]).resolve())
     for name in recipe.keys() - changed:
         assert settings.get(name, defaults.get(name)) == recipe[name], name
 

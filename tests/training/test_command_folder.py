@@ -9,11 +9,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from dflash_hf.cli import train_stages
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
 from dflash_hf.cli.train_state import LOCK_FILE, RunState, locked
+from dflash_hf.data import sources
+from dflash_hf.training import prepare as prepare_module
 from helpers.training_command import SMALL, said, train, write_rows
 
 
@@ -123,3 +128,64 @@ def test_a_disk_without_locks_is_said_and_used(
         (tmp_path / "out" / "file").touch()
     assert "No locks available" in caplog.text
     assert (tmp_path / "out" / "file").is_file()
+
+
+def test_a_run_goes_on_from_another_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the conversations and the end of the stage; relative paths are other ones there."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "sets").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ["--dataset", "rows.jsonl", *SMALL, "--stages", "prepare", "--output-dir", "out"]
+    words += ["--feature-cache", "features", "--bench-data", "rows.jsonl,gsm8k"]
+    words += ["--bench-data-dir", "sets"]
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_stages, "split_rows", killed)
+        assert train(*words).exit_code == 130
+    written = tmp_path / "out" / "prepared" / train_stages.EVERY
+    before = written.stat().st_mtime_ns
+    elsewhere = tmp_path / "else" / "where"
+    elsewhere.mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    result = train("--output-dir", "../../out", "--stages", "prepare")
+    assert result.exit_code == 0, said(result)
+    assert written.stat().st_mtime_ns == before
+    settings = yaml.safe_load((tmp_path / "out" / "settings.yaml").read_text())
+    assert settings["dataset"] == [str(rows)]
+    assert settings["feature_cache"] == str(tmp_path / "features")
+    assert settings["bench_data"] == [str(rows), "gsm8k"]
+    assert settings["bench_data_dir"] == str(tmp_path / "sets")
+    assert settings["output_dir"] == str(tmp_path / "out")
+    # As a --config it means the same run, from any folder
+    again = train("--config", "../../out/settings.yaml", "--stages", "prepare")
+    assert said(again).startswith("prepare: done before"), said(again)
+
+
+def test_parts_of_a_killed_run_count_in_another_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "PART_ROWS", 4)
+    words = ["--dataset", "rows.jsonl", *SMALL, "--stages", "prepare", "--output-dir", "out"]
+    made: list[int] = []
+    real = prepare_module.prepare_row
+
+    def prepare_row(values: Any, number: int, rank: int | None, **options: Any) -> dict[str, Any]:
+        made.append(number)
+        if made == [0, 1, 2, 3, 4, 5]:
+            raise KeyboardInterrupt
+        return real(values, number, rank, **options)
+
+    monkeypatch.setattr(prepare_module, "prepare_row", prepare_row)
+    assert train(*words).exit_code == 130
+    del made[:-1]
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert train("--output-dir", "../out", "--stages", "prepare").exit_code == 0
+    assert made == [5, *range(4, 10)]

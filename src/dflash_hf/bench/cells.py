@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dflash_hf.bench.questions import fields_in
+from dflash_hf.bench.sets import set_name
 from dflash_hf.errors import require
 from dflash_hf.pair.loading import check_place
 
@@ -225,7 +226,10 @@ class RunSettings:
                 require(not given, what, asked, "give both, or leave out the option")
 
     def what_matters(self) -> dict[str, Any]:
-        """Returns what makes two runs the same, as plain values: all but the folders, and what to do at the end."""
+        """Returns what makes two runs the same, as plain values: all but the folders, and what to do at the end.
+
+        They are the same in every working folder: paths are whole ones.
+        """
         left_out = ("out", "data_dir", "resume", "run_code")
         plain = {
             item.name: getattr(self, item.name)
@@ -235,6 +239,7 @@ class RunSettings:
         for name in ("target", "draft", "assistant"):
             if plain[name] is not None and Path(plain[name]).exists():
                 plain[name] = str(Path(plain[name]).resolve())
+        plain["data"] = tuple(set_name(name) for name in self.data)
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in plain.items()

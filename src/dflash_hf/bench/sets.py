@@ -23,7 +23,7 @@ from dflash_hf.bench.questions import Question, Score
 from dflash_hf.data.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.data.prompt_files import text_of
 from dflash_hf.data.rows import CONVERSATION, FIX, ImageSource, Row, filled
-from dflash_hf.data.sources import file_rows, hub_rows
+from dflash_hf.data.sources import file_rows, full_name, hub_rows
 from dflash_hf.errors import listed, require, shown
 
 FILES: Final = (".jsonl", ".json", ".parquet")
@@ -385,9 +385,8 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
     if name.endswith(FILES):
         path = Path(name)
         return path.stem, _own(file_rows([path]), path.stem, template)
-    known = {_plain(entry.name): entry for entry in SETS}
-    entry = known.get(_plain(name))
-    if entry is not None and "/" not in name:
+    entry = _known_set(name)
+    if entry is not None:
         what = f"a template only for files and Hub sets of your own, not for {entry.name}"
         require(template is None, what, template, "leave it out, or name the set's file or Hub id")
         return entry.name, _theirs(entry, data_dir)
@@ -402,12 +401,27 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
         config, split = [part or None for part in (*parts, "", "")[:2]]
         return name, _own(hub_rows(path, config, split), name, template)
     hint = f"known are {', '.join(entry.name for entry in SETS)}"
+    known = {_plain(entry.name): entry for entry in SETS}
     near = difflib.get_close_matches(_plain(name), known, n=2, cutoff=0.5)
     if near:
         hint = f"did you mean {' or '.join(known[key].name for key in near)}?"
     raise ValueError(
         f"expected a name of a set, a .jsonl file or a Hub set ORG/NAME, got {shown(name)}; {hint}"
     )
+
+
+def set_name(name: str) -> str:
+    """Returns the name of a set that is right in every working folder: of a file or folder its whole path."""
+    if _known_set(name) is not None:
+        return name
+    return full_name(name)
+
+
+def _known_set(name: str) -> QuestionSet | None:
+    """The set in `SETS` of that name, which is no path."""
+    if "/" in name:
+        return None
+    return {_plain(entry.name): entry for entry in SETS}.get(_plain(name))
 
 
 def _plain(name: str) -> str:

@@ -13,7 +13,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dflash_hf.bench.sets import set_name
 from dflash_hf.checkpoints.names import FormatName
+from dflash_hf.data.sources import FILES, full_name
 from dflash_hf.errors import listed, require
 from dflash_hf.pair.loading import check_place
 
@@ -273,12 +275,16 @@ class TrainSettings:
         """Returns all settings as YAML and JSON have them: what another `--config` could be, from any folder."""
         found = asdict(self)
         arguments = found.pop("arguments")
+        arguments = {name: _resolved_in(name, value) for name, value in arguments.items()}
         for name in ("target", "draft"):
             found[name] = found[name] and _resolved(found[name])
-        found["dataset"] = map(_resolved, self.dataset)
+        for name in ("output_dir", "feature_cache", "bench_data_dir"):
+            found[name] = found[name] and str(Path(found[name]).resolve())
+        found["dataset"] = map(full_name, self.dataset)
+        found["bench_data"] = map(set_name, self.bench_data)
         for name in ("dataset", "server", "bench_data", "formats"):
             found[name] = list(found[name])
-        return {**found, "output_dir": str(self.output_dir), **arguments}
+        return {**found, **arguments}
 
     @property
     def answers_at_once(self) -> int:
@@ -292,6 +298,7 @@ class TrainSettings:
     def asked(self) -> dict[str, Any]:
         """Returns [`plain`] without what is its default."""
         unasked = TrainSettings(target="", output_dir=Path()).plain()
+        del unasked["output_dir"]
         return {
             name: value
             for name, value in self.plain().items()
@@ -311,8 +318,7 @@ class TrainSettings:
         if stage == "run":
             keeps_best = bool(self.arguments.get("load_best_model_at_end"))
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
-            arguments = self.arguments
-            found |= {name: arguments[name] for name in arguments if not name.startswith(how)}
+            found |= {name: plain[name] for name in self.arguments if not name.startswith(how)}
             # Eight processes do what one does that accumulates eight batches.
             accumulated = int(found.pop("gradient_accumulation_steps", 1))
             found[BATCHES_PER_STEP] = num_processes() * accumulated
@@ -320,8 +326,6 @@ class TrainSettings:
 
 
 BATCHES_PER_STEP = "processes x gradient_accumulation_steps"
-# Names of files, which are no ids of the Hub.
-FILES = (".jsonl", ".json", ".parquet", ".txt")
 LEAST = {
     "num_prompts": 1,
     "self_prompts": 0,
@@ -425,6 +429,8 @@ HOW_IT_IS_RUN = (
 )
 # A measurement in between changes nothing, unless the best draft so far is the one that is kept.
 WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
+# Training arguments that are JSON or a file with it.
+MAY_BE_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 OPTIONS = tuple(item for item in fields(TrainSettings) if item.name != "arguments")
 UPLOAD = ("hub_model_id", "hub_private_repo")
 
@@ -472,6 +478,13 @@ def check_resumption(arguments: Mapping[str, Any]) -> None:
     name = "resume_from_checkpoint"
     action = "leave it out: the folder goes on by itself, from its last whole checkpoint"
     require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
+
+
+def _resolved_in(name: str, value: Any) -> Any:
+    """A training argument as it is from any folder: the file of those that may be one."""
+    if name in MAY_BE_FILES and isinstance(value, str):
+        return _resolved(value)
+    return value
 
 
 def _resolved(place: str) -> str:

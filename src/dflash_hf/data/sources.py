@@ -204,6 +204,16 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def full_name(name: str) -> str:
+    """Returns the name of a set of rows that is right in every working folder: of a file or folder its whole path."""
+    if name.endswith(FILES):
+        return str(Path(name).resolve())
+    path, colon, config_and_split = name.partition(":")
+    if Path(path).is_dir():
+        return f"{Path(path).resolve()}{colon}{config_and_split}"
+    return name
+
+
 def open_source(name: str, *, streaming: bool = False) -> Source:
     """Opens a set of rows: a file of one of `FILES`, a folder, or `ORG/NAME:CONFIG:SPLIT` (split `train` by default).
 

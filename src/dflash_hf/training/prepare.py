@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ import torch
 
 from dflash_hf.data.row_files import line_of, write_whole
 from dflash_hf.data.rows import Row
-from dflash_hf.data.sources import Origin, RowMap, open_source
+from dflash_hf.data.sources import Origin, RowMap, full_name, open_source
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import conversation_of, resolved
@@ -155,6 +155,8 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
     what = "none of turns, all, last"
     require(settings.turns in ("all", "last", "none"), what, settings.turns, "choose one of them")
     require(bool(settings.datasets), "data sets to prepare", list(settings.datasets), "name one")
+    # A run that was killed may go on in another working folder
+    settings = replace(settings, datasets=[full_name(name) for name in settings.datasets])
     _check_num_rows(settings.num_rows)
     template = ChatTemplate(processing_class, settings.chat_template_kwargs)
     for name in settings.chat_template_kwargs:  # Jinja takes a name that is misspelt without a word
