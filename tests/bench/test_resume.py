@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import time
 from collections import Counter
@@ -80,6 +81,28 @@ def test_nothing_is_asked_twice(tmp_path: Path, pretend: Pretend) -> None:
         "two 2",
     ]
     assert pretend(replace(settings, resume=True)) == []
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, pretend: Pretend) -> None:
+    """A piece of the batch that had no room stands there; it is asked again."""
+    whole = settings_in(tmp_path, methods=("plain",), out=tmp_path / "whole")
+    pretend(whole)
+    settings = settings_in(tmp_path, methods=("plain",))
+    size = (whole.out / "answers-plain.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(name: str, texts: list[str]) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+
+    sentence = r"^expected to write to .*answers-plain\.jsonl, got File too large; make room"
+    try:
+        with pytest.raises(ValueError, match=sentence):
+            pretend(settings, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    asked = pretend(replace(settings, resume=True))
+    assert 0 < len([texts for _, texts in asked if texts != ["and then?"]]) < 8
+    assert counts_in(settings.out) == counts_in(whole.out)
 
 
 def test_a_batch_that_is_there_in_part_is_asked_again_as_a_whole(

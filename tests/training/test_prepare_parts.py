@@ -2,18 +2,21 @@
 
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
+from transformers import AutoProcessor
 
 from dflash_hf.data import sources
 from dflash_hf.training import PrepareSettings, load_rows
 from dflash_hf.training import prepare as module
 from dflash_hf.training.prepare import prepare, split_rows
+from helpers.processors import published_folder
 from helpers.templates import FAMILIES
 
 NUM_ROWS = 24
@@ -73,7 +76,7 @@ def names(folder: Path) -> list[str]:
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
+def largest_file(size: int) -> Generator[None]:
     """Has a write behind that many bytes of a file fail, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -206,6 +209,47 @@ def test_a_full_disk_of_the_cache_is_a_sentence(tmp_path: Path, smollm2: Any) ->
     with largest_file(64), pytest.raises(ValueError, match=sentence):
         prepare(asked(tmp_path / "out", source), smollm2)
     assert names(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_full_disk_of_images_makes_no_bad_row(tmp_path: Path, streaming: bool) -> None:
+    """A row that has no room for its image is not one to be skipped."""
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+    features = {
+        "prompt": datasets.Value("string"),
+        "completion": datasets.Value("string"),
+        "images": [datasets.Image()],
+    }
+    rows = {
+        "prompt": ["q", "p"],
+        "completion": ["a", "b"],
+        "images": [[], [Image.effect_noise((240, 160), 99)]],
+    }
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    table.to_parquet(str(tmp_path / "in.parquet"))
+    settings = asked(
+        tmp_path / "out", tmp_path / "in.parquet", streaming=streaming, skip_bad_rows=True
+    )
+    sources.open_source(str(tmp_path / "in.parquet"))  # what `datasets` keeps of it is there
+    sentence = r"^expected to write to .*, got File too large; make room and run it again"
+    with largest_file(20_000), pytest.raises(ValueError, match=sentence):
+        prepare(settings, processor)
+    assert not settings.output.exists()
+    assert list((tmp_path / "out" / "images").iterdir()) == []
+    report = prepare(settings, processor)
+    assert (report.num_kept, report.left_out) == (2, {})
+
+
+def test_a_row_beyond_the_memory_is_no_bad_row(
+    tmp_path: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(module, "conversation_of", full)
+    source = write(tmp_path / "in.jsonl", lines())
+    with pytest.raises(MemoryError):
+        prepare(asked(tmp_path / "out", source, skip_bad_rows=True), smollm2)
 
 
 def test_a_line_of_other_bytes_is_named(tmp_path: Path, smollm2: Any) -> None:

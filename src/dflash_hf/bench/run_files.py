@@ -20,7 +20,14 @@ from typing import Any
 from dflash_hf.bench.answers import Answer, Which
 from dflash_hf.bench.cells import Cell
 from dflash_hf.bench.questions import Key, Question
-from dflash_hf.data.row_files import line_of, parsed, parsed_object, write_rows, write_whole
+from dflash_hf.data.row_files import (
+    line_of,
+    parsed,
+    parsed_object,
+    unwritten,
+    write_rows,
+    write_whole,
+)
 from dflash_hf.errors import listed, one_line, require, shown
 
 logger = logging.getLogger(__name__)
@@ -121,13 +128,20 @@ class RunFolder:
         """Writes a batch's answers, so that they are there whatever happens to the process next.
 
         Where the machine may fail, those of the last second are asked again: waiting for the disk takes milliseconds.
+
+        Raises:
+            ValueError: If the disk is full. What was written before counts.
         """
-        with self.answers_file(model_id).open("ab") as file:
-            file.write("".join(line_of(answer.to_dict()) for answer in answers).encode())
-            file.flush()
-            if time.monotonic() - self._synced.get(model_id, 0.0) >= SECONDS_BETWEEN_SYNCS:
-                os.fsync(file.fileno())
-                self._synced[model_id] = time.monotonic()
+        path = self.answers_file(model_id)
+        try:
+            with path.open("ab") as file:
+                file.write("".join(line_of(answer.to_dict()) for answer in answers).encode())
+                file.flush()
+                if time.monotonic() - self._synced.get(model_id, 0.0) >= SECONDS_BETWEEN_SYNCS:
+                    os.fsync(file.fileno())
+                    self._synced[model_id] = time.monotonic()
+        except OSError as error:
+            raise unwritten(path, error) from error
 
     def read(self, model_id: str) -> dict[Which, Answer]:
         """Returns all answers of a cell that can be read, of whatever process."""

@@ -123,8 +123,12 @@ def store_image(data: bytes, folder: Path) -> Path:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / f".{path.name}.{os.getpid()}"
-        scratch.write_bytes(data)
-        os.replace(scratch, path)
+        try:
+            scratch.write_bytes(data)
+            os.replace(scratch, path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
     return path
 
 

@@ -101,7 +101,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise _unwritten(path, error) from error
+        raise unwritten(path, error) from error
 
 
 class RowAppender:
@@ -139,11 +139,11 @@ class RowAppender:
             file = self._files[0]
             written = file.write(line)
         except OSError as error:
-            raise _unwritten(self.path, error) from error
+            raise unwritten(self.path, error) from error
         if written < len(
             line
         ):  # of a disk that has just become full; whoever goes on leaves the part out
-            raise _unwritten(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            raise unwritten(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync(file)
 
@@ -151,11 +151,12 @@ class RowAppender:
         try:
             os.fsync(file.fileno())
         except OSError as error:
-            raise _unwritten(self.path, error) from error
+            raise unwritten(self.path, error) from error
         self._synced = time.monotonic()
 
 
-def _unwritten(path: Path, error: OSError) -> ValueError:
+def unwritten(path: Path, error: OSError) -> ValueError:
+    """Returns the sentence for rows that a disk has no room for."""
     return ValueError(
         f"expected to write to {path}, got {one_line(error.strerror)}; make room and run it again: it goes on"
     )

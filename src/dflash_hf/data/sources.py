@@ -116,7 +116,11 @@ class Source:
         if self.is_streamed:
             filled_lines = self._numbered()
             for number, values in islice(filled_lines, num_rows):
-                yield row_map.function(values, number, None, **row_map.options)
+                try:
+                    made = row_map.function(values, number, None, **row_map.options)
+                except OSError as error:
+                    raise _no_room(error, row_map.folder) from error
+                yield made
             return
         stop = len(self.table)
         if num_rows is not None:
@@ -413,7 +417,7 @@ def _unread(called: str, error: BaseException) -> ValueError:
             return ValueError(_no_text(Path(called), cause))
         if isinstance(cause, ValueError) and str(cause).startswith("expected "):
             return cause
-        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+        if isinstance(cause, OSError) and is_no_room(cause):
             return _no_room(cause, Path(_datasets(called).config.HF_DATASETS_CACHE))
     if Path(called).is_file():
         action = FIX_FILE
@@ -443,6 +447,11 @@ def _no_text(path: Path, error: UnicodeDecodeError) -> str:
                 error = found
                 break
     return f"expected UTF-8 in {where}, got other bytes ({one_line(error)}); save it as UTF-8"
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether an error says that a disk is full."""
+    return isinstance(error, OSError) and error.errno in NO_ROOM
 
 
 def _no_room(error: OSError, folder: Path) -> ValueError:

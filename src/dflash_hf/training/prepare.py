@@ -21,7 +21,7 @@ import torch
 
 from dflash_hf.data.row_files import line_of, write_whole
 from dflash_hf.data.rows import Row
-from dflash_hf.data.sources import Origin, RowMap, full_name, open_source
+from dflash_hf.data.sources import Origin, RowMap, full_name, is_no_room, open_source
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import conversation_of, resolved
@@ -288,6 +288,7 @@ def prepare_row(
 
     Raises:
         ValueError: If the row is malformed, and bad rows are not to be skipped; naming it.
+        OSError: If the disk has no room for an image of the row.
     """
     if rank is not None:
         torch.set_num_threads(1)  # a core each
@@ -298,7 +299,11 @@ def prepare_row(
     made["where"] = row.where
     try:
         made |= _made(row, settings, processing_class)
+    except MemoryError:
+        raise
     except Exception as error:  # a template or an image may refuse it in any way
+        if is_no_room(error):  # for an image of the row, which is as good as others
+            raise
         sentence = _sentence(error, row.where)
         if not settings.skip_bad_rows:
             raise ValueError(f"{sentence}, or leave such rows out with --skip-bad-rows") from error
