@@ -70,7 +70,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 # Of the bare forwards: behind the first repeat, and behind every prompt of the others.
-FLOOR_SAMPLES, SAMPLES_BESIDE = 10, 2
+FLOOR_SAMPLES = 10
+SAMPLES_BESIDE = 2
 BUSY_EXIT = 3
 
 DECODE_COLUMNS: list[Column] = [
@@ -169,7 +170,8 @@ def choose_methods(pair: Pair, names: str) -> list[Method]:
         typer.BadParameter: If a name is not known.
     """
     asked = names.replace(",", " ").split()
-    if unknown := sorted(set(asked) - set(METHODS)):
+    unknown = sorted(set(asked) - set(METHODS))
+    if unknown:
         raise typer.BadParameter(f"expected methods among {METHODS}, got {unknown}; leave them out")
     if pair.takes_pictures:
         for name in WITHOUT_PICTURES.keys() & asked:
@@ -182,7 +184,8 @@ def choose_methods(pair: Pair, names: str) -> list[Method]:
             known[STOCK_STATIC.name] = STOCK_STATIC
         except ValueError as error:
             logger.warning("leaving out %s: %s", STOCK_STATIC.name, error)
-    if "zlab" in asked and (zlab := zlab_method(pair)) is not None:
+    zlab = zlab_method(pair) if "zlab" in asked else None
+    if zlab is not None:
         known["zlab"] = zlab
     return [known[name] for name in METHODS if name in asked and name in known]
 
@@ -192,7 +195,9 @@ def groups_of_prompts(pair: Pair, batch: int, prompts: int) -> list[tuple[str, i
 
     There are fewer where prompts run out; a first group that is too large repeats some, which is logged.
     """
-    kinds = [*pair.kinds, MIXED] if batch > 1 and pair.takes_pictures else list(pair.kinds)
+    kinds = list(pair.kinds)
+    if batch > 1 and pair.takes_pictures:
+        kinds.append(MIXED)
     for kind in kinds:
         if pair.count(kind) < batch:
             logger.warning(
@@ -272,9 +277,8 @@ def decode_record(
             for name, part in pooled.items()
             if part.runs
         ]
-    floors = [
-        row for forwards in bare.values() if (row := floor_row(rows, forwards, busy)) is not None
-    ]
+    compared = [floor_row(rows, forwards, busy) for forwards in bare.values()]
+    floors = [row for row in compared if row is not None]
     show("Decoding", rows, DECODE_COLUMNS)
     show(
         "Ours against its bare forwards and the others (medians of this run)", floors, FLOOR_COLUMNS
@@ -315,8 +319,11 @@ def sampling_record(
 ) -> dict[str, list[Row]]:
     """Returns and prints the rows of `--sampling`."""
     rows: list[Row] = []
+    kinds = ["all"]
+    if len(pair.kinds) > 1:
+        kinds = [*pair.kinds, "all"]
     for (method, temperature), tagged in runs.items():
-        for kind in [*pair.kinds, "all"] if len(pair.kinds) > 1 else ["all"]:
+        for kind in kinds:
             chosen = [outcome for tag, outcome in tagged if kind in ("all", tag)]
             rows.append(sampling_row(pair, method, temperature, kind, chosen, busy))
     show("Acceptance when sampling", rows, SAMPLING_COLUMNS)
@@ -371,9 +378,11 @@ def main(
         raise typer.BadParameter(
             "expected --random or --pair vision, got both; random weights answer random texts"
         )
-    sizes, heat = numbers(batch, int), numbers(temperatures, float)
+    sizes = numbers(batch, int)
+    heat = numbers(temperatures, float)
     watch = LoadWatch()
-    if not force and (load := watch.sample()) is not None and load > MAX_BUSY_CORES:
+    load = None if force else watch.sample()
+    if load is not None and load > MAX_BUSY_CORES:
         typer.echo(
             f"expected a quiet machine (at most {MAX_BUSY_CORES} cores busy), got {load:.2f} busy; wait, or pass "
             "--force for numbers that are not for the record",
@@ -384,19 +393,29 @@ def main(
     if random is not None:
         pair = random_pair(random.value, DTYPES[dtype], place, block_size)
     else:
-        vision, folder = pair_name is BundledPair.vision, BUNDLED[pair_name]
-        target, draft = target or folder / "target", draft or folder / "draft"
+        folder = BUNDLED[pair_name]
+        target = target or folder / "target"
+        draft = draft or folder / "draft"
+        vision = pair_name is BundledPair.vision
         pair = load_pair(target, draft, DTYPES[dtype], place, block_size, vision=vision)
-    chosen = [] if sampling else choose_methods(pair, methods)
-    watch.start()
     if sampling:
+        name = "sampling"
+        watch.start()
         runs = run_sampling(pair, heat, prompts, repeats, max_new_tokens, seed)
     else:
+        name = "decode"
+        chosen = choose_methods(pair, methods)
+        watch.start()
         options = Options(max_new_tokens=max_new_tokens)
         groups, bare = run_decode(pair, chosen, sizes, prompts, repeats, options, seed)
     watch.stop()
     quiet = not force and watch.is_quiet()
-    name = ("sampling" if sampling else "decode") + ("_vision" if pair.takes_pictures else "")
+    if sampling:
+        rows = sampling_record(pair, runs, not quiet)
+    else:
+        rows = decode_record(pair, groups, bare, not quiet)
+    if pair.takes_pictures:
+        name += "_vision"
     facts = {"benchmark": name, "pair": pair.name, "max_new_tokens": max_new_tokens}
     facts |= {
         "prompts_per_kind": prompts,
@@ -404,11 +423,6 @@ def main(
         "load": watch.to_dict(),
         **provenance(place),
     }
-    rows = (
-        sampling_record(pair, runs, not quiet)
-        if sampling
-        else decode_record(pair, groups, bare, not quiet)
-    )
     finish({"provenance": facts, **rows}, out or RESULTS / f"{name}.json", quiet)
 
 

@@ -94,8 +94,10 @@ def main(
 ) -> None:
     """Compare acceptance with and without FP8, emulated."""
     pair = load_pair(target, draft, dtype, "cpu")
-    options, config = pair[1].generation_config, pair[1].config
-    options.num_tree_nodes, options.verify_width = 0, config.num_proposals(config.block_size) + 1
+    options = pair[1].generation_config
+    config = pair[1].config
+    options.num_tree_nodes = 0
+    options.verify_width = config.num_proposals(config.block_size) + 1
     chosen = read_prompts(prompts)[:num]
     with (
         mock.patch.object(float8, "scaled_linear", Emulated()),

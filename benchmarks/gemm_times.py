@@ -19,10 +19,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from harness.machine import RESULTS, provenance
-from harness.rates import copy_bandwidth, milliseconds
+from harness.rates import milliseconds
 from harness.report import Column, finish, may_write, show, write
 from harness.rows import Row, percentiles
-from harness.shapes import SHAPES, Shape, tiny
+from harness.shapes import SHAPES, Shape, shape_of
+from harness.trial import bandwidth_of, check_device, device_of, dtype_of
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -135,19 +136,18 @@ def main(
     ] = None,
 ) -> None:
     """Time the products of a step; definitions in benchmarks/README.md."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not is_tiny and device.type != "cuda":
-        raise typer.BadParameter(
-            "expected a CUDA device, got none; pass --tiny to try the script without one"
-        )
+    device = device_of()
+    check_device(device, is_tiny)
     if model not in SHAPES:
         raise typer.BadParameter(
             f"expected a model among {', '.join(SHAPES)}, got {model!r}; choose one of them"
         )
-    shape = tiny(SHAPES[model]) if is_tiny else SHAPES[model]
-    dtype = torch.float32 if is_tiny else torch.bfloat16
-    cold_bytes = 2**12 if is_tiny else COLD_BYTES
-    bandwidth = copy_bandwidth(device, 2**16 if is_tiny else 2**30)
+    shape = shape_of(model, is_tiny)
+    dtype = dtype_of(is_tiny)
+    cold_bytes = COLD_BYTES
+    if is_tiny:
+        cold_bytes = 2**12
+    bandwidth = bandwidth_of(device, is_tiny)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "gemm.json"
     facts: dict[str, Any] = {
         "benchmark": "gemm",

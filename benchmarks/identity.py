@@ -29,6 +29,7 @@ from harness.methods import PLAIN, measure, ours_on
 from harness.pair import TOY, Inputs, Pair, load_pair, random_pair
 from harness.report import Column, finish, show
 from harness.rows import Row
+from harness.trial import device_of
 
 from dflash_hf import free_buffers
 from dflash_hf.bench.cells import Options
@@ -52,7 +53,9 @@ COLUMNS: list[Column] = [
 
 def engines_for(device: torch.device) -> tuple[str, ...]:
     """Returns the engines that run on a device, by the names that `ours_on` takes."""
-    return ("static", "eager", "cuda_graph") if device.type == "cuda" else ("static", "eager")
+    if device.type == "cuda":
+        return ("static", "eager", "cuda_graph")
+    return ("static", "eager")
 
 
 def keeps(found: Agreement) -> bool:
@@ -155,12 +158,11 @@ def main(
         raise typer.BadParameter(
             f"expected a dtype among {sorted(DTYPES)}, got {dtype!r}; choose one of them"
         )
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    pair = (
-        load_pair(TOY / "target", TOY / "draft", DTYPES[dtype], place)
-        if random is None
-        else random_pair(random, DTYPES[dtype], place)
-    )
+    place = device_of(device)
+    if random is None:
+        pair = load_pair(TOY / "target", TOY / "draft", DTYPES[dtype], place)
+    else:
+        pair = random_pair(random, DTYPES[dtype], place)
     rows: list[Row] = []
     for size in (int(part) for part in batch.replace(",", " ").split()):
         groups = [

@@ -21,11 +21,12 @@ import torch
 import typer
 from harness.kernel_cases import Case, Sizes, all_cases
 from harness.machine import RESULTS, provenance
-from harness.rates import copy_bandwidth, milliseconds
+from harness.rates import milliseconds
 from harness.report import Column, finish, may_write, show, write
 from harness.roofline import verdict
 from harness.rows import Row, percentiles
 from harness.sweep import sweep
+from harness.trial import bandwidth_of, check_device, device_of, dtype_of
 
 TINY = Sizes(heads=4, groups=2, size=16, width=4, layers=2, hidden=48, mlp=80, vocab=4100)
 # Several times what an H200 keeps in its cache.
@@ -70,7 +71,8 @@ def difference(case: Case, name: str) -> str | None:
 
     Bounds are a unit in the last place of the greatest value: sums run in another order and weights are rounded.
     """
-    ours, wanted = case.make(0), case.make(0)
+    ours = case.make(0)
+    wanted = case.make(0)
     found = case.results(case.ways[name](ours), ours)
     reference = case.results(case.ways["reference"](wanted), wanted)
     for index, (a, b) in enumerate(zip(found, reference, strict=True)):
@@ -87,12 +89,17 @@ def difference(case: Case, name: str) -> str | None:
 
 def measure(case: Case, bandwidth: float, device: torch.device, calls: int) -> Row:
     """Times every way of a case over inputs that are cold."""
-    copies = min(calls, max(1, -(-COLD_BYTES // case.num_bytes))) if device.type == "cuda" else 1
+    copies = 1
+    if device.type == "cuda":
+        copies = min(calls, max(1, -(-COLD_BYTES // case.num_bytes)))
     inputs = [case.make(seed) for seed in range(copies)]
     microseconds: dict[str, dict[str, float | None]] = {}
     errors = dict(case.unavailable)
     for name, way in case.ways.items():
-        if name not in ("kernel", "reference") and (why := _failure(case, name)):
+        why = None
+        if name not in ("kernel", "reference"):
+            why = _failure(case, name)
+        if why is not None:
             errors[name] = why
             continue
         # The reference of a long context needs many times the kernel's memory and time.
@@ -106,7 +113,9 @@ def measure(case: Case, bandwidth: float, device: torch.device, calls: int) -> R
         for n, t in microseconds.items()
         if n not in ("kernel", "reference") and t["p50"]
     }
-    best = min(libraries, key=lambda name: libraries[name] or 0.0) if libraries else "reference"
+    best = "reference"
+    if libraries:
+        best = min(libraries, key=lambda name: libraries[name] or 0.0)
     best_us = microseconds[best]["p50"]
     assert best_us is not None
     rate = case.num_bytes / (ours / 1e6)
@@ -198,15 +207,17 @@ def main(
     ] = None,
 ) -> None:
     """Time the kernels at Qwen3-8B's shapes; definitions in benchmarks/README.md."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not tiny and device.type != "cuda":
-        raise typer.BadParameter(
-            "expected a CUDA device, got none; pass --tiny to try the script without one"
-        )
-    sizes, dtype = (TINY, torch.float32) if tiny else (Sizes(), torch.bfloat16)
+    device = device_of()
+    check_device(device, tiny)
+    sizes = Sizes()
+    dtype = dtype_of(tiny)
+    calls = CALLS
     batches, contexts = ([int(part) for part in text.split(",")] for text in (batch, context))
     if tiny:
-        batches, contexts = batches[:1], [24]
+        sizes = TINY
+        calls = 2
+        batches = batches[:1]
+        contexts = [24]
     cases = all_cases(sizes, batches, contexts, dtype, device)
     cells = [
         (int(a), int(b)) for a, _, b in (cell.partition("x") for cell in swept.split(",") if cell)
@@ -228,11 +239,10 @@ def main(
         "sweep": [],
     }
     with torch.inference_mode():
-        facts["copy_bytes_per_second"] = bandwidth = copy_bandwidth(
-            device, 2**16 if tiny else 2**30
-        )
+        bandwidth = bandwidth_of(device, tiny)
+        facts["copy_bytes_per_second"] = bandwidth
         for case in cases:
-            row, why = row_or_reason(case, bandwidth, device, 2 if tiny else CALLS)
+            row, why = row_or_reason(case, bandwidth, device, calls)
             if row is None:
                 wrong.append(
                     {

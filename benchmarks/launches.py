@@ -38,7 +38,7 @@ from harness.machine import provenance
 from harness.pair import Pair
 from harness.report import Column, show, write
 from harness.roofline import step_work
-from harness.shapes import SHAPES, Shape, draft_config, target_config, tiny
+from harness.shapes import SHAPES, Shape, draft_config, shape_of, target_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -54,11 +54,14 @@ from dflash_hf.generation.static_step import StaticStep
 from helpers import pretended_gpu as pretended
 
 TEMPERATURE = 0.7
-PROMPT, NEW, NEW_LONG = 500, 2048, 32768
+PROMPT = 500
+NEW = 2048
+NEW_LONG = 32768
 PARTS = ("draft", "verify", "decide")
 COLUMNS: list[Column] = [(name, name) for name in ("operation", "calls", "kernels", *PARTS)]
 # What the pretended GPU leaves out, and is counted here.
-_write_rows, _commit_first = RaggedLayer.write_rows, prefill._commit_first
+_write_rows = RaggedLayer.write_rows
+_commit_first = prefill._commit_first
 
 
 @contextmanager
@@ -93,7 +96,8 @@ def count_step(run: Run, vocab_size: int) -> CountLaunches:
 
 def host_reads(target: Any, draft: Any, prompt: int) -> int:
     """Returns how often a prefill reads a tensor of the device's, from its beginning to the first token's commit."""
-    num, numbers = 0, WeakIdKeyDictionary()
+    num = 0
+    numbers = WeakIdKeyDictionary()
 
     class Counted(pretended.Answers):
         """Answers, and counts the questions; what is on the host is computed, and the mask is all ones there."""
@@ -147,7 +151,9 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 
 
 def _nested(shape: tuple[int, ...], value: int) -> Any:
-    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
+    if not shape:
+        return value
+    return [_nested(shape[1:], value) for _ in range(shape[0])]
 
 
 def num_captures(run: Run) -> int:
@@ -177,10 +183,8 @@ def measure(
     """Counts everything of one case; returns what the last line holds, and the rows of the table."""
     is_sampled = bool(warpers)
     with pretended.pretended_gpu():
-        target, draft = (
-            pretended.build_target(target_config(shape)),
-            pretended.build_draft(draft_config(shape)),
-        )
+        target = pretended.build_target(target_config(shape))
+        draft = pretended.build_draft(draft_config(shape))
         draft.generation_config.num_tree_nodes = num_tree_nodes
         draft.generation_config.draft_dtype = draft_dtype
         if shape.experts:
@@ -234,10 +238,14 @@ def main(
         raise typer.BadParameter(
             f"expected one of {', '.join(SHAPES)}, got {shape}; name one of them"
         )
-    warpers: list[Any] = [TemperatureLogitsWarper(TEMPERATURE)] if sample or top_k or top_p else []
-    warpers += [TopKLogitsWarper(top_k)] if top_k else []
-    warpers += [TopPLogitsWarper(top_p)] if top_p else []
-    sizes = tiny(SHAPES[shape]) if is_tiny else SHAPES[shape]
+    warpers: list[Any] = []
+    if sample or top_k or top_p:
+        warpers.append(TemperatureLogitsWarper(TEMPERATURE))
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p:
+        warpers.append(TopPLogitsWarper(top_p))
+    sizes = shape_of(shape, is_tiny)
     found, rows = measure(sizes, batch, context, warpers, num_tree_nodes, draft_dtype)
     case = {
         "shape": shape,
@@ -261,7 +269,9 @@ def main(
         COLUMNS,
     )
     if out is not None:
-        before = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+        before: list[Any] = []
+        if out.exists():
+            before = json.loads(out.read_text(encoding="utf-8"))["rows"]
         write({"rows": [*before, record]}, out)
     print(json.dumps(record), flush=True)
 

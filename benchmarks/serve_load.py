@@ -180,10 +180,12 @@ def server(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
             stderr=stream,
         )
     try:
-        while not (found := re.search(r"is served at (\S+)", log.read_text())):
+        found = re.search(r"is served at (\S+)", log.read_text())
+        while found is None:
             if process.poll() is not None:
                 raise RuntimeError(f"expected a server, got {log.read_text()}; see why it ended")
             time.sleep(0.1)
+            found = re.search(r"is served at (\S+)", log.read_text())
         yield process, found[1]
     finally:
         process.kill()

@@ -36,6 +36,7 @@ from harness.pair import Inputs, Pair
 from harness.report import Column, finish, may_write, show, write
 from harness.rows import Row
 from harness.shapes import SHAPES, Shape, build_pair, tiny
+from harness.trial import check_device, device_of, dtype_of
 from identity import alone, keeps, real_tokens
 
 from dflash_hf.bench.cells import Options
@@ -252,14 +253,15 @@ def main(
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not is_tiny and place.type != "cuda":
-        raise typer.BadParameter(
-            f"expected a CUDA device for Qwen3-8B's sizes, got {place}; pass --tiny on a CPU"
-        )
-    shape = tiny(SHAPES["qwen3-8b"]) if is_tiny else smoke_shape()
-    dtype = torch.float32 if is_tiny else torch.bfloat16
-    pair = build_pair("qwen3-8b", shape, dtype, place, lengths=(20, 24) if is_tiny else (480, 512))
+    place = device_of(device)
+    check_device(place, is_tiny)
+    shape = smoke_shape()
+    lengths = (480, 512)
+    if is_tiny:
+        shape = tiny(SHAPES["qwen3-8b"])
+        lengths = (20, 24)
+    dtype = dtype_of(is_tiny)
+    pair = build_pair("qwen3-8b", shape, dtype, place, lengths=lengths)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "smoke.json"
     facts = {"benchmark": "smoke", "is_tiny": is_tiny, "dtype": pair.dtype, "layers": shape.layers}
     record: dict[str, Any] = {"provenance": {**facts, **provenance(place)}, "rows": []}

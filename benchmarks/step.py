@@ -48,11 +48,11 @@ from harness.methods import (
     zlab_method,
 )
 from harness.pair import Pair
-from harness.rates import copy_bandwidth, product_rate
+from harness.rates import product_rate
 from harness.report import finish, may_write, show, write
 from harness.roofline import memory_needed
 from harness.rows import Group, Row
-from harness.shapes import SHAPES, build_pair, tiny
+from harness.shapes import SHAPES, build_pair, shape_of
 from harness.stages import measure_stages
 from harness.step_options import (
     CELLS,
@@ -66,6 +66,7 @@ from harness.step_options import (
     parse_names,
 )
 from harness.step_rows import SHORT, floor_rows, method_row, stage_row
+from harness.trial import bandwidth_of, check_device, device_of, dtype_of
 
 from dflash_hf import free_buffers
 from dflash_hf.bench.cells import Options
@@ -164,15 +165,29 @@ class Bench:
         return True
 
 
+def usable_memory(device: torch.device, gib: float | None) -> int | None:
+    """Returns the bytes that a cell may need: those asked for, else most of the device; `None` if it does not say."""
+    if gib is not None:
+        return int(gib * 2**30)
+    total = total_memory(device)
+    if total is None:
+        return None
+    return int(total * USABLE)
+
+
 def widths_for(batch: int, block: int) -> list[int]:
     """Returns the verify widths worth a measurement: narrower ones where a wide verify is bound by compute."""
-    shares = (1.0,) if batch < 4 else (1.0, 0.5) if batch < 16 else (1.0, 0.5, 0.375)
+    shares = [1.0]
+    if batch >= 4:
+        shares.append(0.5)
+    if batch >= 16:
+        shares.append(0.375)
     return [max(2, round(block * share)) for share in shares]
 
 
 def run_model(bench: Bench, model: str, save: Any) -> None:
     """Builds a model and its draft and measures all cells; `save` is called after each."""
-    shape = tiny(SHAPES[model]) if bench.is_tiny else SHAPES[model]
+    shape = shape_of(model, bench.is_tiny)
     if bench.is_late():
         bench.skip(model, None, "all", "no time left")
         return
@@ -193,11 +208,17 @@ def run_model(bench: Bench, model: str, save: Any) -> None:
     if not fitting:
         return
     pair = build_pair(model, shape, bench.dtype, bench.device, block_size=bench.block_size)
-    bench.weights[model], bench.draft_sources[model] = needed, shape.draft_source
-    zlab = zlab_method(pair) if "zlab" in bench.methods and not shape.takes_pictures else None
+    bench.weights[model] = needed
+    bench.draft_sources[model] = shape.draft_source
+    zlab = None
+    if "zlab" in bench.methods and not shape.takes_pictures:
+        zlab = zlab_method(pair)
     for cell in fitting:
         batch, context = cell
-        pair.random_lengths = (context if batch == 1 else context - context // 16, context)
+        shortest = context
+        if batch > 1:
+            shortest = context - context // 16
+        pair.random_lengths = (shortest, context)
         run_methods(bench, model, pair, cell, methods_for(bench, model, pair, cell, zlab))
         run_stages(bench, model, pair, cell)
         run_experiments(bench, model, pair, cell)
@@ -266,7 +287,10 @@ def run_methods(
             bench.skip(model, cell, method.name, "no time left")
             continue
         is_ours = method.name.startswith("ours")
-        options = Options(max_new_tokens=bench.ours_tokens if is_ours else bench.new_tokens)
+        new_tokens = bench.new_tokens
+        if is_ours:
+            new_tokens = bench.ours_tokens
+        options = Options(max_new_tokens=new_tokens)
         free_buffers(pair.draft)
         group = Group()
         try:
@@ -281,9 +305,10 @@ def run_methods(
             release(pair)
             continue
         stats = pair.draft.last_stats
+        engine = None
         if is_ours:
             width = stats.num_proposed + 1  # the defaults' is not known before
-        engine = stats.engine if is_ours else None
+            engine = stats.engine
         bench.rows.append(method_row(pair, model, method.name, width, cell, group, engine))
 
 
@@ -293,7 +318,9 @@ def run_stages(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
     options = Options(max_new_tokens=bench.new_tokens)
     widths: list[int | None] = [None, *(bench.widths or widths_for(cell[0], pair.block_size))]
     for width in widths:
-        what = "parts of the defaults" if width is None else f"parts at width {width}"
+        what = f"parts at width {width}"
+        if width is None:
+            what = "parts of the defaults"
         if bench.is_late():
             bench.skip(model, cell, what, "no time left")
             continue
@@ -417,35 +444,44 @@ def main(
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not is_tiny and place.type != "cuda":
-        raise typer.BadParameter(
-            f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU"
-        )
+    place = device_of(device)
+    check_device(place, is_tiny)
     names = parse_names(models, tuple(SHAPES))
-    chosen = parse_cells(cells) if cells else [(1, 32), (8, 32)] if is_tiny else CELLS
-    total = total_memory(place) if memory_gib is None else round(memory_gib * 2**30 / USABLE)
-    dtype = torch.float32 if is_tiny else torch.bfloat16
-    length = new_tokens or (9 if is_tiny else 49)
+    chosen = cells_of(cells, CELLS)
+    dtype = dtype_of(is_tiny)
+    length = new_tokens or 49
+    length_of_ours = ours_tokens or 129
+    product_size = 8192
+    if is_tiny:
+        length = new_tokens or 9
+        length_of_ours = ours_tokens or length
+        product_size = 64
+        chosen = cells_of(cells, [(1, 32), (8, 32)])
+    asked_methods: list[str] = []
+    if methods != "none":
+        asked_methods = parse_names(methods, METHODS)
+    asked_widths = None
+    if widths is not None:
+        asked_widths = [int(part) for part in widths.replace(",", " ").split()]
     bench = Bench(
         device=place,
         dtype=dtype,
         is_tiny=is_tiny,
         cells=chosen,
-        methods=[] if methods == "none" else parse_names(methods, METHODS),
-        widths=None if widths is None else [int(part) for part in widths.replace(",", " ").split()],
+        methods=asked_methods,
+        widths=asked_widths,
         new_tokens=length,
-        ours_tokens=ours_tokens or (length if is_tiny else 129),
+        ours_tokens=length_of_ours,
         repeats=repeats,
         samples=samples,
         block_size=block_size,
-        compile_cells=parse_cells(compile_at) if compile_at else chosen,
-        memory=None if total is None else int(total * USABLE),
+        compile_cells=cells_of(compile_at, chosen),
+        memory=usable_memory(place, memory_gib),
         deadline=started + budget,
-        bandwidth=copy_bandwidth(place, 2**16 if is_tiny else 2**30),
+        bandwidth=bandwidth_of(place, is_tiny),
         experiments=chosen_experiments(experiments),
     )
-    rate = product_rate(place, dtype, 64 if is_tiny else 8192)
+    rate = product_rate(place, dtype, product_size)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "step.json"
     watch = LoadWatch()
     may_be_kept = may_write(path, quiet=not is_tiny)
@@ -462,24 +498,31 @@ def main(
         logger.warning("interrupted: what there is so far is written, as incomplete")
     watch.stop()
     record = record_of(bench, rate, watch, is_complete)
-    show(
-        "Steps with random weights; tokens per second are DERIVED for acceptance lengths",
-        record["rows"],
-        METHOD_COLUMNS,
-    )
-    show("The parts of a step over fixed buffers", record["stages"], STAGE_COLUMNS)
-    if record["experiments"]:
-        show(
-            "Experiments: the step of the defaults, changed",
-            record["experiments"],
-            EXPERIMENT_COLUMNS,
-        )
-    show("Not run", record["not_run"], NOT_RUN_COLUMNS)
-    show("Floors: asked of one H200, Qwen3-8B's shapes, bfloat16", record["floors"], FLOOR_COLUMNS)
+    show_record(record)
     # A tiny pair is never a record.
     finish(record, path, quiet=not is_tiny and watch.is_quiet())
     if bench.has_failed or not is_complete:
         raise typer.Exit(1 if is_complete else 130)
+
+
+def cells_of(text: str | None, default: list[Cell]) -> list[Cell]:
+    """Reads cells such as `1x2048`; the default where none are named."""
+    if not text:
+        return default
+    return parse_cells(text)
+
+
+def show_record(record: dict[str, Any]) -> None:
+    """Prints the tables of a record."""
+    title = "Steps with random weights; tokens per second are DERIVED for acceptance lengths"
+    show(title, record["rows"], METHOD_COLUMNS)
+    show("The parts of a step over fixed buffers", record["stages"], STAGE_COLUMNS)
+    if record["experiments"]:
+        title = "Experiments: the step of the defaults, changed"
+        show(title, record["experiments"], EXPERIMENT_COLUMNS)
+    show("Not run", record["not_run"], NOT_RUN_COLUMNS)
+    title = "Floors: asked of one H200, Qwen3-8B's shapes, bfloat16"
+    show(title, record["floors"], FLOOR_COLUMNS)
 
 
 def record_of(bench: Bench, rate: float, watch: LoadWatch, is_complete: bool) -> dict[str, Any]:

@@ -26,7 +26,8 @@ import torch
 import typer
 from harness.machine import RESULTS, provenance
 from harness.report import finish, show
-from harness.shapes import SHAPES, build_pair, tiny
+from harness.shapes import SHAPES, build_pair, shape_of
+from harness.trial import check_device, device_of, dtype_of
 from transformers import TrainerCallback
 
 from dflash_hf.pair.answers import synchronize
@@ -80,18 +81,16 @@ def main(
     ] = None,
 ) -> None:
     """Take some training steps of a pair with random weights."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_of(device)
     if model not in SHAPES:
         raise typer.BadParameter(
             f"expected a model among {', '.join(SHAPES)}, got {model!r}; choose one of them"
         )
-    if not is_tiny and place.type != "cuda":
-        raise typer.BadParameter(
-            f"expected a CUDA device for the published shapes, got {place}; pass --tiny on a CPU"
-        )
-    shape = tiny(SHAPES[model]) if is_tiny else SHAPES[model]
-    dtype = torch.float32 if is_tiny else torch.bfloat16
-    length = 64 if is_tiny else length
+    check_device(place, is_tiny)
+    shape = shape_of(model, is_tiny)
+    dtype = dtype_of(is_tiny)
+    if is_tiny:
+        length = 64
     pair = build_pair(model, shape, dtype, place)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, shape.vocab - 2, (rows, length), generator=generator).tolist()

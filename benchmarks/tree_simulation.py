@@ -43,24 +43,27 @@ Levels = list[list[tuple[float, int]]]
 def num_accepted(levels: Levels, num_nodes: int, truth: list[int]) -> int:
     """Returns how far the answer goes along the best tree of so many tokens, the anchor included."""
     if num_nodes == 0:
-        return next(
-            (i for i, level in enumerate(levels) if i >= len(truth) or level[0][1] != truth[i]),
-            len(levels),
-        )
-    heap = [(-levels[0][0][0], (0,))]
+        for index, level in enumerate(levels):
+            if index >= len(truth) or level[0][1] != truth[index]:
+                return index
+        return len(levels)
+    # Minus the log-probability of a path, and the rank of its token at each level
+    heap: list[tuple[float, tuple[int, ...]]] = [(-levels[0][0][0], (0,))]
     nodes: set[tuple[int, ...]] = set()
     while heap and len(nodes) < num_nodes - 1:
         cost, ranks = heapq.heappop(heap)
         nodes.add(tuple(levels[level][rank][1] for level, rank in enumerate(ranks)))
-        level, rank = len(ranks) - 1, ranks[-1]
+        level = len(ranks) - 1
+        rank = ranks[-1]
         if rank + 1 < len(levels[level]):
             worse = levels[level][rank][0] - levels[level][rank + 1][0]
             heapq.heappush(heap, (cost + worse, (*ranks[:-1], rank + 1)))
         if level + 1 < len(levels):
             heapq.heappush(heap, (cost - levels[level + 1][0][0], (*ranks, 0)))
-    return next(
-        (end for end in range(len(levels)) if tuple(truth[: end + 1]) not in nodes), len(levels)
-    )
+    for end in range(len(levels)):
+        if tuple(truth[: end + 1]) not in nodes:
+            return end
+    return len(levels)
 
 
 @torch.no_grad()
@@ -68,27 +71,30 @@ def levels_at_anchors(
     draft: DFlashDraftModel, target: Target, example: Example, most: int
 ) -> dict[int, Levels]:
     """Returns what the draft says behind every token of an answer, by the token's index."""
-    config, size = draft.config, draft.config.block_size
-    ahead, head = int(config.sample_from_anchor), logits_of(draft, target)
+    config = draft.config
+    size = config.block_size
+    first = 1 - int(config.sample_from_anchor)
+    head = logits_of(draft, target)
     batch = collate([example])
     features = target_features(
         target, config.target_layer_ids, batch, after_deepstack=config.tap_after_deepstack
     ).taps
-    anchors, found = all_anchors(batch.loss_mask, size), dict[int, Levels]()
+    anchors = all_anchors(batch.loss_mask, size)
+    found: dict[int, Levels] = {}
     for start in range(0, anchors.indices.shape[1], 32):
         part = anchors.select(start, start + 32)
-        hidden = run_blocks(draft, target, batch, features, part).view(
-            -1, size, draft.config.hidden_size
-        )
-        log_probs = head(hidden[:, 1 - ahead :]).float().log_softmax(dim=-1)
-        values, ids = (
-            tensor.tolist() for tensor in log_probs.topk(min(most, log_probs.shape[-1]), dim=-1)
-        )
-        for index, keep, a, b in zip(
-            part.indices[0].tolist(), part.keep[0].tolist(), values, ids, strict=True
-        ):
-            if keep:
-                found[index] = [list(zip(*level, strict=True)) for level in zip(a, b, strict=True)]
+        hidden = run_blocks(draft, target, batch, features, part)
+        hidden = hidden.view(-1, size, config.hidden_size)
+        log_probs = head(hidden[:, first:]).float().log_softmax(dim=-1)
+        best = log_probs.topk(min(most, log_probs.shape[-1]), dim=-1)
+        for row, index in enumerate(part.indices[0].tolist()):
+            if not part.keep[0, row]:
+                continue
+            values = best.values[row].tolist()
+            ids = best.indices[row].tolist()
+            found[index] = [
+                list(zip(*level, strict=True)) for level in zip(values, ids, strict=True)
+            ]
     return found
 
 
@@ -109,7 +115,8 @@ def main(
 
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    tokenizer, parts = AutoTokenizer.from_pretrained(target), find_target(model)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    parts = find_target(model)
     drafter = load_draft(draft, dtype=torch.float32).eval()
     if drafter.candidate_selector is not None:
         raise typer.BadParameter(
@@ -119,7 +126,8 @@ def main(
     prefill.choose_widths = lambda generator, state, keeps_buffers: FixedWidth(
         generator.verify_width
     )
-    sizes, rows = [int(num) for num in nodes.split(",")], list[dict[str, Any]]()
+    sizes = [int(num) for num in nodes.split(",")]
+    rows: list[dict[str, Any]] = []
     for name in data.split(","):
         committed: dict[int, list[int]] = {size: [] for size in sizes}
         decoded: dict[int, list[int]] = {size: [] for size in sizes}
@@ -153,7 +161,9 @@ def main(
                 row["decoded"] = sum(decoded[size]) / len(decoded[size])
             rows.append(row)
     columns = [("data", "data"), ("nodes", "nodes"), ("simulated", "simulated")]
-    show("Tokens committed per verify", rows, columns + [("decoded", "decoded")] * is_generated)
+    if is_generated:
+        columns.append(("decoded", "decoded"))
+    show("Tokens committed per verify", rows, columns)
     print(json.dumps({**provenance(torch.device("cpu")), "num_prompts": num_prompts, "rows": rows}))
 
 

@@ -106,7 +106,8 @@ def dependent_launches(pair: Pair) -> Generator[Changed]:
         for name, operation in operations().items():
             operation.failures.clear()
             operation.failures.update(known[name])
-    if new := {name: why for name, why in after.items() if name not in before}:
+    new = {name: why for name, why in after.items() if name not in before}
+    if new:
         raise RuntimeError(
             f"expected kernels that launch as dependents, got {new}; compare without them"
         )

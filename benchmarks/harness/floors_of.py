@@ -10,6 +10,8 @@ from typing import Any
 Record = dict[str, Any]
 # Rows of products that are printed: those of a step of one sequence.
 FEW_ROWS = 16
+# Of a floor, or of a check that may not have been run
+VERDICT = {True: "pass", False: "FAIL", None: "not run"}
 
 
 def main(folder: Path) -> None:
@@ -20,7 +22,9 @@ def main(folder: Path) -> None:
     }
     for name, record in records.items():
         facts = record["provenance"]
-        state = [facts["machine"]["gpus"][0] if facts["device"] != "cpu" else "CPU"]
+        state = ["CPU"]
+        if facts["device"] != "cpu":
+            state = [facts["machine"]["gpus"][0]]
         if facts.get("is_tiny"):
             state.append("tiny")
         if not facts.get("is_complete", True):
@@ -59,7 +63,9 @@ def floor_lines(floors: list[Record]) -> list[str]:
             continue
         beside = {"by calls": row.get("call_value"), "defaults": row.get("default_value")}
         known = [f"{name} {value:.4g}" for name, value in beside.items() if value is not None]
-        more = f" ({', '.join(known)})" if known else ""
+        more = ""
+        if known:
+            more = f" ({', '.join(known)})"
         lines.append(
             f"  {row['verdict']:10} {row['what']}: {row['value']:.4g}{more}, {row['required']}"
         )
@@ -74,7 +80,7 @@ def step_lines(record: Record) -> list[str]:
         found = {key: row[key] for key in ("not_captured", "host_reads") if row[key]}
         lines += [f"  {key:10} {row['model']} {cell}: {why[:160]}" for key, why in found.items()]
     for row in record.get("experiments", []):
-        verdict = "pass" if row["same_text"] else "FAIL"
+        verdict = VERDICT[bool(row["same_text"])]
         step = row["step_ms"]["p50"]
         lines.append(
             f"  {verdict:10} {row['experiment']}: a step of {step:.4g} ms, {row['changed']} changed"
@@ -85,21 +91,25 @@ def step_lines(record: Record) -> list[str]:
 def row_lines(row: Record) -> list[str]:
     """Returns a line for a row of training, of texts, of a check of the smoke test that did not pass, of a product."""
     if "loss_falls" in row:
-        verdict = "pass" if row["loss_falls"] else "FAIL"
+        verdict = VERDICT[bool(row["loss_falls"])]
         losses = f"{row['first_loss']:.3g} to {row['last_loss']:.3g}"
         return [
             f"  {verdict:10} {row['model']}: {row['steps']} steps, loss {losses}, {row['step_ms']:.4g} ms"
         ]
     if "identity_rate" in row:
-        widest = "-" if row["widest_margin"] is None else f"{row['widest_margin']:.3g}"
-        kept = "pass" if row["margins_kept"] and row["as_static"] is not False else "FAIL"
+        widest = "-"
+        if row["widest_margin"] is not None:
+            widest = f"{row['widest_margin']:.3g}"
+        is_kept = row["margins_kept"] and row["as_static"] is not False
+        kept = VERDICT[bool(is_kept)]
         return [
             f"  {kept:10} {row['engine']} ({row['ran_on']}), batch {row['batch']}, {row['dtype']}: "
             f"{row['num_identical']} of {row['num_texts']} texts identical, widest margin {widest}"
         ]
     if "check" in row:
-        verdict = {True: "pass", False: "FAIL", None: "not run"}[row["passed"]]
-        return [f"  {verdict:10} {row['check']}: {row['why'][:160]}"] if row["why"] else []
+        if not row["why"]:
+            return []
+        return [f"  {VERDICT[row['passed']]:10} {row['check']}: {row['why'][:160]}"]
     if "weight" in row:
         if row["error"] is not None:
             return [f"  FAIL       {row['weight']}, {row['rows']} rows: {row['error'][:160]}"]

@@ -84,7 +84,8 @@ def attention_case(
     sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device, causal: bool
 ) -> Case:
     """Attention of one layer: `causal` is a target's verify, otherwise a draft's block."""
-    ring, item = context + sizes.width, dtype.itemsize
+    ring = context + sizes.width
+    item = dtype.itemsize
     scaling = sizes.size**-0.5
 
     def make(seed: int) -> Inputs:
@@ -123,8 +124,9 @@ def attention_case(
         else:
             ways[name] = _flash(found, states, sizes.width, scaling, causal)
     tokens = batch * sizes.width * sizes.heads * sizes.size
+    part = "verify" if causal else "draft"
     return Case(
-        kernel="block_attention, " + ("verify" if causal else "draft"),
+        kernel=f"block_attention, {part}",
         batch=batch,
         context=context,
         make=make,
@@ -151,7 +153,9 @@ def _flash(
             softmax_scale=scaling,
             causal=causal,
         )
-        return out[0] if isinstance(out, tuple) else out
+        if isinstance(out, tuple):
+            return out[0]
+        return out
 
     return run
 
@@ -168,7 +172,9 @@ def _flex(
     """FlexAttention, compiled, with its mask made beforehand."""
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return k <= q + context if causal else k < context + width
+        if causal:
+            return k <= q + context
+        return k < context + width
 
     mask = create_block_mask(seen, batch, None, width, ring, device=str(device))
     compiled: Any = torch.compile(flex_attention)
@@ -206,7 +212,10 @@ def norm_rope_case(
     sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Case:
     """Norm, RoPE and cache write of one layer's block."""
-    ring, (g, e, w) = context + sizes.width, (sizes.groups, sizes.size, sizes.width)
+    ring = context + sizes.width
+    g = sizes.groups
+    e = sizes.size
+    w = sizes.width
 
     def make(seed: int) -> Inputs:
         normal = _normal(seed, dtype, device)
@@ -215,18 +224,20 @@ def norm_rope_case(
         buffers = [torch.zeros(batch, ring, g, e, dtype=dtype, device=device) for _ in range(2)]
         return {"all": [*shared, torch.full((batch,), context, device=device), *buffers, EPS]}
 
-    compiled: Any = torch.compile(norm_rope_write.reference)
+    ways: dict[str, Way] = {
+        "kernel": lambda x: dflash_kernels.norm_rope_write(*x["all"]),
+        "reference": lambda x: norm_rope_write.reference(*x["all"]),
+    }
+    if device.type == "cuda":
+        compiled: Any = torch.compile(norm_rope_write.reference)
+        ways["torch.compile"] = lambda x: compiled(*x["all"])
     return Case(
         kernel="norm_rope_write",
         batch=batch,
         context=context,
         make=make,
         num_bytes=2 * dtype.itemsize * batch * w * (sizes.heads + 2 * g) * e,
-        ways={
-            "kernel": lambda x: dflash_kernels.norm_rope_write(*x["all"]),
-            "reference": lambda x: norm_rope_write.reference(*x["all"]),
-            **({"torch.compile": lambda x: compiled(*x["all"])} if device.type == "cuda" else {}),
-        },
+        ways=ways,
         results=lambda out, x: [out, x["all"][8], x["all"][9]],
     )
 
@@ -235,10 +246,11 @@ def context_case(
     sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Case:
     """Context K/V of all layers."""
-    ring, (g, e, w, n) = (
-        context + sizes.width,
-        (sizes.groups, sizes.size, sizes.width, sizes.layers),
-    )
+    ring = context + sizes.width
+    g = sizes.groups
+    e = sizes.size
+    w = sizes.width
+    n = sizes.layers
 
     def make(seed: int) -> Inputs:
         normal = _normal(seed, dtype, device)
@@ -254,18 +266,20 @@ def context_case(
         ]
         return {"all": [*shared, torch.full((batch,), context, device=device), *buffers, EPS]}
 
-    compiled: Any = torch.compile(context_kv.reference)
+    ways: dict[str, Way] = {
+        "kernel": lambda x: dflash_kernels.context_kv(*x["all"]),
+        "reference": lambda x: context_kv.reference(*x["all"]),
+    }
+    if device.type == "cuda":
+        compiled: Any = torch.compile(context_kv.reference)
+        ways["torch.compile"] = lambda x: compiled(*x["all"])
     return Case(
         kernel="context_kv",
         batch=batch,
         context=context,
         make=make,
         num_bytes=2 * dtype.itemsize * batch * w * n * 2 * g * e,
-        ways={
-            "kernel": lambda x: dflash_kernels.context_kv(*x["all"]),
-            "reference": lambda x: context_kv.reference(*x["all"]),
-            **({"torch.compile": lambda x: compiled(*x["all"])} if device.type == "cuda" else {}),
-        },
+        ways=ways,
         results=lambda out, x: [*x["all"][5], *x["all"][6]],
     )
 
@@ -274,7 +288,9 @@ def path_case(
     sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Case:
     """Every second node of a tree to where a chain would stand, in as many layers as the draft has."""
-    ring, num = context + sizes.width, (sizes.width + 1) // 2
+    ring = context + sizes.width
+    num = (sizes.width + 1) // 2
+    numbers = sizes.layers * sizes.groups * sizes.size
 
     def make(seed: int) -> Inputs:
         normal = _normal(seed, dtype, device)
@@ -287,14 +303,7 @@ def path_case(
         batch=batch,
         context=context,
         make=make,
-        num_bytes=2
-        * dtype.itemsize
-        * batch
-        * (num - 1)
-        * 2
-        * sizes.layers
-        * sizes.groups
-        * sizes.size,
+        num_bytes=2 * dtype.itemsize * batch * (num - 1) * 2 * numbers,
         ways={
             "kernel": lambda x: dflash_kernels.keep_path(*x["all"]),
             "reference": lambda x: keep_path.reference(*x["all"]),
@@ -307,11 +316,13 @@ def tree_case(
     sizes: Sizes, batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Case:
     """The tree of a block, of as many nodes as the chain has; the best log-probabilities have been found."""
-    num, depth = sizes.width, sizes.width - 1
+    num = sizes.width
+    depth = sizes.width - 1
 
     def make(seed: int) -> Inputs:
         normal = _normal(seed, torch.float32, device)
-        scores, text = 2 * normal(batch, depth, 1, 1024), (20 * normal(batch, context)).abs().long()
+        scores = 2 * normal(batch, depth, 1, 1024)
+        text = (20 * normal(batch, context)).abs().long()
         best, order = scores.log_softmax(dim=-1).topk(depth, dim=-1)
         nodes, block = (
             torch.zeros(size, dtype=torch.long, device=device)
@@ -416,7 +427,9 @@ def pointwise_cases(
     sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device
 ) -> list[Case]:
     """Norms and activation of one layer over a verify's tokens, and a sample of its logits."""
-    tokens, hidden, item = batch * sizes.width, sizes.hidden, dtype.itemsize
+    tokens = batch * sizes.width
+    hidden = sizes.hidden
+    item = dtype.itemsize
 
     def case(
         operation: Any,

@@ -38,7 +38,8 @@ CHOOSING = {
     "gumbel_argmax": [(8, 2048)],
     "top_tokens": [(4, 512), (4, 4096)],
 }
-FEW, SHORT = 15, {512: 128}
+FEW = 15
+SHORT = {512: 128}
 COPYING = {
     "index_add",
     "index_copy",
@@ -80,7 +81,9 @@ def num_launches(func: Any, args: Sequence[Any] = ()) -> int:
         return OWN.get(full.removeprefix(NAMESPACE), 1)
     if name in NOTHING or _is_view(func):
         return 0
-    return 2 if name in COPYING else SORTING.get(name, 1)
+    if name in COPYING:
+        return 2
+    return SORTING.get(name, 1)
 
 
 def _is_view(func: Any) -> bool:
@@ -108,14 +111,18 @@ class CountLaunches(TorchDispatchMode):
         self.kernels: Counter[tuple[str, str]] = Counter()
         # Bytes that are alive, the most that were, and the most that were while tokens were chosen, beyond what was
         # alive when the logits had been made.
-        self.alive = self.peak = self.choosing = 0
+        self.alive = 0
+        self.peak = 0
+        self.choosing = 0
         self._vocab_size = vocab_size
         self._logits_at: int | None = None
 
     def enter(self, part: str) -> None:
         """Begins a part of the step: `"draft"`, `"verify"` or `"decide"`."""
         self.part = part
-        self._logits_at = self.alive if part == "decide" else None
+        self._logits_at = None
+        if part == "decide":
+            self._logits_at = self.alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,9 +154,10 @@ class CountLaunches(TorchDispatchMode):
                 known.add(storage._cdata)
                 self.alive += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        scratch, kept = 0, CHOOSING.get(name.removeprefix(NAMESPACE), ())
-        for size, columns in kept:
-            columns = SHORT.get(columns, columns) if made[0].shape[-1] > FEW else columns
+        scratch = 0
+        for size, columns in CHOOSING.get(name.removeprefix(NAMESPACE), ()):
+            if made[0].shape[-1] > FEW:
+                columns = SHORT.get(columns, columns)
             scratch += size * math.prod(given[0].shape[:-1]) * -(-given[0].shape[-1] // columns)
         self.peak = max(self.peak, self.alive + scratch)
         if self.part == "draft" and name in PRODUCTS and made[0].shape[-1] == self._vocab_size:

@@ -68,13 +68,17 @@ def measure(calls: int, rounds: int, max_new_tokens: int) -> dict[str, float]:
         )
         for _ in range(calls)
     ]
-    write, forwards = draft.write_prompt, list[float]()
+    write = draft.write_prompt
+    forwards: list[float] = []
     draft.write_prompt = lambda *args: forwards.append(milliseconds(lambda: write(*args)))
     for _ in range(calls):
         answer(prompts[0], 1)
         answer(prompts[0], 1, assistant_model=draft)
     del draft.write_prompt
-    steps, batch_steps, tokens, seconds = [], [], 0, 0.0
+    steps: list[float] = []
+    batch_steps: list[float] = []
+    tokens = 0
+    seconds = 0.0
     for _ in range(rounds):
         for inputs in prompts:
             start = time.perf_counter()

@@ -16,11 +16,15 @@ def conditions(record: Record) -> str:
     """Returns the second line of every title: where and with what; and that a trial run's times mean nothing."""
     facts = record["provenance"]
     is_cpu = facts["device"] == "cpu"
-    place = "CPU" if is_cpu else facts["machine"]["gpus"][0]
+    place = "CPU"
+    if not is_cpu:
+        place = facts["machine"]["gpus"][0]
     text = f"{place}, {facts['dtype']}, torch {facts['versions']['torch']}, {(facts['commit'] or 'no commit')[:9]}"
     if facts.get("is_tiny") or is_cpu or facts.get("interpreted"):
         return f"TRIAL RUN, TIMES MEAN NOTHING: {text}"
-    return text if facts.get("is_complete", True) else f"INCOMPLETE: {text}"
+    if not facts.get("is_complete", True):
+        return f"INCOMPLETE: {text}"
+    return text
 
 
 def kernel_figure(record: Record) -> Any:
@@ -66,7 +70,8 @@ def step_figure(record: Record) -> Any:
     figure = new_figure(14, 6)
     left, right = figure.subplots(1, 2)
     facts = record["provenance"]
-    bandwidth, rate = facts["copy_bytes_per_second"], facts["product_flops_per_second"]
+    bandwidth = facts["copy_bytes_per_second"]
+    rate = facts["product_flops_per_second"]
     points = step_points(record)
     for marker, wanted in (("o", True), ("x", False)):
         for name in dict.fromkeys(
@@ -107,15 +112,15 @@ def step_points(record: Record) -> list[Row]:
     }
     for row in record["stages"]:
         cell = (row["batch"], row["context"])
-        work, step = row["bytes"], row["step_ms"]["p50"]
-        points.append(_point(f"{row['model']}, width {row['verify_width']}", work, step, True))
+        name = f"{row['model']}, width {row['verify_width']}"
+        points.append(_point(name, row["bytes"], row["step_ms"]["p50"], True))
         if row["verify_width"] != row["block"]:
             continue
-        points += [
-            _point(f"{row['model']}, {method}", row["plain_bytes"], taken, False)
-            for method in ("plain", "plain/static")
-            if (taken := plain.get((row["model"], method, *cell))) is not None
-        ]
+        for method in ("plain", "plain/static"):
+            step_ms = plain.get((row["model"], method, *cell))
+            if step_ms is not None:
+                name = f"{row['model']}, {method}"
+                points.append(_point(name, row["plain_bytes"], step_ms, False))
     return points
 
 

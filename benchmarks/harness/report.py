@@ -39,7 +39,9 @@ def _look_up(row: dict[str, Any], key: str) -> Any:
         return row[key]
     first, _, rest = key.partition(".")
     inner = row.get(first)
-    return _look_up(inner, rest) if isinstance(inner, dict) and rest else None
+    if isinstance(inner, dict) and rest:
+        return _look_up(inner, rest)
+    return None
 
 
 def _cell(value: Any) -> str:
@@ -49,7 +51,9 @@ def _cell(value: Any) -> str:
         return "yes" if value else "NO"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    if abs(value) < 100:
+        return f"{value:.3g}"
+    return f"{value:.0f}"
 
 
 def is_record(path: Path) -> bool:

@@ -75,16 +75,21 @@ def target_weights(pair: Pair, tokens: int) -> tuple[float, float]:
     skipped = {id(weight) for weight in found.embedding.parameters()} - {
         id(p) for p in found.head.parameters()
     }
-    num_bytes = flops = 0.0
+    num_bytes = 0.0
+    flops = 0.0
     for name, weight in pair.target.named_parameters():
         if id(weight) in skipped or "visual." in name:
             continue
-        share = used = 1.0
+        share_read = 1.0
+        share_used = 1.0
         if ".experts." in name:
-            experts, chosen = found.config.num_experts, found.config.num_experts_per_tok
-            share, used = expected_experts(experts, chosen, tokens) / experts, chosen / experts
-        num_bytes += weight.numel() * weight.element_size() * share
-        flops += 2 * weight.numel() * tokens * used if weight.dim() > 1 else 0
+            experts = found.config.num_experts
+            chosen = found.config.num_experts_per_tok
+            share_read = expected_experts(experts, chosen, tokens) / experts
+            share_used = chosen / experts
+        num_bytes += weight.numel() * weight.element_size() * share_read
+        if weight.dim() > 1:
+            flops += 2 * weight.numel() * tokens * share_used
     return num_bytes, flops
 
 
@@ -98,7 +103,8 @@ def step_work(pair: Pair, context: int, batch: int, width: int) -> Work:
         width (`int`): Tokens that are verified per row.
     """
     plain = forward_work(pair, context, batch, width)
-    draft, block = pair.draft, pair.block_size
+    draft = pair.draft
+    block = pair.block_size
     itemsize = draft.dtype.itemsize
     head = sum(weight.numel() for weight in _head(pair).parameters())
     own = [weight for weight in draft.parameters() if weight.dim() > 1]
@@ -134,21 +140,27 @@ def forward_work(pair: Pair, context: int, batch: int, width: int) -> Work:
     operations are left out: they are few beside the weights'.
     """
     config: Any = find_target(pair.target).config
-    layers, state = _attending(config), _state_size(config)
+    layers = _attending(config)
+    state = _state_size(config)
     weights, flops = target_weights(pair, batch * width)
     seen = context + batch * width
+    # Numbers per token, over all layers
+    keys = sum(layer.groups * layer.size for layer in layers)
+    queries = sum(layer.heads * layer.size for layer in layers)
     itemsize = pair.target.dtype.itemsize
     return Work(
         target_weights=weights,
-        target_cache=itemsize
-        * (2 * sum(layer.groups * layer.size for layer in layers) * seen + 2 * batch * state),
-        flops=flops + 4 * sum(layer.heads * layer.size for layer in layers) * width * seen,
+        target_cache=itemsize * (2 * keys * seen + 2 * batch * state),
+        flops=flops + 4 * queries * width * seen,
     )
 
 
 def _head(pair: Pair) -> nn.Module:
+    """The head that scores the draft's states: its own, or the target's."""
     own: nn.Module | None = pair.draft.lm_head
-    return own if own is not None else find_target(pair.target).head
+    if own is not None:
+        return own
+    return find_target(pair.target).head
 
 
 def memory_needed(pair: Pair, batch: int, context: int, new_tokens: int) -> int:
@@ -158,7 +170,8 @@ def memory_needed(pair: Pair, batch: int, context: int, new_tokens: int) -> int:
     layer at a time exists twice. Derived; what a device really needs shows only there.
     """
     config: Any = find_target(pair.target).config
-    draft, itemsize = pair.draft, pair.target.dtype.itemsize
+    draft = pair.draft
+    itemsize = pair.target.dtype.itemsize
     weights = sum(
         w.numel() * w.element_size() for m in (pair.target, draft) for w in m.parameters()
     )
@@ -215,10 +228,14 @@ def geometric_probability(length: float, width: int = REFERENCE_WIDTH) -> float:
         raise ValueError(
             f"expected a mean length between 1 and {width}, got {length}; no acceptance gives that"
         )
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if mean_length(middle, width) < length else (low, middle)
+        if mean_length(middle, width) < length:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2
 
 
@@ -236,4 +253,7 @@ def verdict(value: float | None, limit: float, at_most: bool, judged: bool) -> V
     """Says whether a value keeps a floor; `unmeasured` where there is none or it was not measured where it counts."""
     if value is None or not judged:
         return "unmeasured"
-    return "pass" if (value <= limit if at_most else value >= limit) else "FAIL"
+    is_kept = value >= limit
+    if at_most:
+        is_kept = value <= limit
+    return "pass" if is_kept else "FAIL"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.intervals import interval, resample
 
 from .floors import BareForwards
@@ -18,7 +19,8 @@ from .pair import MIXED, Pair
 
 Row = dict[str, Any]
 MIN_SHARE_OF_IDEAL = 0.85
-PICTURES, TEXTS = "all pictures", "all texts"
+PICTURES = "all pictures"
+TEXTS = "all texts"
 # What is asked of the bundled pair for pictures, at batch 1: what, over which prompts, at least.
 VISION_FLOORS = (
     ("tokens_per_second_against_plain", PICTURES, 1.8),
@@ -28,14 +30,13 @@ VISION_FLOORS = (
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Returns the 20th, 50th and 80th percentile (nearest rank)."""
+    """Returns the 20th, 50th and 80th percentile (nearest rank); `None` of nothing."""
     ranked = sorted(values)
-    return {
-        f"p{share}": round(ranked[min(len(ranked) - 1, int(share / 100 * len(ranked)))], 4)
-        if ranked
-        else None
-        for share in (20, 50, 80)
-    }
+    found: dict[str, float | None] = {}
+    for share in (20, 50, 80):
+        place = min(len(ranked) - 1, int(share / 100 * len(ranked)))
+        found[f"p{share}"] = round(ranked[place], 4) if ranked else None
+    return found
 
 
 @dataclass(slots=True)
@@ -53,14 +54,14 @@ class Group:
 
     def of_kinds(self, kinds: Collection[str] | None) -> Group:
         """Returns the runs over prompts of some kinds; all of them for `None`."""
-        chosen = {
-            prompt: runs
-            for prompt, runs in self.runs.items()
-            if kinds is None or prompt[0] in kinds
-        }
-        return Group(
-            chosen, {prompt: self.same[prompt] for prompt in chosen if prompt in self.same}
-        )
+        chosen = Group()
+        for prompt, runs in self.runs.items():
+            if kinds is not None and prompt[0] not in kinds:
+                continue
+            chosen.runs[prompt] = runs
+            if prompt in self.same:
+                chosen.same[prompt] = self.same[prompt]
+        return chosen
 
     def outcomes(self) -> list[Outcome]:
         """Returns all runs."""
@@ -70,14 +71,23 @@ class Group:
         self, tokens: Callable[[Outcome], int], seconds: Callable[[Outcome], float]
     ) -> float:
         """Returns tokens over seconds, where a prompt counts with the median time of its repeats."""
-        total = sum(statistics.median(seconds(run) for run in runs) for runs in self.runs.values())
-        return sum(tokens(runs[0]) for runs in self.runs.values()) / total if total > 0 else 0.0
+        total = 0.0
+        num_tokens = 0
+        for runs in self.runs.values():
+            total += statistics.median(seconds(run) for run in runs)
+            num_tokens += tokens(runs[0])
+        return ratio(num_tokens, total) or 0.0
 
     def acceptance_length(self) -> float:
         """Returns tokens committed per verify, pooled."""
-        outcomes = self.outcomes()
-        verifies = sum(outcome.verifies for outcome in outcomes)
-        return sum(outcome.committed for outcome in outcomes) / verifies if verifies else 0.0
+        return pooled_length(self.outcomes())
+
+
+def pooled_length(outcomes: Sequence[Outcome]) -> float:
+    """Returns tokens committed per verify over all runs; 0 where nothing was verified."""
+    committed = sum(outcome.committed for outcome in outcomes)
+    verifies = sum(outcome.verifies for outcome in outcomes)
+    return ratio(committed, verifies) or 0.0
 
 
 def kinds_of_rows(pair: Pair) -> dict[str, Collection[str] | None]:
@@ -101,26 +111,36 @@ def vision_rows(rows: list[Row]) -> list[Row]:
     found: list[Row] = []
     for batch in sorted({row["batch"] for row in rows}):
         for what, kind, floor in VISION_FLOORS:
-            ours, plain = at.get(("ours", batch, kind)), at.get(("plain", batch, kind))
+            ours = at.get(("ours", batch, kind))
+            plain = at.get(("plain", batch, kind))
             if ours is None or plain is None:
                 continue
-            ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
-            value = round(ratio, 4) if what.endswith("against_plain") else ours[what]
-            found.append(
-                _requirement(what, kind, batch, value, floor if batch == 1 else None, ours["busy"])
-            )
-        if (ours := at.get(("ours", batch, "all"))) is not None and ours["num_texts"]:
-            share = ours["num_identical"] / ours["num_texts"]
-            found.append(_requirement("share_identical", "all", batch, share, 1.0, ours["busy"]))
+            if what == "tokens_per_second_against_plain":
+                value = round(ours["tokens_per_second"] / plain["tokens_per_second"], 4)
+            else:
+                value = ours[what]
+            required = floor if batch == 1 else None
+            found.append(_requirement(what, kind, batch, value, required, ours["busy"]))
+        every = at.get(("ours", batch, "all"))
+        if every is not None and every["num_texts"]:
+            share = every["num_identical"] / every["num_texts"]
+            found.append(_requirement("share_identical", "all", batch, share, 1.0, every["busy"]))
     return found
 
 
 def _requirement(
     what: str, kind: str, batch: int, value: float, floor: float | None, busy: bool
 ) -> Row:
-    reached = None if floor is None else value >= floor
-    names = ("what", "kind", "batch", "value", "required", "reached", "busy")
-    return dict(zip(names, (what, kind, batch, value, floor, reached, busy), strict=True))
+    """A value beside what is asked of it; `reached` is `None` where nothing is."""
+    return {
+        "what": what,
+        "kind": kind,
+        "batch": batch,
+        "value": value,
+        "required": floor,
+        "reached": None if floor is None else value >= floor,
+        "busy": busy,
+    }
 
 
 def decode_row(pair: Pair, method: str, batch: int, kind: str, group: Group, busy: bool) -> Row:
@@ -166,8 +186,10 @@ def floor_row(rows: list[Row], bare: BareForwards, busy: bool) -> Row | None:
     }
     if not {"plain", "ours"} <= by_method.keys() or not bare.draft_ms:
         return None
-    plain, ours = by_method["plain"], by_method["ours"]
-    draft, verify = percentiles(bare.draft_ms), percentiles(bare.verify_ms)
+    plain = by_method["plain"]
+    ours = by_method["ours"]
+    draft = percentiles(bare.draft_ms)
+    verify = percentiles(bare.verify_ms)
     assert draft["p50"] is not None
     assert verify["p50"] is not None
     speedup = ours["decode_tokens_per_second"] / plain["decode_tokens_per_second"]
@@ -199,6 +221,9 @@ def sampling_row(
     counts = np.array([(run.committed, run.verifies) for run in runs], dtype=np.float64)
     drawn = resample(counts, [""] * len(runs))
     low, high = interval(drawn[:, 0] / drawn[:, 1])
+    ci95 = None
+    if low is not None and high is not None:
+        ci95 = [round(low, 4), round(high, 4)]
     return {
         "method": method,
         "temperature": temperature,
@@ -208,9 +233,7 @@ def sampling_row(
         "runs": len(runs),
         "verifies": verifies,
         "new_tokens": sum(run.new_tokens for run in runs),
-        "acceptance_length": round(sum(run.committed for run in runs) / verifies, 4)
-        if verifies
-        else 0.0,
-        "ci95": None if low is None or high is None else [round(low, 4), round(high, 4)],
+        "acceptance_length": round(pooled_length(runs), 4),
+        "ci95": ci95,
         "busy": busy,
     }

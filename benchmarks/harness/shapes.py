@@ -129,11 +129,20 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
+def shape_of(model: str, is_tiny: bool) -> Shape:
+    """Returns the shape of a model; in a trial its tiny double."""
+    if is_tiny:
+        return tiny(SHAPES[model])
+    return SHAPES[model]
+
+
 def tiny(shape: Shape) -> Shape:
     """Returns a double of a shape that runs on a CPU in milliseconds: the same structure, all sizes small."""
     rope = dict(shape.rope)
     if "mrope_section" in rope:
-        rope["mrope_section"] = [1, 0, 0] if "partial_rotary_factor" in rope else [2, 1, 1]
+        rope["mrope_section"] = [2, 1, 1]
+        if "partial_rotary_factor" in rope:
+            rope["mrope_section"] = [1, 0, 0]
     return replace(
         shape,
         hidden=32,

@@ -105,8 +105,11 @@ def parse_names(text: str, known: tuple[str, ...]) -> list[str]:
     Raises:
         typer.BadParameter: If one is not known.
     """
-    names = list(known) if text == "all" else text.replace(",", " ").split()
-    if not names or (unknown := sorted(set(names) - set(known))):
+    names = text.replace(",", " ").split()
+    if text == "all":
+        names = list(known)
+    unknown = sorted(set(names) - set(known))
+    if not names or unknown:
         raise typer.BadParameter(
             f"expected names among {', '.join(known)}, got {unknown or text!r}; choose of those"
         )

@@ -13,7 +13,8 @@ from .stages import Stages
 
 FLOOR_MODEL = "qwen3-8b"
 FLOOR_LENGTH = 4.5  # mean acceptance of verifies of 16
-SHORT, LONG = 2048, 32768
+SHORT = 2048
+LONG = 32768
 # Batch, context, and what a step may take at most over its floor of bytes.
 FLOOR_CELLS = ((1, SHORT, 1.35), (1, LONG, 1.5), (8, SHORT, 1.5))
 
@@ -39,11 +40,18 @@ def method_row(
     """
     batch, context = cell
     row = decode_row(pair, name, batch, "random", group, False)
-    step, peak = row["step_ms"]["p50"], row["peak_bytes"]
+    step = row["step_ms"]["p50"]
+    block = None
     derived: dict[str, float] = {}
     if step:
-        plain = {"at_1": round(batch / step * 1e3, 1)}
-        derived = plain if width is None else {**plain, **derived_speeds(batch, width, step)}
+        derived["at_1"] = round(batch / step * 1e3, 1)
+    if width is not None:
+        block = pair.block_size
+        if step:
+            derived |= derived_speeds(batch, width, step)
+    peak_mib = None
+    if row["peak_bytes"] is not None:
+        peak_mib = round(row["peak_bytes"] / 2**20, 1)
     kept = (
         "dtype",
         "new_tokens",
@@ -59,11 +67,11 @@ def method_row(
         "batch": batch,
         "context": context,
         "context_tokens": row["context_tokens"],
-        "block": None if width is None else pair.block_size,
+        "block": block,
         "verify_width": width,
         "engine": engine,
         **{key: row[key] for key in kept},
-        "peak_mib": None if peak is None else round(peak / 2**20, 1),
+        "peak_mib": peak_mib,
         "derived_tokens_per_second": derived,
     }
 
@@ -152,8 +160,11 @@ def floor_rows(
         rows_at: dict[tuple[int, int], Row], cell: tuple[int, int], key: str
     ) -> float | None:
         """A figure of the replays of a cell: `step_ms`, `floor_ms` or `step_over_floor`."""
-        value = rows_at[cell][key] if cell in rows_at else None
-        return value["p50"] if isinstance(value, dict) else value
+        if cell not in rows_at:
+            return None
+        if key == "step_ms":
+            return rows_at[cell]["step_ms"]["p50"]
+        return rows_at[cell][key]
 
     found: list[Row] = []
     for batch, context, limit in FLOOR_CELLS:
@@ -200,17 +211,16 @@ def floor_rows(
             ),
         )
     )
-    reading = [row for row in parts if row["host_reads"] is not None]
-    found.append(
-        _floor(
-            "kinds of step that wait for the host", len(reading) if parts else None, 0, True, judged
-        )
-    )
-    used = memory.get(FLOOR_MODEL)
-    more = None if used is None else (used["cuda_graph"] - used["eager"]) / weights[FLOOR_MODEL]
-    found.append(
-        _floor("memory of graphs beyond eager, share of the weights", more, 0.05, True, judged)
-    )
+    num_reading = None
+    if parts:
+        num_reading = sum(row["host_reads"] is not None for row in parts)
+    found.append(_floor("kinds of step that wait for the host", num_reading, 0, True, judged))
+    more = None
+    if FLOOR_MODEL in memory:
+        used = memory[FLOOR_MODEL]
+        more = (used["cuda_graph"] - used["eager"]) / weights[FLOOR_MODEL]
+    what = "memory of graphs beyond eager, share of the weights"
+    found.append(_floor(what, more, 0.05, True, judged))
     return found
 
 
@@ -229,11 +239,15 @@ def _gain(rows: Iterable[Row], batch: int) -> float | None:
         and "sampl" not in row["method"]
         and row["engine"] != "eager"
     ]
-    return max(speeds) * plain[0] if plain and speeds else None
+    if not plain or not speeds:
+        return None
+    return max(speeds) * plain[0]
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
-    return None if over is None or not under else over / under
+    if over is None or not under:
+        return None
+    return over / under
 
 
 def _floor(
@@ -245,12 +259,13 @@ def _floor(
     call_value: float | None = None,
     default_value: float | None = None,
 ) -> Row:
+    bound = "at most" if at_most else "at least"
     return {
         "what": what,
         "value": value,
         "call_value": call_value,
         "default_value": default_value,
-        "required": f"{'at most' if at_most else 'at least'} {limit:g}",
+        "required": f"{bound} {limit:g}",
         "verdict": verdict(value, limit, at_most, judged),
     }
 

@@ -36,17 +36,21 @@ def _chosen(tile: tuple[int, int, int] | None, share: float) -> Generator[None]:
 
     def other_sizes(*args: Any, **kwargs: Any) -> Any:
         rows, *rest = sizes(*args, **kwargs)
-        return (rows, *(rest if tile is None else tile))
+        if tile is not None:
+            return (rows, *tile)
+        return (rows, *rest)
 
     def other_splits(*args: Any, **kwargs: Any) -> int:
         return max(1, round(share * splits(*args, **kwargs)))
 
     changed: Any = kernel
-    changed.tile_sizes, changed.choose_num_splits = other_sizes, other_splits
+    changed.tile_sizes = other_sizes
+    changed.choose_num_splits = other_splits
     try:
         yield
     finally:
-        changed.tile_sizes, changed.choose_num_splits = sizes, splits
+        changed.tile_sizes = sizes
+        changed.choose_num_splits = splits
 
 
 def sweep(
