@@ -1,6 +1,7 @@
 """Rows are made part by part and in several processes: the same file, nothing made twice, nothing lost on the way."""
 
 import json
+import random
 import resource
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from transformers import AutoProcessor
 
 from dflash_hf.data import sources
@@ -208,6 +211,41 @@ def test_a_full_disk_of_the_cache_is_a_sentence(tmp_path: Path, smollm2: Any) ->
     sentence = r"^expected to write to .*datasets.*, got File too large; make room"
     with largest_file(64), pytest.raises(ValueError, match=sentence):
         prepare(asked(tmp_path / "out", source), smollm2)
+    assert names(tmp_path / "out") == []
+
+
+DAMAGED = {
+    "snappy": r"^expected to read {path} with datasets, got OSError \(Corrupt snappy",
+    "zstd": r"^expected to read {path} with datasets, got \w+ \(",
+    "none": r"^expected UTF-8 in row 171 of {path}, got other bytes .*; fix the file",
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("codec", DAMAGED)
+def test_a_table_that_is_damaged_in_its_middle_is_named(
+    tmp_path: Path, smollm2: Any, codec: str, streaming: bool
+) -> None:
+    path = tmp_path / "in.parquet"
+    rng = random.Random(0)
+    texts = [f"{number} {rng.random()} {rng.random()}" for number in range(300)]
+    table = pyarrow.table({"prompt": texts})
+    options = {"row_group_size": 50, "compression": codec, "use_dictionary": False}
+    parquet.write_table(table, path, **options)
+    content = bytearray(path.read_bytes())
+    at = len(content) // 2
+    size = 400
+    if codec == "none":
+        at = content.index(texts[170].encode())
+        size = 3
+    content[at : at + size] = b"\xff" * size
+    path.write_bytes(content)
+    settings = asked(tmp_path / "out", path, turns="none", streaming=streaming)
+    sentence = DAMAGED[codec]
+    if streaming:
+        sentence = r"^expected to read {path} with datasets, got \w+ \("
+    with pytest.raises(ValueError, match=sentence.format(path=path)):
+        prepare(settings, smollm2)
     assert names(tmp_path / "out") == []
 
 

@@ -21,6 +21,7 @@ from dflash_hf.data.rows import FIX, Row
 from dflash_hf.errors import one_line, require
 
 FILES = (".jsonl", ".json", ".parquet", ".txt")
+TEXT_FILES = (".jsonl", ".json", ".txt")
 FIX_FILE = "fix the file, or name another one"
 # Rows of a part: what a killed run does again at most.
 PART_ROWS = 50_000
@@ -153,6 +154,8 @@ class Source:
             )
         except OSError as error:
             raise _no_room(error, row_map.folder) from error
+        except UnicodeDecodeError as error:
+            raise self._bad_text(start, error) from error
         except RuntimeError as error:  # a process is gone
             what = f"{num_processes} processes that read {self.origin.called} to its end"
             action = "free memory and run it again: it goes on"
@@ -184,8 +187,22 @@ class Source:
             for number, values in enumerate(self.table):
                 if self.origin.has_row(values):
                     yield number, values
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # Arrow's own are kinds of both
             raise _unread(self.origin.called, error) from error
+
+    def _bad_text(self, start: int, error: UnicodeDecodeError) -> ValueError:
+        """The sentence for a row whose text is no UTF-8, the first one from a row on: tables are read unchecked."""
+        number = start
+        try:
+            while number < len(self.table):
+                _ = self.table[number]
+                number += 1
+        except UnicodeDecodeError:
+            pass
+        where = f"row {number + 1} of {self.origin.called}"
+        return ValueError(
+            f"expected UTF-8 in {where}, got other bytes ({one_line(error)}); {FIX_FILE}"
+        )
 
 
 def _made_at(
@@ -413,7 +430,7 @@ def _only_split(splits: Any, called: str) -> Any:
 def _unread(called: str, error: BaseException) -> ValueError:
     """What is wrong with a set that cannot be read, by the errors that led to the last one."""
     for cause in _causes(error):
-        if isinstance(cause, UnicodeDecodeError):
+        if isinstance(cause, UnicodeDecodeError) and called.endswith(TEXT_FILES):
             return ValueError(_no_text(Path(called), cause))
         if isinstance(cause, ValueError) and str(cause).startswith("expected "):
             return cause
@@ -423,7 +440,10 @@ def _unread(called: str, error: BaseException) -> ValueError:
         action = FIX_FILE
     else:
         action = "fix the name, connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
-    got = f"{type(error).__name__} ({one_line(error)})"
+    reason = error
+    if isinstance(error, _datasets(called).exceptions.DatasetGenerationError):
+        reason = error.__cause__ or error  # it says itself only that there was one
+    got = f"{type(reason).__name__} ({one_line(reason)})"
     return ValueError(f"expected to read {called} with datasets, got {got}; {action}")
 
 
