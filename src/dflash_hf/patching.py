@@ -19,6 +19,8 @@ from typing import Any
 
 PACKAGE = "dflash_hf"
 MODEL_TYPE = "dflash"
+# Transformers' own draft, which its `AutoModelForCausalLM` does not know.
+STOCK_TYPE = "muse_glimmer_assistant"
 _MARK = "_dflash_original"
 
 
@@ -65,9 +67,11 @@ def _wrap_generate(utils: Any) -> None:
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from dflash_hf.checkpoints.formats import check_is_no_draft
         from dflash_hf.undo import undo_stale
 
         undo_stale()
+        check_is_no_draft(self)
         if not args and "assistant_model" not in kwargs:
             return original(self, *args, **kwargs)
         from dflash_hf.generation.generate import generate_with
@@ -94,6 +98,10 @@ def _name_model(auto: Any) -> None:
     for table in (auto.MODEL_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         table._modules[MODEL_TYPE] = sys.modules[PACKAGE]
         table._reverse_config_mapping["DFlashConfig"] = MODEL_TYPE
+    # Which then says how it is loaded, and not what it does not recognise.
+    if STOCK_TYPE not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[STOCK_TYPE] = "DFlashDraftModel"
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING._modules[STOCK_TYPE] = sys.modules[PACKAGE]
 
 
 def _load_by_name(base: Any) -> None:

@@ -118,7 +118,7 @@ def test_queries_keys_and_values_are_stored_as_one(tmp_path: Path) -> None:
                 "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
                 "rope_parameters": {"sliding_attention": {}, "full_attention": {"factor": 2.0}},
             },
-            "one kind of layer_types beside a RoPE for each kind",
+            "the same RoPE in rope_parameters for all kinds of layers",
         ),
         ({"partial_rotary_factor": 0.5}, "the partial rotary factors"),
         ({"num_attention_heads": 5}, "instead of|multiple of num_key_value_heads"),

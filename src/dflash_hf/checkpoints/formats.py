@@ -63,32 +63,60 @@ def is_draft(config: Mapping[str, Any]) -> bool:
 
 
 def explain_foreign_draft(model: object, is_stock: bool = False) -> str | None:
-    """Says what to do with a model that was made from a DFlash checkpoint but is not a `DFlashDraftModel`.
+    """Says what to do with an assistant that was made from a DFlash checkpoint but is not a `DFlashDraftModel`.
 
-    z-lab's checkpoints and DeepSpec's carry `model_type: "qwen3"`, so `AutoModel` and `AutoModelForCausalLM` load them
-    as a Qwen3 model without a word, which drafts nothing. Returns `None` if the model is something else, or is
-    Transformers' own draft and its own path (`speculation_type="dflash"`, here `is_stock`) is asked for.
+    Most formats carry the `model_type` of a model that Transformers knows, so `AutoModel` and `AutoModelForCausalLM`
+    load them as that model, which drafts nothing. Returns `None` if the model is something else, or is Transformers'
+    own draft and its own path (`speculation_type="dflash"`, here `is_stock`) is asked for.
     """
+    form = _format_of_foreign(model)
+    if form is None or (is_stock and form is MUSE):
+        return None
+    return (
+        f"expected a draft of class dflash_hf.DFlashDraftModel, got {_named(model, form)}: a DFlash checkpoint loaded "
+        f"by another class; load it with {_right_call(model)}"
+    )
+
+
+def check_is_no_draft(model: object) -> None:
+    """Raises `ValueError` for a target that was made from a DFlash checkpoint: it has no text to write.
+
+    Its embedding and head are new ones with random values, or its layers lack the context that they were trained with.
+    """
+    form = _format_of_foreign(model)
+    if form is None:
+        return
+    raise ValueError(
+        f"expected a target, got {_named(model, form)}, which proposes tokens for a target and writes no text by "
+        f"itself; load the target, and this draft with {_right_call(model)} as assistant_model"
+    )
+
+
+def _format_of_foreign(model: object) -> CheckpointFormat | None:
+    """The format of the DFlash checkpoint that a model of another class was made from; `None` for other models."""
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig) or isinstance(config, DFlashConfig):
         return None
-    values = config.to_dict()
+    # No `to_dict`, which copies all there is: this is asked in every `generate`.
+    values = {**vars(config), "model_type": config.model_type}
     if not is_draft(values):
         return None
-    form = detect_format(values)
-    if is_stock and form is MUSE:
-        return None
-    return (
-        f"expected a draft of class dflash_hf.DFlashDraftModel, got a {type(model).__name__} whose config is a DFlash "
-        f"draft's in the format {form.name!r}: a DFlash checkpoint loaded by another class; load it with "
-        f"dflash_hf.load_draft({config.name_or_path or '...'!r})"
-    )
+    return detect_format(values)
+
+
+def _named(model: object, form: CheckpointFormat) -> str:
+    return f"a {type(model).__name__} whose config is a DFlash draft's in the format {form.name!r}"
+
+
+def _right_call(model: Any) -> str:
+    return f"dflash_hf.load_draft({model.config.name_or_path or '...'!r})"
 
 
 __all__ = [
     "FIELDS",
     "FORMATS",
     "CheckpointFormat",
+    "check_is_no_draft",
     "detect_format",
     "explain_foreign_draft",
     "is_draft",

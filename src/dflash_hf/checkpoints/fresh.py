@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from dflash_hf.block.positions import build_target_layer_ids
+from dflash_hf.checkpoints.formats import check_is_no_draft
 from dflash_hf.checkpoints.mapping import FIELDS
 from dflash_hf.configuration_dflash import ROPE_TYPES, DFlashConfig
 from dflash_hf.devices import brought_in, execution_device
@@ -108,7 +109,8 @@ def fresh_config(
 
 
 def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
-    """Returns a target's embedding and head; raises `ValueError` if it lacks one, or is no decoder."""
+    """Returns a target's embedding and head; raises `ValueError` if it lacks one, is no decoder, or is a draft."""
+    check_is_no_draft(target)
     name = type(target).__name__
     embedding: Any = target.get_input_embeddings()
     head: Any = target.get_output_embeddings()

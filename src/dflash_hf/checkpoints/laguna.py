@@ -108,13 +108,14 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     size = reader.take("vocab_size")
     reduced = reader.take("draft_vocab_size", default=size)
     require(reduced == size, f"draft_vocab_size = vocab_size = {size}", reduced, "not supported")
-    # Where each kind of layer has a RoPE of its own, the draft's one kind is taken.
+    # Where each kind of layer has a RoPE of its own, the draft's layers have to have the same one.
     ropes = reader.values.get("rope_parameters")
     if isinstance(ropes, dict) and any(isinstance(value, dict) for value in ropes.values()):
-        kinds = set(layers["layer_types"])
-        what = "one kind of layer_types beside a RoPE for each kind"
-        require(len(kinds) == 1, what, sorted(kinds, key=str), "not supported")
-        reader.values["rope_parameters"] = ropes.get(*kinds)
+        of_kinds = [ropes.get(kind) for kind in dict.fromkeys(layers["layer_types"])]
+        is_one = all(rope == of_kinds[0] for rope in of_kinds)
+        what = "the same RoPE in rope_parameters for all kinds of layers in layer_types"
+        require(is_one, what, ropes, "a draft with several is not supported")
+        reader.values["rope_parameters"] = of_kinds[0]
     return {
         **layers,
         "layer_family": "laguna",
@@ -129,7 +130,8 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
-    rope = dict(config.rope_parameters)
+    # One for each kind of layer, as Laguna's own config has it.
+    ropes = {kind: dict(config.rope_parameters) for kind in config.layer_types}
     window: dict[str, int] = {}
     if config.sliding_window is not None:
         window = {"sliding_window": config.sliding_window}
@@ -145,7 +147,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "num_experts": 0,
         "attention_bias": False,
         "draft_vocab_size": config.vocab_size,
-        "rope_parameters": rope,
+        "rope_parameters": ropes,
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         SECTION: {"causal": all(config.is_causal)},
     }

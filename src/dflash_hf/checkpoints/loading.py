@@ -231,7 +231,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
             values = form.read_config(raw, frozenset(found))
             if isinstance(given, PreTrainedConfig):
                 what = "a DFlashConfig as config"
-                require(isinstance(given, DFlashConfig), what, type(given).__name__, "leave it out")
+                right_call = f"dflash_hf.load_draft({str(path)!r})"
+                advice = f"leave it out, and load the draft with {right_call}"
+                require(isinstance(given, DFlashConfig), what, type(given).__name__, advice)
                 config = cast(DFlashConfig, copy.deepcopy(given))
             else:
                 config = make_config(

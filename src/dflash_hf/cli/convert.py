@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dflash_hf.checkpoints.names import FormatName
-from dflash_hf.pair.loading import check_place, takes_images
+from dflash_hf.pair.loading import check_place, config_of_target, takes_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,11 +72,11 @@ def convert(
 def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTrainedModel:
     """The target; without its weights where its config says all that is needed."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from dflash_hf.checkpoints.formats import FORMATS
 
-    config = AutoConfig.from_pretrained(target)
+    config = config_of_target(target)
     model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     has_vocabulary = FORMATS[to].has_vocabulary
     has_own = draft.config.own_embed_tokens or draft.config.own_lm_head

@@ -71,11 +71,26 @@ def takes_images(config: PreTrainedConfig) -> bool:
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
+def config_of_target(target: str) -> PreTrainedConfig:
+    """Reads a target's config; raises `ValueError` if it is that of a draft, in whatever format."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    from dflash_hf.checkpoints.formats import is_draft
+
+    # As it stands in the file: Transformers refuses a config without a model_type, as drafts of speculators have.
+    written, _ = PreTrainedConfig.get_config_dict(target)
+    if is_draft(written):
+        raise ValueError(
+            f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft"
+        )
+    return AutoConfig.from_pretrained(target)
+
+
 def load_processor(target: str) -> Processor:
     """Loads what encodes a target's prompts, a processor or a tokenizer, and no weights."""
-    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
-    encoder = AutoProcessor if takes_images(AutoConfig.from_pretrained(target)) else AutoTokenizer
+    encoder = AutoProcessor if takes_images(config_of_target(target)) else AutoTokenizer
     return encoder.from_pretrained(target)
 
 
@@ -101,7 +116,6 @@ def load_target(
     require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
     _check_device(device)
     from transformers import (
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoProcessor,
@@ -110,14 +124,8 @@ def load_target(
     )
     from transformers.utils import logging
 
-    from dflash_hf.checkpoints.formats import is_draft
-
     logging.disable_progress_bar()
-    config = _loaded("a config", target, lambda: AutoConfig.from_pretrained(target))
-    if is_draft(config.to_dict()):
-        raise ValueError(
-            f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft"
-        )
+    config = _loaded("a config", target, lambda: config_of_target(target))
     with_images = takes_images(config)
     if with_images:
         check_pillow()
