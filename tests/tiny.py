@@ -198,7 +198,9 @@ def tiny_draft(
 def randomise_heads(draft: DFlashDraftModel) -> None:
     """Gives a draft's convolutions, selector and Markov head random weights: fresh ones do nothing."""
     for name, parameter in draft.named_parameters():
-        if any(part in name for part in ("_conv.", "candidate_selector.", "markov_head.")):
+        if any(
+            part in name for part in ("_conv.", "candidate_selector.", "markov_head.", "sink_bias")
+        ):
             nn.init.normal_(parameter, std=0.5)
 
 

@@ -120,11 +120,15 @@ class DFlashConfig(PreTrainedConfig):
         hidden_act (`str`): Activation of the gated MLP.
         rms_norm_eps (`float`): Epsilon of every norm.
         rope_parameters (`dict`, *optional*): The draft's own RoPE: `rope_theta`, `rope_type` in default, linear, yarn,
-            llama3 (and proportional, beside Gemma 4's layers) and that type's fields. Positions are plain indices,
-            also for vision targets.
+            llama3 (and proportional, beside Gemma 4's layers) and that type's fields. With a `partial_rotary_factor`
+            the default type turns the first channels of each head only. Positions are plain indices, also for vision
+            targets.
         max_position_embeddings (`int`): Longest sequence the draft was made for, in tokens.
         attention_bias (`bool`): Whether the four attention projections carry a bias.
         attention_dropout (`float`): Dropout on attention weights in training.
+        attention_sink_bias (`bool`): Whether each query head has an attention sink: a learned score that takes part in
+            the softmax and has no value, as in gpt-oss.
+        attention_value_scale (`float`): Factor on the values of attention, of context and block.
         layer_types (`list[str]`, *optional*): `full_attention` or `sliding_attention` per layer; default all full.
         sliding_window (`int`, *optional*): Positions seen looking back, the query included (`q - k < sliding_window`);
             set to `None` where no layer slides.
@@ -188,6 +192,8 @@ class DFlashConfig(PreTrainedConfig):
     max_position_embeddings: int = 40960
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
+    attention_sink_bias: bool = False
+    attention_value_scale: float | int = 1.0
     layer_types: Filled[list[str]] = FILLED_IN
     sliding_window: int | None = None
     window_from_anchor: bool = False
@@ -292,7 +298,7 @@ class DFlashConfig(PreTrainedConfig):
         ):
             number: float = getattr(self, name)
             require(0 <= number < math.inf, f"a finite {name} >= 0", number, "fix it")
-        for name in ("output_multiplier", "final_logit_softcapping"):
+        for name in ("output_multiplier", "final_logit_softcapping", "attention_value_scale"):
             factor: float | None = getattr(self, name)
             require(math.isfinite(factor or 0.0), f"a finite {name}", factor, "fix it")
         activations = sorted(ACT2FN)
@@ -312,8 +318,9 @@ class DFlashConfig(PreTrainedConfig):
         require(known, f"rope_type in {tuple(kinds)}", kind, length)
         # The other kinds turn whole heads, and would not look at the factor, or make too few angles of it.
         part = rope.get("partial_rotary_factor")
-        is_whole = kind == "proportional" or part in (None, 1.0)
-        require(is_whole, "a RoPE over whole heads", f"partial_rotary_factor {part}", "fix it")
+        takes_parts = kind == "proportional" or (kind == "default" and self.layer_family == "qwen3")
+        is_right = takes_parts or part in (None, 1.0)
+        require(is_right, "a RoPE over whole heads", f"partial_rotary_factor {part}", "fix it")
         stated = {
             name
             for name, value in rope.items()
@@ -353,6 +360,10 @@ class DFlashConfig(PreTrainedConfig):
         has_none = self.layer_family == "qwen3" or self.conv_kernel_size is None
         what = f"no convolution (conv_kernel_size) beside layer_family {self.layer_family!r}"
         require(has_none, what, self.conv_kernel_size, "DFlash 2 has them around Qwen3's layers")
+        is_plain = not self.attention_sink_bias and self.attention_value_scale == 1.0
+        what = f"no attention_sink_bias or attention_value_scale beside layer_family {self.layer_family!r}"
+        got = (self.attention_sink_bias, self.attention_value_scale)
+        require(self.layer_family == "qwen3" or is_plain, what, got, "Qwen3's layers have them")
         fits = self.layer_family == "gemma4" or not self.keys_are_values
         what = "keys_are_values beside layer_family 'gemma4'"
         require(fits, what, self.layer_family, "the other layers have both")
@@ -369,6 +380,9 @@ class DFlashConfig(PreTrainedConfig):
         require(num_heads % num_groups == 0, what, (num_heads, num_groups), "fix one of them")
         pairs = "RoPE turns pairs of channels"
         require(self.head_dim % 2 == 0, "an even head_dim", self.head_dim, pairs)
+        turned = self.rotary_dim
+        what = f"a partial_rotary_factor of an even number of channels out of {self.head_dim}"
+        require(turned > 0 and turned % 2 == 0, what, turned, pairs)
         kinds = self.layer_types
         is_causal = self.is_causal
         count = self.num_hidden_layers
@@ -456,6 +470,15 @@ class DFlashConfig(PreTrainedConfig):
             return self.selector_top_k
         num_tokens = self.draft_vocab_size or self.vocab_size or 0
         return min(MARKOV_CANDIDATES, num_tokens)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of each head that the RoPE turns, the first ones."""
+        rope = self.rope_parameters
+        # The other kinds have an angle for each channel, which may be zero.
+        if rope["rope_type"] != "default":
+            return self.head_dim
+        return int(self.head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
     @property
     def is_dspark(self) -> bool:

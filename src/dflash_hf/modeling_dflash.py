@@ -166,8 +166,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
         They are written over earlier copies `into` where these fit; see `cache.context`.
         """
+        # The kernel turns whole heads.
+        turns_all = self.config.rotary_dim == self.config.head_dim
         # Asked first, so that no list of modules is made in runs on a CPU.
-        if not ops.use_kernel(ops.context_kv, self.fc.weight):
+        if not turns_all or not ops.use_kernel(ops.context_kv, self.fc.weight):
             return None
         # Keys before values, layer after layer: the kernel knows the order.
         projections: list[nn.Module] = []

@@ -17,6 +17,7 @@ from helpers.layouts import DFLASH2, DSPARK, FULL, OWN, SLIDING, YARN, content, 
 
 GEMMA4: dict[str, Any] = {"layer_family": "gemma4", "hidden_act": "gelu_pytorch_tanh"}
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+FIRST_CHANNELS = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.7}
 # Option -> the ways in which a draft may have it, the first one as most drafts.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "causality": {
@@ -38,6 +39,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "rope": {
         "default": {},
         "of a part of each head": {"rope_parameters": PROPORTIONAL},
+        "of the first channels": {"rope_parameters": FIRST_CHANNELS},
         "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
         "yarn": {"rope_parameters": YARN, "max_position_embeddings": 256},
         "llama3": {
@@ -64,6 +66,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "Gemma 4's": GEMMA4,
         "Gemma 4's full ones": {**GEMMA4, "keys_are_values": True},
         "Laguna's": {"layer_family": "laguna"},
+    },
+    "attention": {
+        "plain": {},
+        "sinks": {"attention_sink_bias": True},
+        "scaled values": {"attention_value_scale": 0.612},
     },
     # Of Gemma's embedding: the root of the hidden size.
     "scale": {"none": {}, "the root": {"input_embedding_scale": 4.0}},
@@ -95,12 +102,17 @@ def pairs() -> list[dict[str, str]]:
 
 
 def is_possible(choice: dict[str, str]) -> bool:
-    """Whether a draft can have these options: convolutions stand in Qwen3's layers, parts of heads turn in Gemma's."""
+    """Whether a draft can have these options: convolutions, sinks, scaled values and first channels that turn belong
+    to Qwen3's layers, parts of heads with an angle for each channel to Gemma's.
+    """
     is_qwen = choice["layers"] == "Qwen3's"
     is_gemma = choice["layers"].startswith("Gemma")
     turns_parts = choice["rope"] == "of a part of each head"
     has_convolutions = choice["path"] == "DFlash 2"
-    return (is_gemma or not turns_parts) and (is_qwen or not has_convolutions)
+    turns_first = choice["rope"] == "of the first channels"
+    has_plain_attention = choice["attention"] == "plain"
+    needs_qwen = has_convolutions or turns_first or not has_plain_attention
+    return (is_gemma or not turns_parts) and (is_qwen or not needs_qwen)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +124,22 @@ def is_possible(choice: dict[str, str]) -> bool:
         ({"layer_family": "llama"}, "layer_family in .'qwen3', 'gemma4', 'laguna'., got 'llama'"),
         (
             {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
-            "a RoPE over whole heads, got .*partial_rotary_factor 0.5",
+            "a partial_rotary_factor of an even number of channels out of 6, got 3",
         ),
+        (
+            {"rope_parameters": {**YARN, "partial_rotary_factor": 0.7}},
+            "a RoPE over whole heads, got .*partial_rotary_factor 0.7",
+        ),
+        ({**GEMMA4, "rope_parameters": FIRST_CHANNELS}, "a RoPE over whole heads"),
+        (
+            {**GEMMA4, "attention_sink_bias": True},
+            "no attention_sink_bias or attention_value_scale",
+        ),
+        (
+            {"layer_family": "laguna", "attention_value_scale": 0.5},
+            "no attention_sink_bias or attention_value_scale beside layer_family 'laguna'",
+        ),
+        ({"attention_value_scale": float("inf")}, "a finite attention_value_scale"),
         (
             {**GEMMA4, "rope_parameters": {**PROPORTIONAL, "partial_rotary_factor": 1.5}},
             "partial_rotary_factor up to 1",
@@ -183,9 +209,9 @@ def draft_of(choice: dict[str, str]) -> DFlashDraftModel:
 
 # How many of the pairs each format expresses.
 EXPRESSED = {
-    "dflash": 236,
+    "dflash": 289,
     "laguna": 12,
-    "zlab": 52,
+    "zlab": 84,
     "speculators": 57,
     "muse": 16,
     "deepspec-gemma4": 11,

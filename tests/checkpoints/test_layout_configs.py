@@ -198,8 +198,8 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
         ({**SELECTOR, "selector_top_k": 49}, "selector_top_k up to 48, got 49"),
         ({**SELECTOR, "vocab_size": None}, "vocab_size beside selector_top_k, got None"),
         (
-            {"dflash_config": {"attention_sink_bias": True}},
-            "attention_sink_bias absent or in .False,",
+            {"dflash_config": {"attention_sink_bias": True}, "attention_sink_bias": False},
+            "attention_sink_bias = True beside attention_sink_bias = False",
         ),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type .* got 'domino'"),
         (
@@ -248,7 +248,7 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
             "rope_scaling.rope_type = 'yarn' beside rope_scaling.type = 'linear'",
         ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, "wobble"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor': 0.25"),
+        ({"partial_rotary_factor": 0.25}, "an even number of channels out of 6, got 1"),
         ({"dflash_config": {"mask_token_id": "x"}}, "mask_token_id"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"dflash_config": {"mask_token_id": 48}}, "mask_token_id in"),

@@ -1,4 +1,4 @@
-"""Drafts with Gemma 4's and Laguna's layers inside `generate`: the plain text, in every engine."""
+"""Drafts with Gemma 4's, Laguna's and MiMo's layers inside `generate`: the plain text, in every engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from helpers.families import build
 from helpers.static import set_engine
@@ -43,6 +44,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer_family": "laguna",
         "layer_types": ["sliding_attention"] * 2,
         "is_causal": True,
+    },
+    "mimo": {
+        "attention_sink_bias": True,
+        "attention_value_scale": 0.612,
+        "layer_types": ["sliding_attention"] * 2,
+        "is_causal": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
     },
 }
 NEW = 18
@@ -91,9 +103,31 @@ def test_engines_and_chunks_propose_the_same(variant: str) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_trees_and_kept_caches_keep_the_text(variant: str) -> None:
+    target = target_of("qwen3-sliding")
+    inputs = prompts([9], 3)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = oracle_draft(target, truth_of(inputs, ref), 3, 6, **VARIANTS[variant])
+    draft.generation_config.num_tree_nodes = 12
+    cache = DynamicCache(config=target.config)
+    settings: dict[str, Any] = {"do_sample": False, CACHE_NAME: cache}
+    # A second call goes on from the first one's cache.
+    for num in (NEW // 2, NEW - NEW // 2):
+        ids = target.generate(**inputs, **settings, max_new_tokens=num, assistant_model=draft)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ids, ref)
+    assert draft.last_stats.acceptance_length > 1
+
+
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [("deepspec", "deepspec-gemma4"), ("dspark", "deepspec-gemma4"), ("laguna", "laguna")],
+    [
+        ("deepspec", "deepspec-gemma4"),
+        ("dspark", "deepspec-gemma4"),
+        ("laguna", "laguna"),
+        ("mimo", "zlab"),
+    ],
 )
 def test_a_saved_draft_proposes_the_same(variant: str, layout: Any, tmp_path: Path) -> None:
     target = target_of("gemma4_text")

@@ -117,7 +117,7 @@ def make_draft(**overrides: Any) -> DFlashDraftModel:
     torch.manual_seed(0)
     draft = DFlashDraftModel(DFlashConfig(**{**TINY, **overrides})).eval()
     for name, parameter in draft.named_parameters():
-        if any(part in name for part in ("_conv.", "selector.", "markov_head.")):
+        if any(part in name for part in ("_conv.", "selector.", "markov_head.", "sink_bias")):
             torch.nn.init.normal_(parameter)
     if draft.d2t is not None:
         draft.d2t.copy_(5 + 2 * torch.arange(draft.d2t.shape[0]))

@@ -149,6 +149,15 @@ GEMMA4_LAYERS: dict[str, Any] = {
 }
 
 
+FIRST_CHANNELS: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A step: of which target, and what is asked of it."""
@@ -210,6 +219,8 @@ CASES = [
     Case(target=SHORT, warpers="top-k", proposal="sample", width=5, draft=DFLASH2, kernels=False),
     Case(target=SHORT, draft={"sample_from_anchor": True}),
     Case(target=SHORT, draft={"layer_family": "laguna"}),
+    Case(target=SHORT, draft={"attention_sink_bias": True, "attention_value_scale": 0.612}),
+    Case(target=SHORT, batch=4, width=7, draft=FIRST_CHANNELS),
     Case(target=SHORT, draft=GEMMA4_LAYERS),
     Case(target=SHORT, batch=4, width=7, draft={**GEMMA4_LAYERS, "keys_are_values": True}),
     Case(target=SHORT, draft=GEMMA4_LAYERS, draft_dtype="float8_e4m3fn"),
@@ -281,8 +292,9 @@ def check(run: Run, step: Step, uses_kernels: bool) -> None:
     layers = config.num_hidden_layers
     # Of the draft: kernels norm as Qwen3 does.
     is_draft_fused = config.layer_family != "gemma4"
-    # Other layers than Qwen3's write their context themselves, along with the block.
-    is_stacked = config.layer_family == "qwen3"
+    # Other layers than Qwen3's, and those that turn a part of each head, write their context themselves, along with
+    # the block.
+    is_stacked = config.layer_family == "qwen3" and config.rotary_dim == config.head_dim
     attending = sum(isinstance(layer, RaggedLayer) for layer in run.cache.layers) + layers
     missing = [name for name, is_written in step.written.items() if not is_written]
     assert not missing

@@ -37,6 +37,17 @@ SLIDING = {
     "sliding_window": 4,
     "is_causal": [False, True, False],
 }
+# Attention as MiMo's drafts have it.
+MIMO = {
+    **SLIDING,
+    "attention_sink_bias": True,
+    "attention_value_scale": 0.612,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
 VARIANTS = [
     {},
     SLIDING,
@@ -44,6 +55,7 @@ VARIANTS = [
     {"is_causal": True},
     {"input_embedding_scale": 2.0, "raw_input_embeddings": True},
     {**SLIDING, **DFLASH2},
+    MIMO,
 ]
 
 MakeDraft = Callable[..., DFlashDraftModel]
@@ -304,10 +316,11 @@ def test_labels_of_the_target_are_its_argmax_in_a_batch_loss(
     assert plain.loss != result.loss
 
 
+@pytest.mark.parametrize("changes", [SLIDING, MIMO], ids=["sliding", "sinks"])
 def test_flex_attention_gives_the_same_states(
-    target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
+    changes: dict[str, Any], target: Qwen3ForCausalLM, make_draft: MakeDraft, batch: Batch
 ) -> None:
-    found, draft = find_target(target), make_draft(**SLIDING)
+    found, draft = find_target(target), make_draft(**changes)
     taps = target_features(found, [0, 2], batch).taps
     anchors = sample_anchors(batch.loss_mask, 3, 6, torch.Generator().manual_seed(0))
     masks = BlockMaskRule(batch.attention_mask, anchors).masks(draft.config, flex=True)

@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_hf import ops
 from dflash_hf.block.positions import slot_positions, visible
 from dflash_hf.block.tree import DraftTree
 from dflash_hf.configuration_dflash import AttentionKind
+
+# How newer torch is asked for more than the result; older ones have an argument for it.
+AuxRequest: Any = getattr(flex_module, "AuxRequest", None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,9 +327,8 @@ def attend(
         sinks (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
         dropout (`float`): Dropout on the weights.
 
-    Returns `[B, K, H, E]`; raises `ValueError` if a `BlockMask` comes with a soft cap, sinks or dropout.
+    Returns `[B, K, H, E]`; raises `ValueError` if a `BlockMask` comes with a soft cap or dropout.
     """
-    is_plain = softcap is None and sinks is None
     if isinstance(mask, RaggedMask):
         block, kind = mask
         if dropout == 0 and ops.use_kernel(ops.block_attention, query_BHKE, key_BGRE, value_BGRE):
@@ -337,12 +340,12 @@ def attend(
         repeats = mask_repeats(heads_per_key, key_BGRE.device, query_BHKE.dtype)
         mask = block.mask(num_slots, kind, repeats, query_BHKE.dtype)
     if isinstance(mask, BlockMask):
-        if not is_plain or dropout > 0:
+        if softcap is not None or dropout > 0:
             raise ValueError(
-                "expected plain attention under a BlockMask, got a soft cap, sinks or dropout; drop them"
+                "expected attention without a soft cap or dropout under a BlockMask, got one; drop it"
             )
-        return _attend_by_flex(query_BHKE, key_BGRE, value_BGRE, mask, scaling)
-    if is_plain:
+        return _attend_by_flex(query_BHKE, key_BGRE, value_BGRE, mask, scaling, sinks)
+    if softcap is None and sinks is None:
         return _attend_by_sdpa(query_BHKE, key_BGRE, value_BGRE, mask, scaling, dropout)
     return _attend_explicitly(
         query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks, dropout
@@ -383,18 +386,35 @@ def _attend_by_kernel(
 
 
 def _attend_by_flex(
-    query_BHKE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor, mask: BlockMask, scaling: float
+    query_BHKE: Tensor,
+    key_BGRE: Tensor,
+    value_BGRE: Tensor,
+    mask: BlockMask,
+    scaling: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Returns `attend` by FlexAttention."""
     flex = flex_attention
     # Training asks for it on CUDA. Uncompiled, as elsewhere, it computes the whole score matrix.
     if query_BHKE.is_cuda:
         flex = _compiled_flex_attention()
-    is_grouped = query_BHKE.shape[1] > key_BGRE.shape[1]
-    out = flex(
-        query_BHKE, key_BGRE, value_BGRE, block_mask=mask, scale=scaling, enable_gqa=is_grouped
-    )
-    assert isinstance(out, Tensor)
+    options: dict[str, Any] = {
+        "block_mask": mask,
+        "scale": scaling,
+        "enable_gqa": query_BHKE.shape[1] > key_BGRE.shape[1],
+    }
+    if sinks is None:
+        out: Any = flex(query_BHKE, key_BGRE, value_BGRE, **options)
+        return out.transpose(1, 2)
+    # FlexAttention knows no sinks, but says by what it has divided the weights. A sink is one more term of that sum.
+    if AuxRequest is None:
+        out, log_sums = flex(query_BHKE, key_BGRE, value_BGRE, **options, return_lse=True)
+    else:
+        request = AuxRequest(lse=True)
+        out, aux = flex(query_BHKE, key_BGRE, value_BGRE, **options, return_aux=request)
+        log_sums = aux.lse
+    shares = torch.sigmoid(log_sums - sinks.to(log_sums.dtype)[:, None])
+    out = out * shares[..., None].to(out.dtype)
     return out.transpose(1, 2)
 
 

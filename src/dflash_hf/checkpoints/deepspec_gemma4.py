@@ -120,6 +120,7 @@ DEEPSPEC_GEMMA4 = CheckpointFormat(
         and config.get("model_type") in MODEL_TYPES
     ),
     layer_families=("gemma4",),
+    takes_partial_ropes=True,
     keys=KEYS,
     read_rest=_read_rest,
     write_rest=_write_rest,

@@ -161,8 +161,12 @@ def _no_weights(folder: Path) -> Exception:
     what = f"safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index)"
     action = "convert the checkpoint: reading a pickle file can run code, so none is loaded"
     if folder.is_dir():
-        files = shown(sorted(file.name for file in folder.iterdir()))
-        return ValueError(f"expected {what}, got {files}; {action}")
+        files = sorted(file.name for file in folder.iterdir())
+        # MiMo's drafts have one file of a name of its own.
+        others = [name for name in files if name.endswith(".safetensors")]
+        if len(others) == 1:
+            action = f"rename {one_line(others[0])} to {SAFE_WEIGHTS_NAME}"
+        return ValueError(f"expected {what}, got {shown(files)}; {action}")
     return OSError(f"expected {what}, got none that can be reached; {action}")
 
 

@@ -35,6 +35,7 @@ OWN = CheckpointFormat(
     name="dflash",
     matches=lambda config: config.get("model_type") == DFlashConfig.model_type,
     layer_families=LAYER_FAMILIES,
+    takes_partial_ropes=True,
     read_rest=_read_own,
     write_rest=DFlashConfig.to_diff_dict,
     ignored=COMMON_IGNORED - set(FIELDS),

@@ -101,10 +101,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     gating = reader.take("gating", default=True)
     require(gating in (True, "per-head"), "gating 'per-head'", gating, "not supported")
     taps = reader.take(f"{SECTION}.target_layer_ids", "target_layer_ids", kind=list)
-    above = reader.take("eagle_aux_hidden_state_layer_ids", default=None)
-    agree = above is None or above == [tap + 1 for tap in taps]
-    what = f"eagle_aux_hidden_state_layer_ids one above the taps {taps}"
-    require(agree, what, above, "make the checkpoint's config.json agree with itself")
+    reader.take_layers_above(taps)
     size = reader.take("vocab_size")
     reduced = reader.take("draft_vocab_size", default=size)
     require(reduced == size, f"draft_vocab_size = vocab_size = {size}", reduced, "not supported")

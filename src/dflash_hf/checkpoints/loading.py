@@ -48,6 +48,8 @@ HUB_ARGUMENTS = (
     "subfolder",
     "token",
 )
+# An embedding of the draft's own for the mask token, as a pickle.
+MASK_FILE = "mask_embedding.pt"
 # How layers of quantised checkpoints call what they have instead of a weight, or beside it.
 QUANTISED = (
     "weight_packed",
@@ -211,6 +213,10 @@ class DFlashPreTrainedModel(PreTrainedModel):
         if isinstance(given, str | PathLike):
             source = given
         raw = read_config(source, hub)
+        pickled = find_file(path, MASK_FILE, hub)
+        what = f"a draft in {path} whose blocks are filled with the target's row of the mask token"
+        advice = "vLLM and SGLang take that row from this file of MiMo's, which is not supported"
+        require(not pickled, what, MASK_FILE, advice)
         in_files = stored_tensors(path, hub, kwargs.get("variant"))
         stored: dict[str, Stored] = {**in_files}
         try:

@@ -188,11 +188,26 @@ class ConfigReader:
             "sliding_window": window,
         }
 
-    def take_rope(self, default_theta: float, section: str = "") -> dict[str, Any]:
+    def take_layers_above(self, taps: Any) -> None:
+        """Takes vLLM's own key for the taps, layer + 1; raises `ValueError` if it names others than `taps`."""
+        key = "eagle_aux_hidden_state_layer_ids"
+        above: Any = self.take(key, default=None)
+        if above is None:
+            return
+        are_lists = is_a(taps, list) and is_a(above, list)
+        # What is no number is refused where the taps are read.
+        agree = are_lists and taps == [layer - 1 for layer in above if is_a(layer, int)]
+        action = "make the checkpoint's config.json agree with itself"
+        require(agree, f"{key} one above the taps {shown(taps)}", above, action)
+
+    def take_rope(
+        self, default_theta: float, section: str = "", takes_parts: bool = False
+    ) -> dict[str, Any]:
         """Returns `rope_parameters`, from that key (Transformers 5), from `rope_theta` and `rope_scaling` (before), or
         from both where they say the same.
 
-        `default_theta` is what the format means where it states none; the section has its dot.
+        `default_theta` is what the format means where it states none; the section has its dot. Only with `takes_parts`
+        may the RoPE turn a part of each head.
         """
         ropes: dict[str, dict[str, Any]] = {}
         for place in (f"{section}rope_parameters", f"{section}rope_scaling"):
@@ -216,12 +231,16 @@ class ConfigReader:
             rope[name] = agreed(said)
         stated = {name for name, value in rope.items() if value is not None}
         unknown = sorted(stated - ROPE_KEYS - IMAGE_ROPE_KEYS)
+        if takes_parts and partial:
+            rope["partial_rotary_factor"] = agreed(partial)
+            partial = {}
         if unknown or partial:
             raise ValueError(
                 "expected a RoPE over whole heads with known parameters, got the parameters "
                 f"{shown(unknown)} and the partial rotary factors {shown(partial)}; this variant is not supported"
             )
-        return {name: value for name, value in rope.items() if name in ROPE_KEYS}
+        known = ROPE_KEYS | {"partial_rotary_factor"}
+        return {name: value for name, value in rope.items() if name in known}
 
 
 def _of_one_kind(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,6 +282,7 @@ class CheckpointFormat:
     # Weights that they name otherwise -> our name
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     section: str = ""  # see ConfigReader
+    takes_partial_ropes: bool = False  # that turn a part of each head only
     # Reads the fields that need more than one key.
     read_rest: Callable[[ConfigReader], dict[str, Any]]
     # Writes those, and the constants of the format.
@@ -333,6 +353,10 @@ class CheckpointFormat:
             wrong.append(
                 f"layer_family = {config.layer_family!r} (its layers are {' or '.join(self.layer_families)})"
             )
+        rope = config.rope_parameters
+        if "partial_rotary_factor" in rope and not self.takes_partial_ropes:
+            # Not read back either.
+            wrong.append(f"rope_parameters = {shown(rope)} (its readers turn whole heads)")
         out: dict[str, Any] = {"dtype": dtype}
         if not wrong:
             for key in self.keys:

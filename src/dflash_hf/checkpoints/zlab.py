@@ -43,7 +43,8 @@ KEYS = (
     *plain_keys({"vocab_size": None, **QWEN3_KEYS}),
     Key("block_size", 16, _both("block_size"), written=1),
     Key("num_target_layers", None, _both("num_target_layers"), written=1),
-    Key("mask_token_id", REQUIRED, _both("mask_token_id")),
+    # The last name is vLLM's for the token of all drafts that propose in parallel.
+    Key("mask_token_id", REQUIRED, (*_both("mask_token_id"), "pard_token")),
     Key("target_layer_ids", None, _both("target_layer_ids")),
     Key("input_embedding_scale", 1.0, _both("input_embedding_scale"), optional=True),
     Key("output_multiplier", 1.0, _both("output_multiplier"), optional=True),
@@ -51,12 +52,19 @@ KEYS = (
     # Our own addition; z-lab's code always looks rows up in the weight and ignores the key.
     Key("raw_input_embeddings", False, _both("raw_input_embeddings"), optional=True),
     *(Key(name, None, _both(name), optional=True) for name in DFLASH2_FIELDS),
+    # MiMo's and NVIDIA's drafts. The second name is that of MiMo's targets.
+    Key(
+        "attention_sink_bias",
+        False,
+        _both("attention_sink_bias", "add_swa_attention_sink_bias"),
+        optional=True,
+    ),
+    Key("attention_value_scale", 1.0, _both("attention_value_scale"), optional=True),
 )
 
-# Domino, sinks and others; each with the values under which the draft is a plain DFlash one.
+# Domino and others; each with the values under which the draft is a plain DFlash one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_both("add_swa_attention_sink_bias", "attention_sink_bias"), (False,)),
-    **dict.fromkeys(_both("attention_value_scale", "logit_scale"), (1.0,)),
+    **dict.fromkeys(_both("logit_scale"), (1.0,)),
     **dict.fromkeys(_both("pure_draft_prefix_len"), (0,)),
     "mlp_bias": (False,),
     **dict.fromkeys(_both("is_neox_style"), (True,)),
@@ -66,13 +74,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # Of training: they change nothing of what a draft computes.
 TRAINING_KEYS = frozenset(_both("num_anchors", "loss_decay_gamma"))
-# All say whether attention inside the block is causal, on every layer; the last is JetSpec's.
-CAUSALITY = ("is_causal", *(f"{SECTION}.{name}" for name in ("is_causal", "causal", "causal_head")))
+# All say whether attention inside the block is causal, on every layer; the last ones are JetSpec's and NVIDIA's.
+CAUSALITY = (
+    "is_causal",
+    *(f"{SECTION}.{name}" for name in ("is_causal", "causal", "causal_head")),
+    "causal_head",
+    "dflash_query_causal",
+)
 
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     """Reads RoPE and, per layer, the window and the causality: five keys that qualify each other."""
     _refuse_adapter(reader)
+    taps = reader.take(*_both("target_layer_ids"), default=None)
+    reader.take_layers_above(taps)
     layers = reader.take_layers(f"{SECTION}.swa_window_size", "sliding_window")
     is_causal = _take_causality(reader)
     if (
@@ -97,8 +112,22 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         **_read_dspark(reader),
         "target_hidden_size": reader.take(*_both("target_hidden_size"), default=None),
         "is_causal": is_causal,
-        "rope_parameters": reader.take_rope(QWEN3_THETA),
+        "rope_parameters": _take_rope(reader),
     }
+
+
+def _take_rope(reader: ConfigReader) -> dict[str, Any]:
+    """Takes the RoPE, which may turn a part of each head, and for all tokens alike."""
+    rope = reader.take_rope(QWEN3_THETA, takes_parts=True)
+    theta = rope["rope_theta"]
+    base = reader.take(*_both("backbone_rotary_base"), default=theta)
+    what = f"backbone_rotary_base absent or equal to rope_theta = {shown(theta)}"
+    action = (
+        "projects differ in what MiMo's key means, and vLLM does without it: take it out of the config.json to turn "
+        "all keys by rope_theta"
+    )
+    require(base == theta, what, base, action)
+    return rope
 
 
 def _refuse_adapter(reader: ConfigReader) -> None:
@@ -137,19 +166,20 @@ def _read_dspark(reader: ConfigReader) -> dict[str, Any]:
 
 def _take_causality(reader: ConfigReader) -> bool | None:
     """Takes whether attention inside the block is causal; `None` if nothing says it."""
-    stated = reader.stated(*CAUSALITY, "causal_head")
+    stated = reader.stated(*CAUSALITY)
     if True in stated.values() and False in stated.values():
         raise ValueError(
             f"expected keys that say the same of causality inside the block, got {beside(stated)}; set all of them to "
             "what the draft was trained with: in NeMo's JetSpec recipe that is dflash_config.causal = True, and "
             "is_causal = False is left over from its base recipe"
         )
-    return reader.take(*CAUSALITY, "causal_head", default=None, kind=bool)
+    return reader.take(*CAUSALITY, default=None, kind=bool)
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
+    part = rope.pop("partial_rotary_factor", None)
     written: dict[str, Any] = {
         # The readers choose their class by it.
         "architectures": ["DFlashDraftModel"],
@@ -158,6 +188,8 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": rope,
     }
+    if part is not None:
+        written["partial_rotary_factor"] = part
     if config.is_dflash2:
         written["architectures"] = ["DFlash2DraftModel"]
     if config.is_dspark:
@@ -195,6 +227,7 @@ ZLAB = CheckpointFormat(
     keys=KEYS,
     needs=("vocab_size", "num_target_layers"),
     section=SECTION,
+    takes_partial_ropes=True,
     read_rest=_read_rest,
     write_rest=_write_rest,
     refuse=_refuse,

@@ -54,6 +54,8 @@ class DFlashMLP(nn.Module):
 class DFlashAttention(nn.Module):
     """Queries from the block, keys and values from the context and the block."""
 
+    attention_sink_bias: Tensor | None
+
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
@@ -76,6 +78,12 @@ class DFlashAttention(nn.Module):
         # Each head is normed by itself, with one weight for all of them, as in Qwen3.
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.value_scale = float(config.attention_value_scale)
+        # A score for each query head that takes a share of the softmax, as a key without a value would.
+        sinks = None
+        if config.attention_sink_bias:
+            sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
+        self.register_parameter("attention_sink_bias", sinks)
 
     def kind_in(self, cache: RaggedCache) -> AttentionKind:
         """Returns the kind of this layer over a cache, whose window may be narrower than the layer's own."""
@@ -99,8 +107,11 @@ class DFlashAttention(nn.Module):
         return features
 
     def gated(self, heads: Tensor, hidden_states: Tensor) -> Tensor:
-        """Returns heads `[B, K, H, E]` as they go into the output projection: as they are."""
-        return heads
+        """Returns heads `[B, K, H, E]` as they go into the output projection: times the factor on the values."""
+        # A factor on all values is one on each of their sums, and the cache keeps them as they are.
+        if self.value_scale == 1.0:
+            return heads
+        return heads * self.value_scale
 
     def stacked_projections(self) -> list[nn.Module]:
         """Returns the layers that a kernel may stack to write context: of keys, then of values."""
@@ -122,12 +133,14 @@ class DFlashAttention(nn.Module):
         norms = (self.q_norm.weight, self.k_norm.weight)
         buffers = cache.attention[self.layer_idx].buffers()
         floats = (query, key, value, *norms, *cos_sin)
-        if not ops.use_kernel(ops.norm_rope_write, *floats, buffers=buffers):
+        cos, sin = cos_sin
+        # The kernel turns whole heads.
+        turns_all = cos.shape[-1] == self.head_dim
+        if not turns_all or not ops.use_kernel(ops.norm_rope_write, *floats, buffers=buffers):
             query = rotate(self.q_norm(query), cos_sin)
             key = rotate(self.k_norm(key), cos_sin)
             keys, values = cache.extend(self.layer_idx, key, value)
             return query, keys, values
-        cos, sin = cos_sin
         query = ops.norm_rope_write(
             query,
             key,
@@ -152,7 +165,8 @@ class DFlashAttention(nn.Module):
         dropout = 0.0
         if self.training:
             dropout = self.dropout
-        heads = attend(query, key, value, mask, self.scaling, dropout=dropout)
+        sinks = self.attention_sink_bias
+        heads = attend(query, key, value, mask, self.scaling, sinks=sinks, dropout=dropout)
         heads = self.gated(heads, hidden_states)
         return self.o_proj(heads.flatten(2))
 

@@ -1,6 +1,6 @@
 """The draft's RMS norm and RoPE; the target has Transformers' own.
 
-Shapes: `B` rows, `K` tokens of a block, `H` heads, `D` hidden, `E` head size.
+Shapes: `B` rows, `K` tokens of a block, `H` heads, `D` hidden, `E` head size, `R` channels of a head that turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_hf import ops
 from dflash_hf.configuration_dflash import DFlashConfig
 
-# Cosines and sines, `[..., 1, E]` each: the 1 stands for the heads.
+# Cosines and sines, `[..., 1, R]` each: the 1 stands for the heads.
 CosSin = tuple[Tensor, Tensor]
 
 
@@ -78,22 +78,22 @@ class DFlashRotaryEmbedding(nn.Module):
 
     @staticmethod
     def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
-        """Returns the inverse frequencies `[E/2]` and the factor on cosines and sines (Transformers' rope utils)."""
+        """Returns the inverse frequencies `[R/2]` and the factor on cosines and sines (Transformers' rope utils)."""
         rope = config.rope_parameters
         # Transformers' table has all types but the default one.
         if rope["rope_type"] != "default":
             initialize = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
             inv_freq, scaling = initialize(config)
             return inv_freq, float(scaling)
-        # Pairs of channels share a frequency: `theta ** (-2 i / E)` for pair `i`.
-        even_channels = torch.arange(0, config.head_dim, 2, dtype=torch.float)
-        exponent = even_channels / config.head_dim
+        # Pairs of channels share a frequency: `theta ** (-2 i / E)` for pair `i` of those that turn.
+        even_channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float)
+        exponent = even_channels / config.rotary_dim
         inv_freq = 1.0 / (rope["rope_theta"] ** exponent)
         return inv_freq, 1.0
 
     @torch.no_grad()
     def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        """Returns cosines and sines `[..., 1, E]` for `positions` `[...]`, computed in float32."""
+        """Returns cosines and sines `[..., 1, R]` for `positions` `[...]`, computed in float32."""
         # Half precision could not tell neighbouring positions of a long text apart.
         freqs = positions[..., None].float() * self.inv_freq.float()
         # Both halves of a head turn by the same angles; a dimension of 1 stands for the heads.
@@ -105,8 +105,12 @@ class DFlashRotaryEmbedding(nn.Module):
 
 
 def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
-    """Returns states `[B, K, H, E]` with RoPE applied, in its half-split form."""
+    """Returns states `[B, K, H, E]` with RoPE applied to their first `R` channels, in its half-split form."""
     cos, sin = cos_sin
+    num_turned = cos.shape[-1]
+    if num_turned < states_BKHE.shape[-1]:
+        kept = states_BKHE[..., num_turned:]
+        return torch.cat([rotate(states_BKHE[..., :num_turned], cos_sin), kept], dim=-1)
     first, second = states_BKHE.chunk(2, dim=-1)
     # A channel turns with the one half a head further on, as in Llama, and not with its neighbour.
     turned = torch.cat((-second, first), dim=-1)
