@@ -216,6 +216,17 @@ DAMAGE: dict[str, tuple[Callable[[DFlashDraftModel], DFlashDraftModel], str, str
         "rope",
         "rope_parameters['rope_theta'] to 10000",
     ),
+    "a RoPE over half of each head": (
+        fields(
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        ),
+        "rope",
+        "RoPE over whole heads accepts",
+    ),
     "hidden_norm reset": (reset("hidden_norm"), "weights", "hidden_norm are ones everywhere"),
     "layer norms reset": (
         reset("layers.0.input_layernorm", "layers.1.self_attn.k_norm"),
@@ -314,6 +325,41 @@ def test_a_draft_can_have_the_rope_of_a_vision_target() -> None:
     trials = list(doctor_module._rope_trials(probe))
     assert [trial.label for trial in trials] == ["the target's yarn RoPE"]
     assert variant(draft, trials[0].change).config.rope_parameters == rope
+
+
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+WHOLE = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "labels"),
+    [
+        (WHOLE, WHOLE, []),
+        (HALF, WHOLE, ["RoPE over whole heads"]),
+        (WHOLE, HALF, ["RoPE over 0.5 of each head"]),
+        (HALF, {**HALF, "partial_rotary_factor": 0.25}, ["whole heads", "0.25 of each head"]),
+        (HALF, YARN, ["RoPE over whole heads"]),
+        (YARN, HALF, ["the target's default RoPE"]),
+        (WHOLE, {**HALF, "partial_rotary_factor": 0.01}, []),
+    ],
+)
+def test_parts_of_heads_that_turn_are_tried(
+    own: dict[str, Any], theirs: dict[str, Any], labels: list[str]
+) -> None:
+    draft = variant(pair()[1], {"rope_parameters": own})
+    text = SimpleNamespace(rope_parameters=theirs)
+    probe: Any = SimpleNamespace(draft=draft, target=SimpleNamespace(config=text))
+    trials = list(doctor_module._rope_trials(probe))
+    assert len(trials) == len(labels)
+    for trial, label in zip(trials, labels, strict=True):
+        assert label in trial.label
+        variant(draft, trial.change)
 
 
 def test_two_mistakes_are_two_findings() -> None:

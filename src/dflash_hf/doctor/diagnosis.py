@@ -333,9 +333,12 @@ def _window_trials(probe: Probe) -> Iterator[Trial]:
 
 
 def _rope_trials(probe: Probe) -> Iterator[Trial]:
-    """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's."""
+    """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's; other parts of each
+    head that it turns.
+    """
     own = probe.draft.config.rope_parameters
     theirs = rope_of(probe.target.config)
+    yield from _part_trials(probe)
     if theirs is None:
         return
     theta = theirs["rope_theta"]
@@ -345,9 +348,34 @@ def _rope_trials(probe: Probe) -> Iterator[Trial]:
         yield Trial(
             "rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}}
         )
-    if kind != own["rope_type"]:
+    # A RoPE that turns parts of heads has no other type that does.
+    turns_part = "partial_rotary_factor" in own
+    if kind != own["rope_type"] and not turns_part:
         advice = f"set rope_parameters to {theirs}, the target's"
         yield Trial("rope", f"the target's {kind} RoPE", advice, {"rope_parameters": theirs})
+
+
+def _part_trials(probe: Probe) -> Iterator[Trial]:
+    """Whole heads, and the part of each head that the target turns, where the draft may turn a part of each."""
+    config = probe.draft.config
+    own = config.rope_parameters
+    is_plain = own["rope_type"] == "default" and config.layer_family == "qwen3"
+    if not is_plain and own["rope_type"] != "proportional":
+        return
+    theirs: dict[str, Any] = getattr(probe.target.config, "rope_parameters", None) or {}
+    theirs = theirs.get("full_attention", theirs)  # where each kind of layer has its own
+    now = own.get("partial_rotary_factor", 1.0)
+    for part in dict.fromkeys((1.0, theirs.get("partial_rotary_factor") or 1.0)):
+        turned = int(config.head_dim * part)
+        # RoPE turns pairs of channels.
+        if part == now or turned == 0 or turned % 2:
+            continue
+        advice = f"set rope_parameters['partial_rotary_factor'] to {part:g}"
+        change = {"rope_parameters": {**own, "partial_rotary_factor": part}}
+        label = f"RoPE over {part:g} of each head"
+        if part == 1.0:
+            label = "RoPE over whole heads"
+        yield Trial("rope", label, advice, change)
 
 
 def mask_candidates(
