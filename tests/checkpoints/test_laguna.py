@@ -109,7 +109,7 @@ def test_queries_keys_and_values_are_stored_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"gating": "per-element"}, "gating 'per-head', got 'per-element'"),
+        ({"gating": "per-element"}, "gating 'per-head', a gate for each head, got 'per-element'"),
         ({"num_experts": 4}, r"num_experts absent or in .0,"),
         ({"draft_vocab_size": 24}, "draft_vocab_size = vocab_size = 64, got 24"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "one above the taps"),
@@ -120,7 +120,10 @@ def test_queries_keys_and_values_are_stored_as_one(tmp_path: Path) -> None:
             },
             "the same RoPE in rope_parameters for all kinds of layers",
         ),
-        ({"partial_rotary_factor": 0.5}, "the partial rotary factors"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "a RoPE over whole heads, got partial_rotary_factor = 0.5",
+        ),
         ({"num_attention_heads": 5}, "instead of|multiple of num_key_value_heads"),
         ({"moe_intermediate_size": 8}, r"got also \['moe_intermediate_size'\]"),
     ],

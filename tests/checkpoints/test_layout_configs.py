@@ -213,7 +213,10 @@ def test_zlab_config(change: dict[str, Any], expected: dict[str, Any], tmp_path:
         ({"markov_rank": 64, "vocab_size": None}, "vocab_size beside markov_rank, got None"),
         ({**SELECTOR, "markov_rank": 64}, "no selector_rank beside markov_rank, got 3"),
         ({"projector_type": "dspark"}, "projector_type in .'dflash',.*, got 'dspark'"),
-        ({"sample_from_anchor": True}, "no slot of the anchor that proposes, without markov_rank"),
+        (
+            {"sample_from_anchor": True},
+            "a markov_rank where the anchor.s slot proposes, got sample_from",
+        ),
         (
             {"markov_rank": 64, "sample_from_anchor": True, "dspark_bonus_anchor": True},
             "got sample_from_anchor = True beside not dspark_bonus_anchor = False",
@@ -448,7 +451,7 @@ def test_speculators_config(
         (
             "deepspec",
             {"markov_rank": 256, "markov_head_type": "gated"},
-            "markov_head_type 'vanilla' in .*, got 'gated'; the gated and the recurrent head",
+            "markov_head_type 'vanilla' in .*, got 'gated'; .*here they are not supported",
         ),
         ("deepspec", {"markov_rank": -1}, "markov_rank from 1 to .*, got -1"),
         (
@@ -463,7 +466,7 @@ def test_speculators_config(
                 "speculators_config": {"algorithm": "dspark"},
                 "markov_head_type": "rnn",
             },
-            "markov_head_type 'vanilla' in .*, got 'rnn'; the gated and the recurrent head",
+            "markov_head_type 'vanilla' in .*, got 'rnn'; .*here they are not supported",
         ),
         (
             "deepspec",

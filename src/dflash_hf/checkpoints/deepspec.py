@@ -32,11 +32,12 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         decoder == "qwen3",
         "model_type 'qwen3' beside markov_rank",
         decoder,
-        "this variant is not supported",
+        "DeepSpec's drafts with layers of other models than Qwen3 and Gemma 4 are not supported here",
     )
     layer_types: list[Any] = reader.take("layer_types", default=[], kind=list)
     what = "layer_types all full_attention beside markov_rank"
-    require("sliding_attention" not in layer_types, what, layer_types, "not supported")
+    action = "DeepSpec's drafts with windows are not supported here"
+    require("sliding_attention" not in layer_types, what, layer_types, action)
     return {
         "layer_types": layer_types or None,
         "is_causal": False,

@@ -20,10 +20,11 @@ from dflash_hf.checkpoints.mapping import (
     CheckpointFormat,
     ConfigReader,
     Key,
+    Neutral,
     plain_keys,
 )
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.errors import require, shown
+from dflash_hf.errors import require
 
 MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
 KEYS = (
@@ -56,7 +57,8 @@ GROUPS = {True: "num_global_key_value_heads", False: "num_key_value_heads"}
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     layer_types: list[Any] = reader.take("layer_types", default=[], kind=list)
     what = "layer_types all full_attention beside markov_rank"
-    require("sliding_attention" not in layer_types, what, layer_types, "not supported")
+    action = "DeepSpec's drafts with windows are not supported here"
+    require("sliding_attention" not in layer_types, what, layer_types, action)
     keys_are_values = reader.take("attention_k_eq_v", default=False, kind=bool)
     reader.stated(*GROUPS.values())
     hidden_size = reader.take("hidden_size", kind=int)
@@ -84,7 +86,8 @@ def _take_rope(reader: ConfigReader) -> dict[str, Any]:
     require(isinstance(rope, dict), what, rope, "fix it")
     unknown = sorted(rope.keys() - ROPE_KEYS - {"partial_rotary_factor"})
     what = "a RoPE with known parameters"
-    require(not unknown, what, shown(unknown), "this variant is not supported")
+    action = "a RoPE that needs them is not supported here"
+    require(not unknown, what, unknown, action)
     return {"rope_type": "default", **rope}
 
 
@@ -125,9 +128,9 @@ DEEPSPEC_GEMMA4 = CheckpointFormat(
     read_rest=_read_rest,
     write_rest=_write_rest,
     neutral={
-        "enable_moe_block": (False,),
-        "hidden_size_per_layer_input": (0,),
-        "num_kv_shared_layers": (0,),
+        "enable_moe_block": Neutral((False,), "experts, as Gemma 4 itself may have them"),
+        "hidden_size_per_layer_input": Neutral((0,), "Gemma 4's embeddings for each layer"),
+        "num_kv_shared_layers": Neutral((0,), "layers that share keys, as Gemma 4 may have them"),
     },
     ignored=COMMON_IGNORED
     | CONFIDENCE_KEYS

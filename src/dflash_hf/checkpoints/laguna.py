@@ -21,6 +21,7 @@ from dflash_hf.checkpoints.mapping import (
     CheckpointFormat,
     ConfigReader,
     Key,
+    Neutral,
     plain_keys,
 )
 from dflash_hf.checkpoints.quantised import Stored, StoredRows
@@ -99,12 +100,16 @@ def put_together(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     layers = reader.take_layers("sliding_window")
     gating = reader.take("gating", default=True)
-    require(gating in (True, "per-head"), "gating 'per-head'", gating, "not supported")
+    action = "gates of another kind are not supported here"
+    require(gating in (True, "per-head"), "gating 'per-head', a gate for each head", gating, action)
     taps = reader.take(f"{SECTION}.target_layer_ids", "target_layer_ids", kind=list)
     reader.take_layers_above(taps)
     size = reader.take("vocab_size")
     reduced = reader.take("draft_vocab_size", default=size)
-    require(reduced == size, f"draft_vocab_size = vocab_size = {size}", reduced, "not supported")
+    what = f"draft_vocab_size = vocab_size = {size}"
+    require(
+        reduced == size, what, reduced, "here the format 'speculators' has reduced vocabularies"
+    )
     # Where each kind of layer has a RoPE of its own, the draft's layers have to have the same one.
     ropes = reader.values.get("rope_parameters")
     if isinstance(ropes, dict) and any(isinstance(value, dict) for value in ropes.values()):
@@ -162,7 +167,10 @@ LAGUNA = CheckpointFormat(
     read_rest=_read_rest,
     write_rest=_write_rest,
     refuse=_refuse,
-    neutral={"attention_bias": (False,), "qkv_bias": (False,), "num_experts": (0,)},
+    neutral={
+        **dict.fromkeys(("attention_bias", "qkv_bias"), Neutral((False,), "biases of attention")),
+        "num_experts": Neutral((0,), "layers with experts, as Laguna itself has them"),
+    },
     ignored=COMMON_IGNORED | {"sliding_windows"},
     take_apart=take_apart,
     put_together=put_together,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
@@ -37,6 +37,13 @@ class Key:
     # Whether to leave it out when it has the default (a key that few checkpoints carry)
     optional: bool = False
     written: int = 0  # in which of the places it is written
+
+
+class Neutral(NamedTuple):
+    """A key of an unsupported variant: the values under which it does nothing, and what it means otherwise."""
+
+    values: tuple[Any, ...]
+    meaning: str  # and who reads it, as a clause of its own
 
 
 def plain_keys(
@@ -142,9 +149,8 @@ class ConfigReader:
         head: Any = self.take(*kinds, default="vanilla")
         what = f"{' or '.join(kinds)} 'vanilla' in the checkpoint's config.json"
         is_known = rank == 0 or head == "vanilla"
-        require(
-            is_known, what, head, "the gated and the recurrent head of DSpark are not supported"
-        )
+        action = "DeepSpec's own code reads the gated and the recurrent head; here they are not supported"
+        require(is_known, what, head, action)
         if rank == 0:
             return None
         return rank
@@ -234,10 +240,15 @@ class ConfigReader:
         if takes_parts and partial:
             rope["partial_rotary_factor"] = agreed(partial)
             partial = {}
-        if unknown or partial:
+        if unknown:
             raise ValueError(
-                "expected a RoPE over whole heads with known parameters, got the parameters "
-                f"{shown(unknown)} and the partial rotary factors {shown(partial)}; this variant is not supported"
+                f"expected known parameters of a RoPE in {' or '.join(ropes)}, got also {shown(unknown)}; a RoPE that "
+                "needs them is not supported here"
+            )
+        if partial:
+            raise ValueError(
+                f"expected a RoPE over whole heads, got {beside(partial)}; a RoPE over a part of each head is "
+                "supported in the format 'zlab'"
             )
         known = ROPE_KEYS | {"partial_rotary_factor"}
         return {name: value for name, value in rope.items() if name in known}
@@ -289,8 +300,7 @@ class CheckpointFormat:
     write_rest: Callable[[DFlashConfig], dict[str, Any]]
     # Yields "field = value (reason)" per field that could be written and read again, and other readers misunderstand.
     refuse: Callable[[DFlashConfig], Iterator[str]] = lambda config: iter(())
-    # Keys of unsupported variants -> the values under which they do nothing.
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    neutral: Mapping[str, Neutral] = field(default_factory=dict[str, Neutral])
     # Parts stored weights that hold several of ours, beside the parsed config.json; and joins them again.
     take_apart: Callable[[dict[str, Stored], Mapping[str, Any]], dict[str, Stored]] = (
         lambda stored, config: stored
@@ -323,16 +333,17 @@ class CheckpointFormat:
         scheme_of(config)
         reader = ConfigReader(config, self.section, weights)
         reader.unread -= self.ignored
-        for key, allowed in self.neutral.items():
+        for key, (allowed, meaning) in self.neutral.items():
             what = f"{key} absent or in {allowed} in the checkpoint's config.json"
             value = reader.take(key, default=allowed[0])
-            require(value in allowed, what, value, "this variant of DFlash is not supported")
+            require(value in allowed, what, value, f"not supported here: {meaning}")
         values = {key.ours: reader.take(*key.places, default=key.default) for key in self.keys}
         values |= {"dtype": reader.take_dtype(), **self.read_rest(reader)}
         if reader.unread:  # ignoring one could change what the draft computes
             raise ValueError(
                 f"expected only known keys in a config.json of the format {self.name!r}, got also "
-                f"{shown(sorted(reader.unread))}; they belong to a variant that is not supported"
+                f"{shown(sorted(reader.unread))}; a key may change what the draft computes, so take out those alone "
+                "that do not"
             )
         return values
 

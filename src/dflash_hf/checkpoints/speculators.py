@@ -62,7 +62,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
         decoder in DECODERS,
         f"{SECTION}.model_type in {DECODERS}",
         decoder,
-        "this variant is not supported",
+        "vLLM reads drafts of speculators with layers of other models; here they are not supported",
     )
     model_type = reader.take("speculators_model_type")
     algorithm = reader.take("speculators_config", default={}, kind=dict).get(

@@ -23,6 +23,7 @@ from dflash_hf.checkpoints.mapping import (
     CheckpointFormat,
     ConfigReader,
     Key,
+    Neutral,
     agreed,
     beside,
     plain_keys,
@@ -62,13 +63,16 @@ KEYS = (
     Key("attention_value_scale", 1.0, _both("attention_value_scale"), optional=True),
 )
 
-# Domino and others; each with the values under which the draft is a plain DFlash one.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_both("logit_scale"), (1.0,)),
-    **dict.fromkeys(_both("pure_draft_prefix_len"), (0,)),
-    "mlp_bias": (False,),
-    **dict.fromkeys(_both("is_neox_style"), (True,)),
-    **dict.fromkeys(_both("attention_mode"), ("gqa", "mha")),
+_SCALE = "vLLM multiplies the draft's logits by it, for which z-lab's key is output_multiplier"
+_PREFIX = "SpecForge reads it, where Domino's head corrects the logits behind that many slots"
+_PAIRS = "vLLM and SGLang then turn channels that stand side by side"
+_LATENT = "SpecForge reads it, for latent attention (MLA) in the draft"
+NEUTRAL: dict[str, Neutral] = {
+    **dict.fromkeys(_both("logit_scale"), Neutral((1.0,), _SCALE)),
+    **dict.fromkeys(_both("pure_draft_prefix_len"), Neutral((0,), _PREFIX)),
+    "mlp_bias": Neutral((False,), "biases in the MLP, which none of the format's readers has"),
+    **dict.fromkeys(_both("is_neox_style"), Neutral((True,), _PAIRS)),
+    **dict.fromkeys(_both("attention_mode"), Neutral(("gqa", "mha"), _LATENT)),
 }
 
 
@@ -101,12 +105,14 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     if draft_vocab_size not in (None, vocab_size):
         raise ValueError(
             f"expected a draft over the whole vocabulary of {shown(vocab_size)}, got draft_vocab_size "
-            f"{shown(draft_vocab_size)}; reduced vocabularies are not supported"
+            f"{shown(draft_vocab_size)}; vLLM reads reduced vocabularies in this format, and here the format "
+            "'speculators' has them"
         )
     head_dim = reader.take("head_dim", default=QWEN3_KEYS["head_dim"])
     what = f"v_head_dim absent or equal to head_dim = {shown(head_dim)}"
     value_dim = reader.take(*_both("v_head_dim"), default=head_dim)
-    require(value_dim == head_dim, what, value_dim, "this variant of DFlash is not supported")
+    action = "values of another size than keys are not supported here"
+    require(value_dim == head_dim, what, value_dim, action)
     return {
         **layers,
         **_read_dspark(reader),
@@ -148,7 +154,8 @@ def _read_dspark(reader: ConfigReader) -> dict[str, Any]:
         names = ("dflash", "dspark")
     projector = reader.take(*_both("projector_type"), default="dflash")
     what = f"projector_type in {names} in the checkpoint's config.json"
-    require(projector in names, what, projector, "this variant of DFlash is not supported")
+    action = "SpecForge has heads of other kinds, which are not supported here; 'dspark' needs a markov_rank"
+    require(projector in names, what, projector, action)
     proposes = reader.stated(*_both("sample_from_anchor", "shift_label"))
     # The same, said the other way round.
     proposes |= {
@@ -158,9 +165,12 @@ def _read_dspark(reader: ConfigReader) -> dict[str, Any]:
     is_first = rank is not None
     if proposes:
         is_first = agreed(proposes)
-    what = "no slot of the anchor that proposes, without markov_rank"
     is_known = rank is not None or not is_first
-    require(is_known, what, proposes, "this variant of DFlash is not supported")
+    if not is_known:
+        raise ValueError(
+            f"expected a markov_rank where the anchor's slot proposes, got {beside(proposes)} without one; the "
+            "readers of this format let it propose in DSpark's drafts alone"
+        )
     return {"markov_rank": rank, "sample_from_anchor": is_first}
 
 
