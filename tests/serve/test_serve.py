@@ -513,11 +513,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         "expected the type of response_format among text, json_object, json_schema, got 'xml'",
     ),
     ({"top_a": 5}, 400, "expected fields that this server has, got 'top_a'"),
-    (
-        {"generation_config": "{}"},
-        400,
-        "expected fields that this server has, got 'generation_config'",
-    ),
+    ({"generation_config": {}}, 400, "expected generation_config as an object in JSON, got {}"),
 ]
 
 

@@ -29,11 +29,11 @@ from dflash_hf.serve.exchange import Exchange
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import Refusal, error_object
 from dflash_hf.serve.replies import event
-from dflash_hf.serve.requests import MAX_BODY, read_request
+from dflash_hf.serve.requests import MAX_BODY, read_object, read_request
 
 PAGES = (
     "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, "
-    "GET /metrics, GET /health"
+    "GET /metrics, GET /health, POST /load_model"
 )
 UNREAD = (408, 413, 415)  # what is left of a body that was not read ends with its connection
 PATIENCE = 1.0  # seconds without a byte of a body that is not complete
@@ -182,6 +182,19 @@ def build_app(pair: Pair) -> Starlette:
         sentence = f"expected {pair.name!r} as model, got {shown(asked)}; correct it"
         return JSONResponse(error_object(sentence, 404, "model_not_found", "model"), 404)
 
+    async def load_model(request: Request) -> Response:
+        """Answers `transformers chat`, which asks for its model before it begins: it is there already."""
+        try:
+            asked = read_object(await read_body(request)).get("model")
+        except Refusal as error:
+            content = error_object(str(error), error.status, error.code, error.param)
+            return JSONResponse(content, error.status)
+        told = {"status": "ready", "model": pair.name, "cached": True}
+        if asked != pair.name:
+            sentence = f"expected {pair.name!r} as model, got {shown(asked)}; correct it"
+            told = {"status": "error", "model": pair.name, "message": sentence}
+        return Response(event(told), media_type="text/event-stream")
+
     def no_page(request: Request, error: Exception) -> Response:
         asked = shown(f"{request.method} {request.url.path}")
         status = getattr(error, "status_code", 500)
@@ -193,6 +206,7 @@ def build_app(pair: Pair) -> Starlette:
         Route("/v1/completions", Endpoint(pair, is_chat=False), methods=["POST"]),
         Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": [model]})),
         Route("/v1/models/{name:path}", one_model),
+        Route("/load_model", load_model, methods=["POST"]),
         Route("/metrics", pair.metrics.page),
         Route("/health", lambda _: JSONResponse({"status": "ok"})),
     ]

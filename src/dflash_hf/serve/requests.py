@@ -13,6 +13,7 @@ from transformers import LogitsProcessor
 
 from dflash_hf.errors import is_a, one_line, shown
 from dflash_hf.serve.engine import Sampling
+from dflash_hf.serve.flags import with_flags
 from dflash_hf.serve.grammar import Form, response_form, tool_form
 from dflash_hf.serve.markup import open_thoughts
 from dflash_hf.serve.messages import check_text, has_name, read_messages, without_nulls
@@ -42,10 +43,11 @@ NUMBERS = {
     "min_p": (0, 1, False),
     "frequency_penalty": (-2, 2, False),
     "presence_penalty": (-2, 2, False),
+    "repetition_penalty": (0.01, 100, False),
 }
 FLAGS = ("stream", "stream_options", "logprobs")
 FORMS = ("response_format", "structured_outputs")
-COMMON = frozenset((*NUMBERS, *FLAGS, *FORMS, "model", "stop", "logit_bias"))
+COMMON = frozenset((*NUMBERS, *FLAGS, *FORMS, "model", "stop", "logit_bias", "generation_config"))
 CHAT = COMMON | {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs"}
 COMPLETION = (COMMON | {"prompt"}) - {"max_completion_tokens"}
 LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
@@ -120,11 +122,12 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
     Raises:
         Refusal: If it cannot be answered; with status 404, if another model is asked for.
     """
-    body = _read_body(data)
+    body = read_object(data)
     fields = COMPLETION
     if is_chat:
         fields = CHAT
     _check_fields(body, fields, pair)
+    body = with_flags(body, pair)
     _check_numbers(body)
     is_streamed = body.get("stream", False)
     need(isinstance(is_streamed, bool), "stream", "stream as true or false", is_streamed)
@@ -166,7 +169,8 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
     )
 
 
-def _read_body(data: bytes) -> dict[str, Any]:
+def read_object(data: bytes) -> dict[str, Any]:
+    """Returns the fields of a body, those that are null left out; raises `Refusal` if it is no JSON object."""
     try:
         body: Any = json.loads(data)
         # Halves of a character, which no tokenizer reads, end here
@@ -331,6 +335,8 @@ def _sampling(
     """How the tokens of each choice are chosen; choice i of a seed has the seed plus i."""
     options: dict[str, Any] = {}
     temperature: Any = body.get("temperature")
+    if body.get("do_sample"):
+        options["do_sample"] = True
     if temperature == 0:
         options["do_sample"] = False
     elif temperature is not None:
@@ -342,6 +348,8 @@ def _sampling(
         options["top_k"] = max(0, body["top_k"])
     if "min_p" in body and temperature != 0:
         options["min_p"] = float(body["min_p"])
+    if "repetition_penalty" in body:
+        options["repetition_penalty"] = float(body["repetition_penalty"])
     biases = _biases(body.get("logit_bias", {}), pair.vocab_size)
     if biases:
         options["sequence_bias"] = biases

@@ -1,0 +1,77 @@
+"""The generation config that a request carries: so `transformers chat` hands its flags of `generate` on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from dflash_hf.serve.pair import Pair
+from dflash_hf.serve.refusal import need
+
+PARAM = "generation_config"
+# Flag of `generate` -> the field of a request that says the same.
+FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "do_sample": "do_sample",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+}
+OF_TARGET = ("bos_token_id", "eos_token_id", "pad_token_id")
+WITHOUT_EFFECT = ("transformers_version", "_from_model_config")
+
+
+def with_flags(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
+    """Returns a request whose generation config has become fields of its own; those that it has come first.
+
+    Raises:
+        Refusal: If the config is none, or has a flag that the server does not do.
+    """
+    if PARAM not in body:
+        return body
+    flags = _read(body[PARAM])
+    found: dict[str, Any] = {}
+    for name, value in flags.items():
+        if value is None or name in WITHOUT_EFFECT:
+            continue
+        if name in OF_TARGET:
+            own = getattr(pair.target.generation_config, name)
+            is_own = _tokens(value) == _tokens(own)
+            need(is_own, PARAM, f"{name} as the target has it", value, "leave it out")
+            continue
+        what = f"{PARAM} with {', '.join(FIELDS)}"
+        need(name in FIELDS, PARAM, what, name, "leave it out", "unsupported_parameter")
+        found[FIELDS[name]] = value
+    is_sampled = found.get("do_sample", True)
+    need(isinstance(is_sampled, bool), PARAM, "do_sample as true or false", is_sampled)
+    if not is_sampled:
+        found["temperature"] = 0
+    return {**found, **body}
+
+
+def _read(text: Any) -> dict[str, Any]:
+    """The flags of a config, which comes as a text in JSON."""
+    flags: Any = None
+    if isinstance(text, str):
+        try:
+            flags = json.loads(text)
+        except (ValueError, RecursionError):
+            flags = None
+    need(isinstance(flags, dict), PARAM, f"{PARAM} as an object in JSON", text)
+    return flags
+
+
+def _tokens(value: Any) -> list[Any]:
+    """Token ids, given as one, several or none, as a list."""
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return value
+    return [value]
