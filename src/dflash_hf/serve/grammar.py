@@ -201,6 +201,13 @@ def json_form(schema: Any, param: str) -> str:
     return library(param).LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
 
 
+def _closed(parameters: Any) -> Any:
+    """The parameters of a tool, without arguments that they do not name: no tool takes those."""
+    if isinstance(parameters, dict) and "properties" in parameters:
+        return {"additionalProperties": False, **parameters}
+    return parameters
+
+
 def tool_form(choice: Any, tools: list[Any], pair: Pair) -> Form | None:
     """Returns the form of the calls that `tool_choice` asks for; None where it asks for none.
 
@@ -226,7 +233,7 @@ def tool_form(choice: Any, tools: list[Any], pair: Pair) -> Form | None:
     calls: list[dict[str, Any]] = []
     for tool in chosen:
         function = tool["function"]
-        arguments = function.get("parameters", OBJECT)
+        arguments = _closed(function.get("parameters", OBJECT))
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         calls.append(
             {
