@@ -27,9 +27,11 @@ def lengths_of(num: int, seed: int, longest: int = 800) -> list[int]:
     return [chance.choice([1, 2, 7, 30, chance.randint(1, longest)]) for _ in range(num)]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3-sliding", "mistral", "gemma2", "gemma3", "gpt-oss", "qwen3-moe"]
-)
+ATTENTION = ["qwen3", "qwen3-sliding", "mistral", "gemma2", "gemma3", "gpt-oss", "qwen3-moe"]
+RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "bamba"]
+
+
+@pytest.mark.parametrize("family", ATTENTION + RECURRENT)
 def test_texts_are_those_of_each_prompt_alone(family: str) -> None:
     target = tiny_target(family, **LONG)
     requests = asked(lengths_of(16, 1), 1)
@@ -42,9 +44,10 @@ def test_texts_are_those_of_each_prompt_alone(family: str) -> None:
     assert found["most"] > 2
 
 
+@pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
-    target = tiny_target("qwen3-sliding", **LONG)
+def test_rows_that_are_broken_off_change_no_other(seed: int, family: str) -> None:
+    target = tiny_target(family, **LONG)
     requests = asked(lengths_of(24, seed), seed, num_new=(20, 60))
     answer_alone(target, requests)
     batch = RunningBatch(target, batch_oracle(target), max_rows=4, prefill_chunk_size=64)
@@ -286,7 +289,6 @@ def test_requests_that_are_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
-        ("qwen3.5", {}, "without recurrent layers"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
@@ -301,9 +303,10 @@ def test_targets_that_are_refused(family: str, overrides: Any, message: str) -> 
         batch.add([5, 6], max_new_tokens=5)
 
 
-def test_a_row_that_has_left_leaves_nothing_behind() -> None:
-    """Where a row with infinite keys and values has been, the next one has its own text."""
-    target = tiny_target("qwen3-sliding", **LONG)
+@pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5", "lfm2"])
+def test_a_row_that_has_left_leaves_nothing_behind(family: str) -> None:
+    """Where a row with infinite keys, values and states has been, the next one has its own text."""
+    target = tiny_target(family, **LONG)
     requests = asked([60, 4, 6], 11, num_new=(30, 30))
     for one in requests:
         del one.settings["eos_token_id"]
@@ -321,8 +324,13 @@ def test_a_row_that_has_left_leaves_nothing_behind() -> None:
     run = batch._run
     assert run is not None
     for cache in (run.cache, run.generator.cache):
-        for buffer in cache.buffers():
-            buffer[1] = torch.inf
+        for layer in cache.attention.values():
+            for buffer in layer.buffers():
+                buffer[1] = torch.inf
+        for group in cache.groups:
+            for buffer in (group.windows, group.states, group.blocks, group.projections):
+                if buffer is not None:
+                    buffer[:, 1] = torch.inf
     batch.cancel(spoiled)
     batch.add(requests[2].ids, **requests[2].settings)
     while batch.ids:
@@ -361,6 +369,16 @@ def test_a_next_turn_goes_on_from_the_last_one(family: str, settings: dict[str, 
         num_cached = len(conversation) + len(text) - 1
         assert answered(plain, conversation, max_new_tokens=20, **settings) == (text, 0)
         conversation += text + asked([5 + 40 * turn], 22 + turn)[0].ids[0].tolist()
+
+
+def test_a_hybrid_keeps_nothing_for_the_next_turn() -> None:
+    target = tiny_target("qwen3.5", **LONG)
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30, prefill_chunk_size=30)
+    requests = asked([70], 25, num_new=(20, 20))
+    answer_alone(target, requests)
+    for _ in range(2):
+        ids = requests[0].ids[0].tolist()
+        assert answered(batch, ids, **requests[0].settings) == (requests[0].truth, 0)
 
 
 def test_a_system_prompt_is_prefilled_once() -> None:

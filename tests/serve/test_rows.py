@@ -64,8 +64,8 @@ class Client:
 class Tiny:
     """The engine of a tiny pair in float32."""
 
-    def __init__(self, **more: Any) -> None:
-        self.target: Any = tiny_target("qwen3", max_position_embeddings=2048)
+    def __init__(self, family: str = "qwen3", **more: Any) -> None:
+        self.target: Any = tiny_target(family, max_position_embeddings=2048)
         self.target.float()
         self.draft = tiny_draft(self.target)
         self.notes: list[str] = []
@@ -129,8 +129,21 @@ def test_eight_at_once_have_the_texts_of_each_alone() -> None:
     assert max(rows) > 2
 
 
-def test_a_client_that_leaves_changes_no_other() -> None:
-    pair = Tiny()
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
+def test_jobs_of_a_hybrid_are_rows(family: str) -> None:
+    pair = Tiny(family, max_kept_bytes=2**30)
+    clients = [Client(f"c{length}", length, 30, options=ENDLESS) for length in (3, 300, 7, 40)]
+    expected = [client.alone(pair.target, pair.draft) for client in clients]
+    rows = pair.most_rows()
+    pair.submit(*clients)
+    assert all(isinstance(client.end(), Done) for client in clients)
+    assert [client.ids for client in clients] == expected
+    assert max(rows) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_a_client_that_leaves_changes_no_other(family: str) -> None:
+    pair = Tiny(family)
     leaving = Client("leaving", 20, 1500, options=ENDLESS)
     others = [Client(f"c{length}", length, 60, options=ENDLESS) for length in (3, 40)]
     expected = [client.alone(pair.target, pair.draft) for client in others]

@@ -399,9 +399,11 @@ class RaggedCache(Cache):
         self.max_length = max_length
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone; see [`kept_rows`]. All layers must be of attention."""
+        """Keeps these rows alone; see [`kept_rows`]."""
         for layer in self.attention.values():
             layer.keep_rows(rows)
+        for group in self.groups:
+            group.keep_rows(rows, self.layers)
 
     def check_row(self, max_rows: int) -> None:
         """Raises `OutOfRoomError` if [`add_row`] has no memory."""
@@ -411,10 +413,13 @@ class RaggedCache(Cache):
             return
         shapes = [layer.shape for layer in layers]
         longest = max(layer.ring for layer in layers)
-        check_memory(shapes, max_rows, longest, self.longest_block)
+        freed = defaultdict[torch.device, int](int)
+        for group in self.groups:
+            freed[group.plan.device] -= group.num_bytes(max_rows)
+        check_memory(shapes, max_rows, longest, self.longest_block, freed)
 
     def add_row(self, source: RaggedCache, length: int, max_rows: int) -> None:
-        """Adds the first row of another cache behind the last one, with room for it. All layers must be of attention.
+        """Adds the first row of another cache behind the last one, with room for it.
 
         Args:
             source (`RaggedCache`): A cache of the same layers; its first row has `length` tokens, which fit in here.
@@ -423,6 +428,8 @@ class RaggedCache(Cache):
         """
         for index, layer in self.attention.items():
             layer.add_row(source.attention[index], length, max_rows)
+        for group, theirs in zip(self.groups, source.groups, strict=True):
+            group.add_row(theirs, max_rows, self.layers)
 
     def keep_path(self, path_BN: Tensor, lengths: Tensor) -> None:
         """Moves the keys and values of a tree's accepted path to the slots of a chain, in place.

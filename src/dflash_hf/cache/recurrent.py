@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,11 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from dflash_hf.cache.recurrence import RecordedBlock, Recurrence, Rule
+from dflash_hf.cache.rows import kept_rows, with_row
 from dflash_hf.undo import Hook, hooked
 
+# A group's buffers that have rows, and the dimension of these.
+ROW_DIMS = {"windows": 1, "states": 1, "blocks": 1, "projections": 1, "lengths": 0}
 # The name, beside those of the projections, under which a layer waits for the input of its convolution.
 _CONVOLUTION = ""
 
@@ -46,18 +49,10 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def __init__(self, group: RecurrentGroup, slot: int) -> None:
         super().__init__()
         self.group = group
-        self.state: Tensor | None = None
-        # A view that is made in inference mode could not be written to outside it.
-        with torch.inference_mode(False):
-            self.window = group.windows[slot]
-            if group.states is not None:
-                self.state = group.states[slot]
-            self._block = group.blocks[slot]
-            self._projections = group.projections[slot]
+        self.slot = slot
+        self.view_buffers()
         self.module: weakref.ref[nn.Module] = group.modules[slot]
         # Transformers keys states by a number that is 0 unless a layer has several.
-        self.conv_states = {0: self.window}
-        self.recurrent_states = {0: self.state}
         self.is_conv_states_initialized = {0: True}
         self.is_recurrent_states_initialized = {0: self.state is not None}
         self.has_previous_state = {0: True}
@@ -71,6 +66,20 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.waiting: set[str] = set()
         # For each running call of the module, innermost last, whether it is a call over this cache.
         self._calls: list[bool] = []
+
+    def view_buffers(self) -> None:
+        """Looks at the group's buffers of now, which are others once rows have joined or left."""
+        group = self.group
+        self.state: Tensor | None = None
+        # A view that is made in inference mode could not be written to outside it.
+        with torch.inference_mode(False):
+            self.window = group.windows[self.slot]
+            if group.states is not None:
+                self.state = group.states[self.slot]
+            self._block = group.blocks[self.slot]
+            self._projections = group.projections[self.slot]
+        self.conv_states = {0: self.window}
+        self.recurrent_states = {0: self.state}
 
     def begin(self, width: int) -> None:
         """Expects a block of `width` tokens."""
@@ -220,6 +229,12 @@ class RecurrentGroup:
             # The tokens of a block and the columns of a window, counted once: a replay makes no new indices.
             self._steps = torch.arange(plan.width, device=device)
             self._columns = torch.arange(kernel, device=device)
+        # All rows that there is memory for; the buffers are views of the first ones where others have left.
+        self._allocated: dict[str, Tensor] = {}
+        for name in ROW_DIMS:
+            buffer = getattr(self, name)
+            if buffer is not None:
+                self._allocated[name] = buffer
 
     def layers(self) -> dict[int, RecurrentLayer]:
         """Returns the cache layers that are views of the buffers, by index."""
@@ -283,6 +298,40 @@ class RecurrentGroup:
         new_windows = inputs.gather(-1, of_all_layers)
         self.windows.copy_(new_windows)
         self.lengths.copy_(lengths)
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Returns the size of all buffers for so many rows."""
+        plan = replace(self.plan, batch=num_rows)
+        return plan.num_bytes() * len(self.indices)
+
+    def keep_rows(self, rows: Sequence[int], layers: Sequence[Any]) -> None:
+        """Keeps these rows alone; see [`kept_rows`]. `layers` are all those of the cache."""
+        for name in self._allocated:
+            buffer = kept_rows(getattr(self, name), rows, ROW_DIMS[name])
+            setattr(self, name, buffer)
+        self._use_rows(len(rows), layers)
+
+    def add_row(self, source: RecurrentGroup, max_rows: int, layers: Sequence[Any]) -> None:
+        """Adds the first row of another group behind the last one, the block included that it has yet to take in.
+
+        Memory for `max_rows` is allocated at once. `layers` are all those of the cache.
+        """
+        place = self.plan.batch
+        for name, allocated in self._allocated.items():
+            dim = ROW_DIMS[name]
+            if allocated.shape[dim] == place:
+                allocated = with_row(allocated, max_rows, dim)
+                self._allocated[name] = allocated
+            theirs: Tensor = getattr(source, name)
+            allocated.select(dim, place).copy_(theirs.select(dim, 0))
+            setattr(self, name, allocated.narrow(dim, 0, place + 1))
+        self._use_rows(place + 1, layers)
+
+    def _use_rows(self, num_rows: int, layers: Sequence[Any]) -> None:
+        """Goes on with buffers of so many rows."""
+        self.plan = replace(self.plan, batch=num_rows)
+        for index in self.indices:
+            layers[index].view_buffers()
 
     def buffers(self) -> list[Tensor]:
         """Returns every tensor that a captured step reads or writes."""

@@ -27,17 +27,18 @@ def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
     return buffer.narrow(dim, 0, len(rows))
 
 
-def with_row(buffer: Tensor, max_rows: int) -> Tensor:
-    """Returns a copy of a buffer `[B, ...]` with room for `max_rows` rows, one more than there are at least.
+def with_row(buffer: Tensor, max_rows: int, dim: int = 0) -> Tensor:
+    """Returns a copy of a buffer with room for `max_rows` rows in dimension `dim`, one more than there are at least.
 
     The new ones are zero.
     """
+    size = list(buffer.shape)
+    num_rows = size[dim]
+    # Several at once, so that the rows are not copied again for each one that joins.
+    size[dim] = max(max_rows, num_rows + 1)
     with plain_tensors():
-        num_rows, *rest = buffer.shape
-        # Several at once, so that the rows are not copied again for each one that joins.
-        num_places = max(max_rows, num_rows + 1)
-        new = buffer.new_zeros(num_places, *rest)
-        new[:num_rows] = buffer
+        new = buffer.new_zeros(size)
+        new.narrow(dim, 0, num_rows).copy_(buffer)
     return new
 
 

@@ -1,7 +1,7 @@
 """Rows that join a run between two steps: the counterpart of `run.drop_finished`.
 
-A request is prefilled as a run of one row. Its row then goes into the running one: keys and values of both caches, the
-newest context and the state. From then on it is a row like the others.
+A request is prefilled as a run of one row. Its row then goes into the running one: keys and values of both caches,
+recurrent states, the newest context and the state. From then on it is a row like the others.
 
 Rows of a running batch have no columns of prompts in common. So every text begins in the first column of `ids`, and to
 the run all of it is new: `host.columns` is 0, and limit and room count whole texts.

@@ -82,6 +82,9 @@ class KeptPrefixes:
             place (`int`): The row's.
             ids (sequence of `int`): The row's text, one token longer at least.
         """
+        # The states of recurrent layers belong to one length, and are not kept.
+        if run.cache.groups:
+            return
         length = run.rows.reported.lengths[place]
         # Looked at before anything is copied: a text that is too long would push all others out.
         num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.cache, length)

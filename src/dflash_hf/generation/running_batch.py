@@ -134,7 +134,7 @@ class RunningBatch:
     tokens of prompts go through the target.
 
     Args:
-        model (`PreTrainedModel`): The target. Full and sliding attention, on one process.
+        model (`PreTrainedModel`): The target, on one process.
         draft (`DFlashDraftModel`): Its draft. `draft.generation_config` holds for all rows, and stays as it is while
             any of them runs.
         max_rows (`int`): Rows that run at once, at most.
@@ -545,7 +545,6 @@ def _check_joins(request: Request) -> None:
     target = request.target
     name = type(target.model).__name__
     alone = "generate it alone"
-    require(not target.recurrences, "a target without recurrent layers", name, alone)
     what = "a target whose RoPE does not follow the length of the batch"
     require(not changing_ropes(target), what, name, alone)
     require(request.ranks.is_alone, "a target on one process", request.ranks.size, alone)
