@@ -86,7 +86,9 @@ def check(
     assert draft.last_stats.acceptance_length > 1.2
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3-sliding", "gemma3", "gpt-oss", "qwen3.5", "lfm2"]
+)
 def test_chains(family: str, sizes: list[int]) -> None:
     target = tiny_target(family)
     for seed in range(3):

@@ -206,15 +206,15 @@ def has_room(run: Run, num_unread: int = 0) -> bool:
 
 
 def drops_rows(run: Run) -> bool:
-    """Whether a run goes on without rows that have ended: nobody has to see the whole batch, or has states of it.
+    """Whether a run goes on without rows that have ended: nobody has to see the whole batch.
 
     To be asked before the run's own taps are on the target: they look like a user's hooks.
     """
     target = run.request.target
     # Criteria and processors are called with all rows, and a cache that is left behind has all of them.
     is_seen_whole = not run.rule.runs_on_device or run.user_cache.is_kept or bool(run.extra)
-    # Graphs have their rows baked in, and recurrent states are not moved.
-    is_bound = run.keeps_buffers or bool(run.cache.groups)
+    # Graphs have their rows baked in.
+    is_bound = run.keeps_buffers
     # Such a RoPE goes by the longest row of the batch, also where that has ended.
     follows_longest = bool(changing_ropes(target))
     is_one = len(run.rows.numbers) == 1
