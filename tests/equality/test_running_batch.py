@@ -83,6 +83,40 @@ def test_chains_and_trees(nodes: int) -> None:
     drive(batch, requests, 4)
 
 
+@pytest.mark.usefixtures("whole_trees")
+@pytest.mark.parametrize("nodes", [0, 12])
+def test_log_probabilities_are_the_targets_own(nodes: int) -> None:
+    target = tiny_target("qwen3", **LONG)
+    requests = asked([4, 90, 30], 26, num_new=(20, 20), kinds=(GREEDY, PENALISED))
+    answer_alone(target, requests)
+    draft = batch_oracle(target)
+    draft.generation_config.num_tree_nodes = nodes
+    batch = RunningBatch(target, draft, prefill_chunk_size=40)
+    stats: list[Any] = []
+    add = batch.add
+
+    def added(*given: Any, **settings: Any) -> int:
+        id = add(*given, num_logprobs=2, **settings)
+        stats.append(batch.stats_of(id))
+        return id
+
+    batch.add = added
+    drive(batch, requests, 26)
+    for one, noted in zip(requests, stats, strict=True):
+        text = torch.cat([one.ids, torch.tensor([one.truth])], dim=1)
+        with torch.no_grad():
+            logits = target(text).logits[0, one.ids.shape[1] - 1 : -1].float()
+        logprobs = torch.log_softmax(logits, dim=-1)
+        assert len(noted.logprobs) == len(one.truth)
+        for place, found in enumerate(noted.logprobs):
+            own = float(logprobs[place, one.truth[place]])
+            assert found.logprob == pytest.approx(own, abs=1e-4)
+            best = logprobs[place].topk(2).values.tolist()
+            assert [value for _, value in found.top] == pytest.approx(best, abs=1e-4)
+    with pytest.raises(ValueError, match="num_logprobs from -1 to"):
+        add([5], max_new_tokens=1, num_logprobs=VOCAB + 1)
+
+
 def test_widths_that_change_between_joins() -> None:
     """Tokens that were decoded without a draft gather in columns that a new row does not have."""
     target = tiny_target("qwen3")

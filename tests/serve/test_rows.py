@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.generation import running_batch
@@ -22,6 +24,16 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_p": 0.95}
 ENDLESS: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 
 
+class Unknown(LogitsProcessor):
+    """A processor that does not say that it looks at a row alone, so that its job is answered alone."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        return scores
+
+
+ALONE: dict[str, Any] = {"processors": (Unknown(),)}
+
+
 class Client:
     """Who submits a job, and what it is sent."""
 
@@ -30,6 +42,7 @@ class Client:
         ids = torch.randint(3, VOCAB - 1, (1, length), generator=generator)
         self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         self.ids: list[int] = []
+        self.expected: list[int] = []
         self.events: queue.Queue[Event] = queue.Queue()
         options = more.pop("options", {"do_sample": False})
         self.sampling = Sampling(max_new_tokens=limit, seed=seed, options=options, **more)
@@ -159,6 +172,36 @@ def test_a_client_that_leaves_changes_no_other(family: str) -> None:
     assert pair.engine.call(lambda: pair.engine.batch.ids) == []
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_log_probabilities_are_those_of_each_alone(family: str) -> None:
+    pair = Tiny(family)
+    clients = [
+        Client("none", 5, 30, options=ENDLESS),
+        Client("top", 300, 30, options=ENDLESS, num_logprobs=3),
+        Client("sampled", 7, 20, options=SAMPLED, seed=4, num_logprobs=0),
+        Client("biased", 9, 20, options={**ENDLESS, "repetition_penalty": 1.4}, num_logprobs=5),
+    ]
+    alone: list[Any] = []
+    for client in clients:
+        other = Client("alone", client.job.num_prompt_tokens, 1)
+        other.job.sampling = client.sampling
+        pair.engine.call(pair.engine.one_by_one.run, other.job)
+        alone.append(other.end())
+        client.expected = other.ids
+    rows = pair.most_rows()
+    pair.submit(*clients)
+    for client, told in zip(clients, alone, strict=True):
+        end: Any = client.end()
+        assert client.ids == client.expected
+        assert len(end.logprobs) == len(client.ids) * (client.sampling.num_logprobs >= 0)
+        for mine, theirs in zip(end.logprobs, told.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+            values = [value for _, value in theirs.top]
+            assert [value for _, value in mine.top] == pytest.approx(values, abs=1e-4)
+    assert max(rows) == 4
+
+
 def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:
     pair = Tiny()
     short = Client("short", 5, 500, options=ENDLESS)
@@ -183,15 +226,15 @@ def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:
 def test_who_cannot_be_a_row_has_its_turn_alone() -> None:
     pair = Tiny()
     first = Client("first", 5, 60, options=ENDLESS)
-    with_logprobs = Client("logprobs", 7, 5, num_logprobs=2)
+    alone = Client("alone", 7, 5, num_logprobs=2, **ALONE)
     last = Client("last", 11, 5)
-    clients = [first, with_logprobs, last]
+    clients = [first, alone, last]
     expected = [client.alone(pair.target, pair.draft) for client in clients]
     pair.submit(*clients)
     ends = [client.end() for client in clients]
     assert [client.ids for client in clients] == expected
     assert isinstance(ends[1], Done)
-    assert len(ends[1].logprobs) == len(with_logprobs.ids)
+    assert len(ends[1].logprobs) == len(alone.ids)
     pair.engine.call(int)
     assert [note.partition(":")[0] for note in pair.notes] == [one.job.name for one in clients]
 
@@ -237,7 +280,7 @@ def test_an_error_of_nobody_ends_all_and_the_next_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = Tiny()
-    clients = [Client("runs", 5, 500, options=ENDLESS), Client("waits", 9, 5, num_logprobs=1)]
+    clients = [Client("runs", 5, 500, options=ENDLESS), Client("waits", 9, 5, **ALONE)]
     after = Client("after", 7, 20, options=ENDLESS)
     expected = after.alone(pair.target, pair.draft)
 
@@ -277,7 +320,7 @@ def test_the_next_turn_goes_on_from_the_last_one() -> None:
 def test_a_server_that_stops_ends_rows_and_who_waits() -> None:
     pair = Tiny()
     running = Client("running", 5, 1500, options=ENDLESS)
-    alone = Client("alone", 6, 5, num_logprobs=1)
+    alone = Client("alone", 6, 5, **ALONE)
     waiting = Client("waiting", 7, 5)
     pair.submit(running, alone, waiting)
     running.next()

@@ -78,6 +78,13 @@ class Filling:
         """Whether the target has seen every column."""
         return self.seen == self.num_columns
 
+    @property
+    def last_logits(self) -> Tensor:
+        """The target's logits behind the last column of a single prompt, once it has been seen: `[1, V]`."""
+        assert self._outputs is not None
+        assert self._outputs.logits is not None
+        return self._outputs.logits[0, -1:]
+
     def run(self) -> None:
         """Runs the target over all columns that its cache does not have.
 

@@ -29,6 +29,7 @@ from dflash_hf.generation.decode import keep_for_next_call, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.joining import RowSettings, begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
+from dflash_hf.generation.logprobs import TokenLogprob, logprobs_of
 from dflash_hf.generation.prefill import Prefill, begin_prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Run
@@ -80,6 +81,8 @@ class RequestStats:
     # Of each verify, which is a step that the row was part of:
     proposed: list[int] = field(default_factory=list[int])  # proposals, nodes of trees included
     accepted: list[int] = field(default_factory=list[int])  # proposals that are part of the text
+    # Of each new token, where the request asks for them
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     first_token_seconds: float = 0.0  # from `add` to the first token
     seconds: float = 0.0  # from `add` to the last one
     error: str = ""  # why it ended with "error"
@@ -116,6 +119,7 @@ class _Row:
     inputs: dict[str, Any]  # keywords for the target's prefill, as `generate` prepared them
     seed: Tensor | None  # [], int64: of the sampling noise; greedy requests have none
     length: int  # tokens of prompt and answer, at most
+    num_logprobs: int = -1  # of the most likely tokens at each place; -1 for none at all
     end_ids: list[int] = field(default_factory=list[int])  # known once its prefill has begun
     on_tokens: Callable[[NewTokens], None] | None = None
     added: float = field(default_factory=time.perf_counter)
@@ -125,6 +129,11 @@ class _Row:
     def settings(self) -> RowSettings:
         """What is said of this row alone."""
         return RowSettings(self.request.processors, self.end_ids, self.seed, self.length)
+
+    def note_logprobs(self, logits: Tensor, token_ids: list[int]) -> None:
+        """Notes those of its new tokens, of the target's logits `[T, V]` before each, where it asks for them."""
+        if self.num_logprobs >= 0:
+            self.stats.logprobs += logprobs_of(logits, token_ids, self.num_logprobs)
 
 
 class RunningBatch:
@@ -207,6 +216,7 @@ class RunningBatch:
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
         on_tokens: Callable[[NewTokens], None] | None = None,
+        num_logprobs: int = -1,
         **settings: Any,
     ) -> int:
         """Adds a request; it waits until [`step`] takes it in.
@@ -218,6 +228,8 @@ class RunningBatch:
                 it is drawn from torch's global generator.
             stop_token_ids (sequence of `int`): Tokens that end the answer, beside the target's own end tokens.
             on_tokens (callable, *optional*): Called within [`step`] with each [`NewTokens`] of this request.
+            num_logprobs (`int`): Log-probabilities of the target's own scores that its statistics have for each new
+                token, beside that of the token itself; -1 for none at all.
             settings: Settings of `generate` for this request, such as `do_sample`, `temperature`, `top_k`, `top_p`,
                 `min_p`, `repetition_penalty`, `eos_token_id`, `logits_processor`, `generation_config`.
 
@@ -234,6 +246,10 @@ class RunningBatch:
         )
         is_seed = seed is None or (is_a(seed, int) and -(2**63) <= seed < 2**64)
         require(is_seed, "a seed that torch.manual_seed takes, or None", seed, "correct it")
+        num_tokens = find_target(self.model).vocab_size
+        is_number = is_a(num_logprobs, int) and -1 <= num_logprobs <= num_tokens
+        what = f"num_logprobs from -1 to {num_tokens}"
+        require(is_number, what, num_logprobs, "pass a whole number")
         length = ids.shape[1] + max_new_tokens
         self._check_length(length)
         refused = [name for name in NOT_SETTINGS if settings.get(name) is not None]
@@ -264,6 +280,7 @@ class RunningBatch:
             inputs=inputs,
             seed=noise,
             length=length,
+            num_logprobs=num_logprobs,
             on_tokens=on_tokens,
         )
         row.stats.num_prompt_tokens = ids.shape[1]
@@ -386,6 +403,7 @@ class RunningBatch:
             self._fail(row, error)
             return
         first = int(run.state.anchor[0])
+        row.note_logprobs(begun.filling.last_logits, [first])
         # Others may come with the same system prompt before this one ends.
         self._kept.keep(run, 0, run.state.ids[0].tolist())
         row.stats.first_token_seconds = time.perf_counter() - row.added
@@ -443,18 +461,21 @@ class RunningBatch:
         # Neither the time between steps nor that of prefills is a step's.
         run.watch.last = time.perf_counter()
         try:
-            _, committed = step(run)
+            logits, committed = step(run)
         except BaseException:
             # A step that was cut short may have moved some rows on.
             self._end_all()
             raise
         # In the order of the path where trees are verified.
         tokens = run.state.tokens.tolist()
+        if run.state.is_tree and any(row.num_logprobs >= 0 for row in self._running):
+            logits = run.state.along_path(logits)
         for place, row in enumerate(self._running):
             row.stats.proposed.append(run.state.width - 1)
             # Proposals behind the end of a text were accepted, and are no part of it.
             row.stats.accepted.append(min(run.rows.reported.accepted[place], committed[place]))
             new = tokens[place][: committed[place]]
+            row.note_logprobs(logits[place], new)
             is_last = bool(run.rows.reported.done[place])
             # Kept before the row leaves: another one goes to its place.
             if is_last:

@@ -20,6 +20,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.errors import one_line
+from dflash_hf.generation.logprobs import TokenLogprob, logprobs_of
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 
@@ -46,19 +47,6 @@ class Sampling:
     stops: tuple[str, ...] = ()
     seed: int | None = None
     num_logprobs: int = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprob:
-    """Log-probabilities at one place, of the target's own scores, before temperature and biases.
-
-    Args:
-        logprob (`float`): That of the answer's token.
-        top (`list[tuple[int, float]]`): The most likely tokens, the first one first.
-    """
-
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +224,10 @@ class Alone:
         logprobs: list[TokenLogprob] = []
         if wants_logprobs:
             ids = output.sequences
-            new_ids = ids[0, job.num_prompt_tokens :]
-            logprobs = logprobs_of(output.logits, new_ids, sampling.num_logprobs)
         new = ids[0, job.num_prompt_tokens :].tolist()
+        if wants_logprobs:
+            of_row = (scores[0] for scores in output.logits)
+            logprobs = logprobs_of(of_row, new, sampling.num_logprobs)
         is_ended = new[-1] in self._end_tokens() or is_said(self.tokenizer, new, sampling.stops)
         is_full = len(new) >= sampling.max_new_tokens
         return Done(is_cut=is_full and not is_ended, counts=self._counts(), logprobs=logprobs)
@@ -333,20 +322,3 @@ def is_said(tokenizer: PreTrainedTokenizerBase, ids: list[int], stops: tuple[str
     num_last = max(len(stop.encode()) for stop in stops) + 4
     text = str(tokenizer.decode(ids[-num_last:], skip_special_tokens=True))
     return any(stop in text for stop in stops)
-
-
-def logprobs_of(logits: tuple[Tensor, ...], ids: Tensor, num_top: int) -> list[TokenLogprob]:
-    """Returns the log-probabilities of an answer's tokens.
-
-    Args:
-        logits (tuple of `torch.Tensor` of shape `[1, V]`): The target's own, one per token.
-        ids (`torch.Tensor` of shape `[T]`, int64): The tokens.
-        num_top (`int`): How many of the most likely tokens are told beside.
-    """
-    found: list[TokenLogprob] = []
-    for scores, token in zip(logits, ids, strict=True):
-        logprobs = torch.log_softmax(scores[0].float(), dim=-1)
-        top = torch.topk(logprobs, num_top)
-        pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        found.append(TokenLogprob(logprob=float(logprobs[token]), top=pairs))
-    return found

@@ -11,8 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from dflash_hf.generation.logprobs import TokenLogprob
 from dflash_hf.serve.answers import Answer
-from dflash_hf.serve.engine import Counts, TokenLogprob
+from dflash_hf.serve.engine import Counts
 from dflash_hf.serve.markup import Piece
 
 DONE = "data: [DONE]\n\n"

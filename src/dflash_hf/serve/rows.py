@@ -88,7 +88,8 @@ class Row:
             proposed=tuple(self.stats.proposed[:num_verifies]),
             num_kept_tokens=self.stats.num_kept_tokens,
         )
-        return Done(is_cut=self.is_cut, counts=counts, logprobs=[])
+        logprobs = self.stats.logprobs[: len(self.ids)]
+        return Done(is_cut=self.is_cut, counts=counts, logprobs=logprobs)
 
 
 class Rows:
@@ -171,7 +172,7 @@ class Rows:
     def _join(self, job: Job) -> None:
         """Adds a job to the batch, or to those that are answered alone."""
         sampling = job.sampling
-        is_row = self.max_rows > 1 and job.inputs.keys() <= OF_TEXT and sampling.num_logprobs < 0
+        is_row = self.max_rows > 1 and job.inputs.keys() <= OF_TEXT
         if not is_row:
             self.alone.append(job)
             return
@@ -188,6 +189,7 @@ class Rows:
                 max_new_tokens=sampling.max_new_tokens,
                 seed=seed,
                 on_tokens=row.take,
+                num_logprobs=sampling.num_logprobs,
                 **options,
             )
         except ValueError:
