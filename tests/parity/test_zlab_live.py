@@ -140,8 +140,9 @@ def of_zlabs_layout() -> list[str]:
     names: list[str] = []
     for name, config in CONFIGS.items():
         section = config.get("dflash_config")
-        # DSpark's and Laguna's drafts have z-lab's section of the config, and parts that its classes lack.
-        has_other_parts = config.get("model_type") == "laguna" or "markov_rank" in (section or {})
+        # DSpark's, Laguna's and MiMo's drafts have z-lab's section of the config, and parts that its classes lack.
+        parts = {"markov_rank", "attention_sink_bias"} & (section or {}).keys()
+        has_other_parts = config.get("model_type") == "laguna" or parts
         if section is not None and not has_other_parts:
             names.append(name)
     return names
