@@ -443,7 +443,7 @@ def test_an_empty_dataset_and_a_full_disk_are_sentences(
     result = train(*words, "--dataset", data, "--output-dir", tmp_path / "b")
     assert result.exit_code == 2
     assert "expected room on the disk of" in said(result)
-    assert "goes on" in said(result)
+    assert "then continues" in said(result)
 
 
 def test_flags_and_yaml_are_read_by_one_reader() -> None:

@@ -197,7 +197,7 @@ def test_conversations_are_counted_in_each_set(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert len(lines(tmp_path / "out" / "prepared" / "train.jsonl")) == 6
     (item,) = (item for item in OPTIONS if item.name == "num_prompts")
-    assert item.metadata["help"] == "Conversations of each set; default all."
+    assert item.metadata["help"] == "Number of conversations taken from each set; default: all."
 
 
 def test_a_folder_begun_before_an_option_was_there_goes_on(tmp_path: Path) -> None:
