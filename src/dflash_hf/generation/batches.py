@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.errors import one_line, require
-from dflash_hf.generation.running_batch import Finished, RequestStats, RunningBatch
+from dflash_hf.generation.request_stats import Finished, RequestStats
+from dflash_hf.generation.running_batch import RunningBatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 Prompt = Tensor | Sequence[int] | Mapping[str, Any]

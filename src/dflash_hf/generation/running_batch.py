@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from dflash_hf.generation.decode import keep_for_next_call, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.joining import RowSettings, begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
-from dflash_hf.generation.logprobs import TokenLogprob, logprobs_of
+from dflash_hf.generation.logprobs import logprobs_of
 from dflash_hf.generation.prefill import Prefill, begin_prefill
 from dflash_hf.generation.request import Request
+from dflash_hf.generation.request_stats import Finished, NewTokens, RequestStats
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.sampling import new_seed
 from dflash_hf.generation.step import step
@@ -43,7 +44,6 @@ from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.undo import calling
 
 logger: Any = logging.get_logger(__name__)
-Finished = Literal["stop", "length", "error"]
 EAGER = "a running batch decodes eagerly: steps are captured for rows that stay"
 # What `add` says by itself, or what cannot be one row's.
 NOT_SETTINGS = (
@@ -59,55 +59,6 @@ NOT_SETTINGS = (
     "return_dict_in_generate",
     CACHE_NAME,
 )
-
-
-class NewTokens(NamedTuple):
-    """What a step has brought one request."""
-
-    id: int
-    token_ids: list[int]  # may be empty where an error has ended it
-    finished: (
-        Finished | None
-    )  # "stop" at an end token, "length" at the limit, "error" where it could not be prefilled
-
-
-@dataclass(slots=True)
-class RequestStats:
-    """How one request went."""
-
-    num_prompt_tokens: int = 0
-    num_kept_tokens: int = 0  # of the prompt, which did not go through the target again
-    num_new_tokens: int = 0
-    # Of each verify, which is a step that the row was part of:
-    proposed: list[int] = field(default_factory=list[int])  # proposals, nodes of trees included
-    accepted: list[int] = field(default_factory=list[int])  # proposals that are part of the text
-    # Of each new token, where the request asks for them
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    first_token_seconds: float = 0.0  # from `add` to the first token
-    seconds: float = 0.0  # from `add` to the last one
-    error: str = ""  # why it ended with "error"
-
-    @property
-    def num_verifies(self) -> int:
-        """Verifies of the row."""
-        return len(self.proposed)
-
-    @property
-    def num_proposed(self) -> int:
-        """Proposals that were verified."""
-        return sum(self.proposed)
-
-    @property
-    def num_accepted(self) -> int:
-        """Proposals that are part of the text."""
-        return sum(self.accepted)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens committed per verify, the bonus included; 0 if nothing was verified."""
-        if not self.num_verifies:
-            return 0.0
-        return (self.num_new_tokens - 1) / self.num_verifies
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import InferenceThread
 
-from dflash_hf.generation.running_batch import NewTokens, RequestStats, RunningBatch
+from dflash_hf.generation.request_stats import NewTokens, RequestStats
+from dflash_hf.generation.running_batch import RunningBatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.serve.engine import Alone, Counts, Done, Ended, Job, Tokens, is_said, tell_end
 
