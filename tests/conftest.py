@@ -73,10 +73,7 @@ def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests that count or compare the steps of trees; those of chains have `helpers.whole_blocks`.
     """
-    from dflash_hf.generation.widths import FixedWidth
-
-    def widest(generator: Any, state: Any, keeps_buffers: bool) -> FixedWidth:
-        return FixedWidth(generator.verify_width)
+    from helpers.whole_blocks import widest
 
     monkeypatch.setattr("dflash_hf.generation.prefill.choose_widths", widest)
 

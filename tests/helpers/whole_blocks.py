@@ -1,11 +1,22 @@
-"""Drafts whose every verify is of a whole block.
+"""Runs whose every verify is of a whole block or of a whole tree; run as a script, it is the chat with whole trees.
 
-By default a verify is a tree, or as wide as pays: how many steps that takes follows from what was accepted before.
+By default a verify is as wide as pays: how many steps that takes follows from what was accepted before, and on a CPU
+from what the steps took.
 """
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from dflash_hf import DFlashDraftModel
+from dflash_hf.generation import prefill
+from dflash_hf.generation.widths import FixedWidth
+
+
+def widest(generator: Any, state: Any, keeps_buffers: bool) -> FixedWidth:
+    """Stands for `choose_widths`: every verify is as wide as it may be, trees included."""
+    return FixedWidth(generator.verify_width)
 
 
 def use_whole_blocks(draft: DFlashDraftModel) -> None:
@@ -18,3 +29,10 @@ def use_whole_blocks(draft: DFlashDraftModel) -> None:
     options.verify_width = (
         draft.config.num_proposals(options.block_size or draft.config.block_size) + 1
     )
+
+
+if __name__ == "__main__":
+    from dflash_hf.cli.main import app
+
+    prefill.choose_widths = widest
+    app(["chat", "--web", *sys.argv[1:]])
