@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
@@ -16,6 +17,8 @@ import torch
 
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.pair.answers import encode_prompt
+from dflash_hf.serve.app import build_app
+from dflash_hf.serve.pair import Pair
 from helpers.served import Served
 from helpers.terminal import Terminal
 
@@ -111,6 +114,8 @@ def test_flags_do_what_they_do_in_generate(server: Served, flags: dict[str, Any]
     # What a request says itself comes first, as it does in Transformers' own server.
     short = asked(server, generation_config=json.dumps(flags), seed=3, max_tokens=2).json()
     assert short["usage"]["completion_tokens"] == 2
+    newer = asked(server, generation_config=json.dumps(flags), seed=3, max_completion_tokens=2)
+    assert newer.json()["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,7 @@ def test_flags_do_what_they_do_in_generate(server: Served, flags: dict[str, Any]
         ("{", "expected generation_config as an object in JSON, got '{'"),
         ("[]", "expected generation_config as an object in JSON"),
         (5, "expected generation_config as an object in JSON, got 5"),
+        ('{"stop_strings": "\\ud800"}', "expected generation_config as an object in JSON"),
         ('{"num_beams": 4}', "expected generation_config with max_new_tokens, "),
         ('{"do_sample": 1}', "expected do_sample as true or false, got 1"),
         ('{"eos_token_id": 5}', "expected eos_token_id as the target has it, got 5"),
@@ -131,6 +137,24 @@ def test_flags_that_are_not_done_are_refused(server: Served, config: Any, senten
     assert sentence in reply.json()["error"]["message"]
 
 
+def test_a_client_that_goes_away_while_it_loads_is_no_error() -> None:
+    app = build_app(Pair(*pair(), name="text", encoding={}, note=str))
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/load_model",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        assert message["type"].startswith("http.response.")
+
+    asyncio.run(app(scope, receive, send))
+
+
 def test_loading_tells_that_the_model_is_there(server: Served) -> None:
     url = f"{server.url.removesuffix('/v1')}/load_model"
     told = httpx.post(url, json={"model": "text"}).text
@@ -139,3 +163,6 @@ def test_loading_tells_that_the_model_is_there(server: Served) -> None:
     for body in ({"json": []}, {"content": b"{"}):
         headers = {"content-type": "application/json"}
         assert httpx.post(url, **body, headers=headers).status_code == 400
+    # What is left of a body that was not read ends with its connection.
+    unread = httpx.post(url, content=b"{}", headers={"content-type": "text/plain"})
+    assert (unread.status_code, unread.headers["connection"]) == (415, "close")

@@ -68,10 +68,7 @@ class Endpoint:
                 return
             except Exception as error:
                 status, content = self.failed(error, name)
-                headers: dict[str, str] = {}
-                if status in UNREAD:
-                    headers["connection"] = "close"
-                response = JSONResponse(content, status, headers)
+                response = refused(status, content)
             await response(scope, receive, send)
         finally:
             if exchange is not None:
@@ -105,6 +102,14 @@ class Endpoint:
             sentence = one_line(error)
         self.pair.note(f"{name}: {status}, {sentence}")
         return status, error_object(sentence, status, code, param)
+
+
+def refused(status: int, content: dict[str, Any]) -> Response:
+    """Returns the response to a request that came to nothing."""
+    headers: dict[str, str] = {}
+    if status in UNREAD:
+        headers["connection"] = "close"
+    return JSONResponse(content, status, headers)
 
 
 async def read_body(request: Request) -> bytes:
@@ -186,9 +191,11 @@ def build_app(pair: Pair) -> Starlette:
         """Answers `transformers chat`, which asks for its model before it begins: it is there already."""
         try:
             asked = read_object(await read_body(request)).get("model")
+        except ClientDisconnect:
+            return Response()  # which nobody reads
         except Refusal as error:
             content = error_object(str(error), error.status, error.code, error.param)
-            return JSONResponse(content, error.status)
+            return refused(error.status, content)
         told = {"status": "ready", "model": pair.name, "cached": True}
         if asked != pair.name:
             sentence = f"expected {pair.name!r} as model, got {shown(asked)}; correct it"

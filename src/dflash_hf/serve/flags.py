@@ -51,6 +51,9 @@ def with_flags(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
     need(isinstance(is_sampled, bool), PARAM, "do_sample as true or false", is_sampled)
     if not is_sampled:
         found["temperature"] = 0
+    # The same limit by its newer name.
+    if "max_completion_tokens" in body:
+        found.pop("max_tokens", None)
     return {**found, **body}
 
 
@@ -60,6 +63,8 @@ def _read(text: Any) -> dict[str, Any]:
     if isinstance(text, str):
         try:
             flags = json.loads(text)
+            # Halves of a character end here: the body around them has them as escapes.
+            json.dumps(flags, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             flags = None
     need(isinstance(flags, dict), PARAM, f"{PARAM} as an object in JSON", text)
