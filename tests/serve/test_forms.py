@@ -157,6 +157,19 @@ def test_a_tool_that_must_be_called_is_called(server: InProcess) -> None:
             assert choice == "required" or len(found.calls) == 1
 
 
+def test_a_tool_may_name_arguments_in_parts(server: InProcess) -> None:
+    parts = [
+        {"properties": {name: {"type": "boolean"}}, "required": [name]} for name in ("dry", "wet")
+    ]
+    mode = {"mode": {"enum": ["a", "b"]}}
+    parameters = {"type": "object", "properties": mode, "required": ["mode"], "anyOf": parts}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    found = asked(server, tools=[tool], tool_choice="required", seed=2)
+    assert found.status == 200
+    for _, arguments in found.calls:
+        validate(arguments, parameters)
+
+
 def schema(**fields: Any) -> dict[str, Any]:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": fields}}
     return {"response_format": form}

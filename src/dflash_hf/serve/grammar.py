@@ -23,6 +23,7 @@ MAX_FORM = 262_144  # letters
 # White space between the parts of JSON: one space, or a new line. Without a bound a sample may never go on.
 LAYOUT = {"whitespace_pattern": r" ?|\n {0,32}"}
 OBJECT = {"type": "object"}
+COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}  # what a schema takes other schemas in by
 KINDS = ("json", "regex", "choice", "grammar")  # of vLLM's `structured_outputs`
 
 
@@ -203,9 +204,12 @@ def json_form(schema: Any, param: str) -> str:
 
 def _closed(parameters: Any) -> Any:
     """The parameters of a tool, without arguments that they do not name: no tool takes those."""
-    if isinstance(parameters, dict) and "properties" in parameters:
-        return {"additionalProperties": False, **parameters}
-    return parameters
+    if not isinstance(parameters, dict) or "properties" not in parameters:
+        return parameters
+    # Their parts may name arguments too, which the whole would then forbid.
+    if not COMBINED.isdisjoint(parameters):
+        return parameters
+    return {"additionalProperties": False, **parameters}
 
 
 def tool_form(choice: Any, tools: list[Any], pair: Pair) -> Form | None:
