@@ -247,6 +247,12 @@ class DFlashConfig(PreTrainedConfig):
         # Before Transformers standardises the RoPE, which computes with what it finds.
         self._check_rope()
         super().__post_init__(**kwargs)
+        rope = self.rope_parameters
+        # A factor of 1 says nothing, and would make two equal drafts differ.
+        if rope["rope_type"] != "proportional" and rope.get("partial_rotary_factor") in (None, 1.0):
+            self.rope_parameters = {
+                name: value for name, value in rope.items() if name != "partial_rotary_factor"
+            }
         self._check_agreement()
 
     def _is_given(self, name: str) -> bool:

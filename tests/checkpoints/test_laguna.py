@@ -121,6 +121,11 @@ def test_queries_keys_and_values_are_stored_as_one(tmp_path: Path) -> None:
             "the same RoPE in rope_parameters for all kinds of layers",
         ),
         (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "the same RoPE in rope_parameters for all kinds of layers",
+        ),
+        ({"layer_types": [], "rope_parameters": {"full_attention": {}}}, "the same RoPE in"),
+        (
             {"partial_rotary_factor": 0.5},
             "a RoPE over whole heads, got partial_rotary_factor = 0.5",
         ),

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
-from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.formats import FORMATS, detect_format, make_config
 from helpers.activations import relative_error
 from helpers.published_configs import CONFIGS, tiny
 from helpers.published_drafts import inputs_of, write
@@ -134,7 +134,12 @@ def test_sinks_come_back_from_both_formats(tmp_path: Path) -> None:
         ({"v_head_dim": 6}, "v_head_dim absent or equal to head_dim = 8, got 6"),
         ({"backbone_rotary_base": 5e6}, "backbone_rotary_base absent or equal to rope_theta"),
         ({"partial_rotary_factor": 0.4}, "an even number of channels out of 8, got 3"),
+        (
+            {"rope_scaling": {"partial_rotary_factor": 1.0}},
+            "rope_scaling.partial_rotary_factor = 1.0",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [0, 11, 23]}, "one above the taps .0, 11, 23."),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 12, "x", 24]}, "one above the taps .0, 11, 23."),
         ({"pard_token": 3}, "mask_token_id = 63 beside pard_token = 3"),
         ({"dflash_query_causal": True}, "is_causal = False beside dflash_query_causal = True"),
     ],
@@ -146,6 +151,14 @@ def test_contradictions_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps({**tiny(MIMO), **change}))
     with pytest.raises(ValueError, match=sentence):
         load_draft(tmp_path)
+
+
+def test_a_factor_of_one_is_a_rope_over_whole_heads(tmp_path: Path) -> None:
+    values = write_draft(tmp_path).config.to_dict()
+    values["rope_parameters"]["partial_rotary_factor"] = 1.0
+    config = DFlashConfig(**values)
+    assert "partial_rotary_factor" not in config.rope_parameters
+    assert "partial_rotary_factor" not in FORMATS["zlab"].write_config(config, "float32")
 
 
 @pytest.mark.parametrize("key", ["backbone_rotary_base", "dflash_query_causal", "pard_token"])

@@ -113,8 +113,10 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     # Where each kind of layer has a RoPE of its own, the draft's layers have to have the same one.
     ropes = reader.values.get("rope_parameters")
     if isinstance(ropes, dict) and any(isinstance(value, dict) for value in ropes.values()):
-        of_kinds = [ropes.get(kind) for kind in dict.fromkeys(layers["layer_types"])]
-        is_one = all(rope == of_kinds[0] for rope in of_kinds)
+        kinds = layers["layer_types"]
+        of_kinds = [rope for kind, rope in ropes.items() if kind in kinds]
+        has_all = bool(kinds) and all(kind in list(ropes) for kind in kinds)
+        is_one = has_all and all(rope == of_kinds[0] for rope in of_kinds)
         what = "the same RoPE in rope_parameters for all kinds of layers in layer_types"
         require(is_one, what, ropes, "a draft with several is not supported")
         reader.values["rope_parameters"] = of_kinds[0]

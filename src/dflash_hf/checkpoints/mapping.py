@@ -202,7 +202,7 @@ class ConfigReader:
             return
         are_lists = is_a(taps, list) and is_a(above, list)
         # What is no number is refused where the taps are read.
-        agree = are_lists and taps == [layer - 1 for layer in above if is_a(layer, int)]
+        agree = are_lists and above == [tap + 1 for tap in taps if is_a(tap, int)]
         action = "make the checkpoint's config.json agree with itself"
         require(agree, f"{key} one above the taps {shown(taps)}", above, action)
 
@@ -227,7 +227,7 @@ class ConfigReader:
             theta[f"{place}.rope_theta"] = given.pop("rope_theta", None)
             partial[f"{place}.partial_rotary_factor"] = given.pop("partial_rotary_factor", None)
         theta = {place: value for place, value in theta.items() if value is not None}
-        partial = {place: value for place, value in partial.items() if value not in (None, 1.0)}
+        partial = {place: value for place, value in partial.items() if value is not None}
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": default_theta}
         if theta:
             rope["rope_theta"] = agreed(theta)
@@ -245,9 +245,10 @@ class ConfigReader:
                 f"expected known parameters of a RoPE in {' or '.join(ropes)}, got also {shown(unknown)}; a RoPE that "
                 "needs them is not supported here"
             )
-        if partial:
+        turned = {place: value for place, value in partial.items() if value != 1.0}
+        if turned:
             raise ValueError(
-                f"expected a RoPE over whole heads, got {beside(partial)}; a RoPE over a part of each head is "
+                f"expected a RoPE over whole heads, got {beside(turned)}; a RoPE over a part of each head is "
                 "supported in the format 'zlab'"
             )
         known = ROPE_KEYS | {"partial_rotary_factor"}
