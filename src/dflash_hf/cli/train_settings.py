@@ -482,7 +482,9 @@ def check_resumption(arguments: Mapping[str, Any]) -> None:
 
 def _resolved_in(name: str, value: Any) -> Any:
     """A training argument as it is from any folder: the file of those that may be one."""
-    if name in MAY_BE_FILES and isinstance(value, str):
+    may_be_file = name in MAY_BE_FILES and isinstance(value, str)
+    # JSON may be longer than any path, which the file system would refuse to look up.
+    if may_be_file and not value.lstrip().startswith("{"):
         return _resolved(value)
     return value
 
