@@ -343,8 +343,8 @@ class CheckpointFormat:
         if reader.unread:  # ignoring one could change what the draft computes
             raise ValueError(
                 f"expected only known keys in a config.json of the format {self.name!r}, got also "
-                f"{shown(sorted(reader.unread))}; a key may change what the draft computes, so take out those alone "
-                "that do not"
+                f"{shown(sorted(reader.unread))}; remove a key only if the draft computes the same "
+                "without it"
             )
         return values
 

@@ -14,7 +14,7 @@ class TokenLogprob:
     """Log-probabilities at one place, of the target's own scores, before temperature and biases.
 
     Args:
-        logprob (`float`): That of the answer's token.
+        logprob (`float`): Log-probability of the answer's token.
         top (`list[tuple[int, float]]`): The most likely tokens, the first one first.
     """
 
@@ -28,7 +28,7 @@ def logprobs_of(logits: Iterable[Tensor], ids: Iterable[int], num_top: int) -> l
     Args:
         logits (iterable of `torch.Tensor` of shape `[V]`): The target's own, one per token; more are left out.
         ids (iterable of `int`): The tokens.
-        num_top (`int`): How many of the most likely tokens are told beside.
+        num_top (`int`): Number of most likely tokens that each [`TokenLogprob`] also has.
     """
     found: list[TokenLogprob] = []
     for token, scores in zip(ids, logits, strict=False):

@@ -82,7 +82,7 @@ class _Row:
         return RowSettings(self.request.processors, self.end_ids, self.seed, self.length)
 
     def note_logprobs(self, logits: Tensor, token_ids: list[int]) -> None:
-        """Notes those of its new tokens, of the target's logits `[T, V]` before each, where it asks for them."""
+        """Notes log-probabilities of new tokens if the request asks for them; `logits` `[T, V]` are the target's."""
         if self.num_logprobs >= 0:
             self.stats.logprobs += logprobs_of(logits, token_ids, self.num_logprobs)
 
@@ -179,8 +179,8 @@ class RunningBatch:
                 it is drawn from torch's global generator.
             stop_token_ids (sequence of `int`): Tokens that end the answer, beside the target's own end tokens.
             on_tokens (callable, *optional*): Called within [`step`] with each [`NewTokens`] of this request.
-            num_logprobs (`int`): Log-probabilities of the target's own scores that its statistics have for each new
-                token, beside that of the token itself; -1 for none at all.
+            num_logprobs (`int`): With 0 or more, the statistics have log-probabilities from the target's own scores:
+                of each new token, and of so many of the most likely tokens at its place. -1 is for none.
             settings: Settings of `generate` for this request, such as `do_sample`, `temperature`, `top_k`, `top_p`,
                 `min_p`, `repetition_penalty`, `eos_token_id`, `logits_processor`, `generation_config`.
 

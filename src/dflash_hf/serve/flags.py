@@ -1,4 +1,4 @@
-"""The generation config that a request carries: so `transformers chat` hands its flags of `generate` on."""
+"""Reads the generation config of a request, in which `transformers chat` sends its flags of `generate`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WITHOUT_EFFECT = ("transformers_version", "_from_model_config")
 
 
 def with_flags(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
-    """Returns a request whose generation config has become fields of its own; those that it has come first.
+    """Returns a request with the flags of its generation config as fields; a field that it has itself comes first.
 
     Raises:
-        Refusal: If the config is none, or has a flag that the server does not do.
+        Refusal: If the config is no object in JSON, or has a flag that the server does not support.
     """
     if PARAM not in body:
         return body
