@@ -376,6 +376,25 @@ def test_a_row_that_has_left_leaves_nothing_behind(family: str) -> None:
 # ---- kept prefixes
 
 
+def test_an_error_in_a_callback_takes_no_tokens_of_others() -> None:
+    target = tiny_target("qwen3")
+    batch = RunningBatch(target, tiny_draft(target))
+    settings: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": None}
+
+    def fails(new: Any) -> None:
+        raise RuntimeError("nobody listens")
+
+    told: list[int] = []
+    one = batch.add([1, 2], on_tokens=fails, **settings)
+    batch.add([3], on_tokens=lambda new: told.extend(new.token_ids), **settings)
+    while one in batch.ids:
+        with pytest.raises(RuntimeError, match="nobody listens"):
+            batch.step()
+    while batch.ids:
+        batch.step()
+    assert len(told) == 9
+
+
 def answered(batch: RunningBatch, ids: list[int], **settings: Any) -> tuple[list[int], int]:
     """Returns the answer to one request, and how many tokens of its prompt were taken from an earlier text."""
     id = batch.add(ids, **settings)

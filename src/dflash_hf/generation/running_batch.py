@@ -271,8 +271,8 @@ class RunningBatch:
 
         Raises:
             Exception: Whatever the target, the draft or a callback raises. In a prefill it ends that request, in a
-                step over the rows all that ran: [`ids`] names those that go on. `on_tokens` has been called with
-                the tokens before it.
+                step over the rows all that ran: [`ids`] names those that go on. Each `on_tokens` has been called
+                with the tokens before it; an error in one ends no request.
         """
         self.ended = {}
         self._found = []
@@ -293,9 +293,7 @@ class RunningBatch:
                 self._advance()
         finally:
             # Also what came before an error: rows that go on would miss it.
-            for row, new in self._found:
-                if row.on_tokens is not None:
-                    row.on_tokens(new)
+            self._call_back()
         return [new for _, new in self._found]
 
     # ---- requests that wait
@@ -471,6 +469,19 @@ class RunningBatch:
         row.stats.seconds = time.perf_counter() - row.added
         self.ended[row.id] = row.stats
         self._found.append((row, new))
+
+    def _call_back(self) -> None:
+        """Hands each request its new tokens; raises the first error of a callback once all have been called."""
+        errors: list[Exception] = []
+        for row, new in self._found:
+            if row.on_tokens is None:
+                continue
+            try:
+                row.on_tokens(new)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _rows(self) -> list[_Row]:
         """Returns the requests that have not ended; see [`ids`]."""
