@@ -59,10 +59,10 @@ def is_here(url: str) -> bool:
 
 
 def generated(messages: list[dict[str, Any]]) -> str:
-    """What `generate` answers."""
-    target, draft, processor = load_pair(*named_pair("vision"))
+    """What plain `generate` answers, without the draft."""
+    target, _, processor = load_pair(*named_pair("vision"))
     inputs = encode_prompt(processor, messages, torch.device("cpu"))
-    ids = target.generate(**inputs, max_new_tokens=600, do_sample=False, assistant_model=draft)
+    ids = target.generate(**inputs, max_new_tokens=600, do_sample=False)
     new = ids[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer_of(processor).decode(new, skip_special_tokens=True))
 

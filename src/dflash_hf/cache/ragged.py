@@ -413,6 +413,7 @@ class RaggedCache(Cache):
             return
         shapes = [layer.shape for layer in layers]
         longest = max(layer.ring for layer in layers)
+        # States need room besides the keys and values, whatever the length: so much less is free for these.
         freed = defaultdict[torch.device, int](int)
         for group in self.groups:
             freed[group.plan.device] -= group.num_bytes(max_rows)

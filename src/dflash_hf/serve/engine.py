@@ -221,13 +221,13 @@ class Alone:
             streamer=feed,
         )
         ids = output
-        logprobs: list[TokenLogprob] = []
+        logits: tuple[Tensor, ...] = ()
         if wants_logprobs:
             ids = output.sequences
+            logits = output.logits
         new = ids[0, job.num_prompt_tokens :].tolist()
-        if wants_logprobs:
-            of_row = (scores[0] for scores in output.logits)
-            logprobs = logprobs_of(of_row, new, sampling.num_logprobs)
+        of_row = [scores[0] for scores in logits]
+        logprobs = logprobs_of(of_row, new, sampling.num_logprobs)
         is_ended = new[-1] in self._end_tokens() or is_said(self.tokenizer, new, sampling.stops)
         is_full = len(new) >= sampling.max_new_tokens
         return Done(is_cut=is_full and not is_ended, counts=self._counts(), logprobs=logprobs)
