@@ -156,14 +156,17 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "method": (["--methods", "plain,dflsh"], "got 'dflsh'; did you mean 'dflash'?"),
     "strange method": (["--methods", "zzz"], "got 'zzz'; name some of them"),
     "method twice": (["--methods", "plain,plain"], "every value of --methods once"),
-    "number": (["--batch", "1,two"], "expected whole numbers with commas as --batch, got 'two'"),
+    "number": (
+        ["--batch", "1,two"],
+        "expected whole numbers, separated by commas, as --batch, got 'two'",
+    ),
     "no batch": (["--batch", "0"], "expected at least 1 as --batch, got 0"),
     "nothing": (["--batch", ","], "expected at least one value of --batch"),
     "temperature": (["--temperature", "-1"], "expected 0 or more as --temperature, got -1.0"),
     "top-p": (["--top-p", "0"], "at most 1 as --top-p, got 0.0"),
     "width": (
         ["--verify-width", "wide"],
-        "expected whole numbers or auto with commas as --verify-width",
+        "expected whole numbers or auto, separated by commas, as --verify-width",
     ),
     "proposal": (
         ["--proposal", "best"],
@@ -250,7 +253,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr("dflash_hf.bench.run.Asker._ask", interrupted)
         result = bench(*words)
     assert result.exit_code == 130
-    assert "the same command with --resume goes on" in said(result)
+    assert "the same command with --resume continues the run" in said(result)
     assert bench(*words, "--resume").exit_code == 0
 
 

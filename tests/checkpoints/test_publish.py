@@ -267,7 +267,7 @@ BAD: list[tuple[list[object], str]] = [
     (["a/b", "--to", "x"], "expected a Hub id or --to FOLDER, got both or neither"),
     (["not a repository"], "expected a Hub id such as my-org/my-draft, got 'not a repository'"),
     (["--to", TOY], "expected a new or empty folder as --to"),
-    (["my-org/my-draft"], "does not name its target; pass it"),
+    (["my-org/my-draft"], "name no target; give --target"),
 ]
 
 

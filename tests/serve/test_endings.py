@@ -267,7 +267,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "dflash_hf.serve.app")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert (
-        "expected what a server needs, got no uvicorn; pip install 'dflash-hf[serve]'"
+        "expected the packages of the server, got no uvicorn; pip install 'dflash-hf[serve]'"
         in refused("--port", "0")
     )
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
@@ -289,7 +289,7 @@ def test_wrong_options_are_said() -> None:
     assert "expected --pair, or --target and --draft, got both" in refused(
         "--pair", "text", "--draft", "x"
     )
-    assert "expected --target and --draft, got one of them" in refused("--target", "x")
+    assert "expected --target and --draft, got only one of them" in refused("--target", "x")
     assert "expected --pair among text, vision" in refused("--pair", "nonsense")
     assert "expected a JSON object as --chat-template-kwargs" in refused(
         "--chat-template-kwargs", "[]"

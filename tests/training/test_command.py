@@ -40,7 +40,7 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
         patch.setitem(stages.RUNNERS, "run", killed(stages.RUNNERS["run"]))
         result = train("--dataset", data, "--output_dir", out, *SMALL)
     assert result.exit_code == 130, result.output
-    assert f"dflash-hf train --output-dir {out} goes on" in said(result)
+    assert f"dflash-hf train --output-dir {out} continues the run" in said(result)
     assert not (out / "draft").exists()
     assert [path.name for path in (out / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     result = train("--output-dir", out)
@@ -187,12 +187,12 @@ def test_settings_are_another_runs_config(
 CHANGED: dict[str, tuple[list[object], str, str]] = {
     "of the training": (
         ["--num-anchors", 3],
-        "as its stage run was begun, got another, whose num_anchors was 4 and is 3",
+        "began, got a change: num_anchors was 4 and is 3",
         "make run, bench, export again",
     ),
     "of the answers": (
         ["--max-new-tokens", 13],
-        "as its stage regenerate was begun, got another, whose max_new_tokens was 12 and is 13",
+        "began, got a change: max_new_tokens was 12 and is 13",
         "make regenerate, run, bench, export again",
     ),
 }
@@ -328,7 +328,7 @@ def test_a_target_that_changed_is_refused(data: Path, tmp_path: Path) -> None:
     before = written(tmp_path / "out")
     result = train(*words)
     assert result.exit_code == 2
-    assert f"target {tmp_path / 'target'} has another weights since" in said(result)
+    assert f"target {tmp_path / 'target'} now has another weights" in said(result)
     assert "add --redo to make regenerate again" in said(result)
     assert written(tmp_path / "out") == before
     result = train(*words, "--stages", "prepare,regenerate", "--redo")
@@ -372,7 +372,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     ),
     "stage that needs another": (
         ["--stages", "run"],
-        "expected what prepare, regenerate makes for run",
+        "expected the results of prepare, regenerate for run",
     ),
 }
 
@@ -443,7 +443,7 @@ def test_an_empty_dataset_and_a_full_disk_are_sentences(
     result = train(*words, "--dataset", data, "--output-dir", tmp_path / "b")
     assert result.exit_code == 2
     assert "expected room on the disk of" in said(result)
-    assert "then continues" in said(result)
+    assert "make room, and continue with dflash-hf train" in said(result)
 
 
 def test_flags_and_yaml_are_read_by_one_reader() -> None:

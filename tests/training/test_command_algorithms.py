@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     ),
     "draft that is there": (
         ["--algorithm", "dflash2", "--draft", TOY / "draft"],
-        "expected --algorithm without --draft, whose config says it",
+        "expected --algorithm without --draft, because the draft's config has this value",
     ),
     "two vocabularies": (
         ["--draft-vocab-size", 9, "--draft-options", '{"draft_token_ids": [1]}'],

@@ -101,7 +101,7 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_ends(tmp_path: 
             first.kill()
     assert result.exit_code == 2, result.output
     sentence = f"expected one dflash-hf train at a time in --output-dir, got another one in '{out}'"
-    assert f"{sentence}; wait for its end, or name another folder" in said(result)
+    assert f"{sentence}; wait until it ends, or name another folder" in said(result)
     assert [path.name for path in out.iterdir()] == [LOCK_FILE]
     result = train(*words)
     assert result.exit_code == 0, result.output

@@ -64,8 +64,9 @@ def test_what_the_chat_template_is_told_comes_to_every_stage(target: Path, tmp_p
     )
     result = train("--output-dir", outs[0], "--chat-template-kwargs", '{"mood": "long"}')
     assert result.exit_code == 2
-    assert "whose chat_template_kwargs was {'mood': 'brief'} and is {'mood': 'long'}" in said(
-        result
+    assert (
+        "got a change: chat_template_kwargs was {'mood': 'brief'} and is {'mood': 'long'}"
+        in said(result)
     )
 
 
@@ -320,12 +321,12 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     ),
     "token": (
         ["--hub-token", "x"],
-        "hub_model_id, hub_private_repo alone, got 'hub_token'; leave it out",
+        "expected only hub_model_id, hub_private_repo of the options hub_..., got 'hub_token'; leave it out",
     ),
     "checkpoint": (
         ["--resume-from-checkpoint", "run/checkpoint-2"],
-        "expected no --resume-from-checkpoint, got 'run/checkpoint-2'; leave it out: the folder "
-        "goes on by itself, from its last whole checkpoint",
+        "expected no --resume-from-checkpoint, got 'run/checkpoint-2'; leave it out: the run "
+        "in the folder continues from its last complete checkpoint",
     ),
     "template": (
         ["--template", "{q}", "--self-prompts", 2],

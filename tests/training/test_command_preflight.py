@@ -24,7 +24,8 @@ BARE: list[object] = ["--target", TOY / "target", "--threads", 1]
 IDLE: dict[str, tuple[list[object], str]] = {
     "block of a draft that is there": (
         ["--draft", TOY / "draft", "--block-size", 16],
-        "expected --block-size without --draft, whose config says it, got 16; leave one of them out",
+        "expected --block-size without --draft, because the draft's config has this value, got 16; leave one of them "
+        "out",
     ),
     "fields of a draft that is there": (
         ["--draft", TOY / "draft", "--draft-options", '{"num_taps": 2}'],

@@ -424,7 +424,9 @@ def test_the_real_pair_is_taken_where_it_was_fetched(
         assert pair.about(*folders) == pair.ABOUT["smollm2"]
     assert pair.named_pair("smollm2", "bfloat16")[0].endswith("target-bf16")
     assert pair.named_pair("smollm2", "float32")[0].endswith("target")
-    assert "what is where" in pair.about(f"{toy}/vision/../vision/target", f"{toy}/vision/draft")
+    assert "the shape at a place" in pair.about(
+        f"{toy}/vision/../vision/target", f"{toy}/vision/draft"
+    )
     assert pair.about(f"{toy}/vision/target", f"{toy}/draft") == "", "a draft for another target"
 
 
@@ -499,7 +501,7 @@ def test_terminal_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert shown.count("adds an image to the next question") == 1
     assert "expected a file after /image, got none" in shown
-    assert "expected a command that there is, got /nonsense; /help lists them" in shown
+    assert "expected a command of the chat, got /nonsense; /help lists the commands" in shown
     assert "expected a number after /temperature, got 'x'" in shown
     assert "expected a temperature from 0 (greedy) to 2, got 9.0" in shown
     assert seen == [("", 0.0, 0), ("Be short.", 0.5, 0), ("Be short.", 0.5, 0), ("", 0.5, 0)]

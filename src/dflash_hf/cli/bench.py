@@ -34,22 +34,25 @@ def bench(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of the target; default: the bundled pair's."),
+        typer.Option(help="Folder or Hub id of the target; default: the bundled target."),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of the draft.")] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Sets: gsm8k,humaneval,... or files; by default the bundled pair's questions."
+            help="Sets of questions: names (gsm8k,humaneval,...) or files; default: the bundled pair's questions."
         ),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the sets' files, where there is no network.")
+        Path | None,
+        typer.Option(
+            help="Folder with the files of the sets. With it nothing is read from the Hub."
+        ),
     ] = None,
     template: Annotated[
         str | None,
         typer.Option(
-            help="Prompt for rows of any other form; column names stand in braces: 'Q: {question}'."
+            help="Prompt for rows with other columns. Names of columns are in braces: 'Q: {question}'."
         ),
     ] = None,
     num_prompts: Annotated[
@@ -70,12 +73,15 @@ def bench(
     ] = None,
     server_model: Annotated[
         str | None,
-        typer.Option(help="The server's model; default: the first one that the server lists."),
+        typer.Option(
+            help="Name of the model on the server; default: the first model that the server lists."
+        ),
     ] = None,
     batch: Annotated[
         str,
         typer.Option(
-            help="Questions answered together. All options from here to --proposal take several values."
+            help="Number of questions answered together. All options from here to --proposal take several values: "
+            "1,8."
         ),
     ] = "1",
     max_new_tokens: Annotated[str, typer.Option(help="Longest answer, in tokens.")] = "512",
@@ -84,9 +90,11 @@ def bench(
     ] = "0",
     top_p: Annotated[str, typer.Option(help="Nucleus sampling.")] = "1",
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
-    block_size: Annotated[str, typer.Option(help="Tokens per block; default: the draft's.")] = "",
+    block_size: Annotated[
+        str, typer.Option(help="Number of tokens per block; default: the draft's block size.")
+    ] = "",
     verify_width: Annotated[
-        str, typer.Option(help="Tokens of a block that are verified, or auto.")
+        str, typer.Option(help="Number of tokens of a block that are verified, or auto.")
     ] = "",
     num_tree_nodes: Annotated[
         str, typer.Option(help="Number of tokens in the verified tree, or auto; 0 is a chain.")
@@ -94,13 +102,15 @@ def bench(
     max_matching_ngram_size: Annotated[
         str,
         typer.Option(
-            help="Number of last tokens that are looked for earlier in the text; the tree also proposes the "
-            "tokens that followed them there. 0 is off."
+            help="The tree also proposes tokens copied from an earlier place in the text where the same last tokens "
+            "occur. The option is the number of these last tokens. 0 is off."
         ),
     ] = "",
     proposal: Annotated[
         str,
-        typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling."),
+        typer.Option(
+            help="How the draft proposes tokens in sampling: argmax, shared_noise or sample."
+        ),
     ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
     chat_template_kwargs: Annotated[
@@ -111,7 +121,7 @@ def bench(
         bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(help="Seed of the drawn questions and of sampled answers.")
+        int, typer.Option(help="Seed for drawing the questions and for sampling the answers.")
     ] = 0,
     repeats: Annotated[int, typer.Option(help="How often each question is asked.", min=1)] = 1,
     run_code: Annotated[
@@ -122,7 +132,10 @@ def bench(
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
+        int | None,
+        typer.Option(
+            help="Number of CPU threads; one thread is best for small models.", min=1, max=1024
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
@@ -138,7 +151,8 @@ def bench(
             report = run(settings)
         except KeyboardInterrupt as error:
             typer.secho(
-                f"Ended. What {out} has counts: the same command with --resume goes on.", err=True
+                f"Ended. The answers in {out} are kept: the same command with --resume continues the run.",
+                err=True,
             )
             raise typer.Exit(130) from error
         if report is not None:
@@ -152,15 +166,19 @@ def bench(
 @app.command()
 def prepare(
     names: Annotated[
-        str, typer.Argument(help="Sets, with commas: gsm8k,math500,...", metavar="SETS")
+        str, typer.Argument(help="Sets, separated by commas: gsm8k,math500,...", metavar="SETS")
     ],
     out: Annotated[
         Path,
-        typer.Option(help="Folder to write; pass it as --data-dir on a machine without a network."),
+        typer.Option(
+            help="Folder to write. On a machine without a network, pass this folder as --data-dir."
+        ),
     ],
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of the sets' files; default: they come from the Hub."),
+        typer.Option(
+            help="Folder with the files of the sets; default: read the sets from the Hub."
+        ),
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option(help="Number of questions of each set; default: all.", min=1)
@@ -168,7 +186,7 @@ def prepare(
     seed: Annotated[int, typer.Option(help="Seed of the drawn questions.")] = 0,
     template: Annotated[
         str | None,
-        typer.Option(help="Prompt for rows of any other form, as in dflash-hf bench."),
+        typer.Option(help="Prompt for rows with other columns, as in dflash-hf bench."),
     ] = None,
 ) -> None:
     """Write sets of questions into a folder, for machines that have no network."""
@@ -266,6 +284,6 @@ def _values(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value
             words: dict[Any, str] = {int: "whole numbers", float: "numbers"}
             what = words.get(kind, "whole numbers or auto")
             raise ValueError(
-                f"expected {what} with commas as {option}, got {part!r}; correct it"
+                f"expected {what}, separated by commas, as {option}, got {part!r}; correct the value"
             ) from error
     return tuple(found)

@@ -28,12 +28,14 @@ from dflash_hf.cli.pair import (
 from dflash_hf.data.image_files import ChatImage, ImageError, read_image
 
 HELP = """\
-/help lists the commands; Ctrl-C ends an answer, arrow keys bring questions back
+/help            lists the commands
 /image PATH      adds an image to the next question
-/new             starts over
-/system TEXT     starts over with this system prompt, or without one
-/temperature X   0 is greedy
-/exit, /quit     ends"""
+/new             begins a new conversation
+/system TEXT     begins a new conversation with this system prompt; without TEXT, with no system prompt
+/temperature X   sets the temperature; 0 is greedy
+/exit, /quit     ends the chat
+Ctrl-C           ends an answer
+arrow keys       show earlier questions"""
 
 if TYPE_CHECKING:
     from dflash_hf.chat.conversation import Answer, Settings
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 def chat(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of the draft.")] = None,
     pair: Annotated[
         str | None,
         typer.Option(
@@ -50,17 +52,19 @@ def chat(
         ),
     ] = None,
     web: Annotated[
-        bool, typer.Option("--web", help="Open the chat as a web page; needs the extra demo.")
+        bool,
+        typer.Option("--web", help="Open the chat as a web page. The page needs the extra demo."),
     ] = False,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is this machine only.")
+        str,
+        typer.Option(help="Address to listen on. With the default only this machine can connect."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
     share: Annotated[
         bool,
         typer.Option(
             "--share",
-            help="With --web, make a public link through Gradio's servers; it has no password.",
+            help="With --web, make a public link through Gradio's servers. The link has no password.",
         ),
     ] = False,
     system: Annotated[str, typer.Option(help="System prompt, in the terminal.")] = "",
@@ -71,12 +75,18 @@ def chat(
         float, typer.Option(help="Temperature in the terminal; 0 is greedy.", min=0.0, max=2.0)
     ] = 0.0,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
+        int | None,
+        typer.Option(
+            help="Number of CPU threads; one thread is best for small models.", min=1, max=1024
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Chat with a pair and see why its answers are fast. If the target takes images, a chat may have images."""
+    """Chat with a target and its draft. Colours show the tokens of each step.
+
+    If the target takes images, a chat may have images.
+    """
     check_one_pair(pair, target, draft)
     chosen = pair or default_pair()
     target, draft = given_or_bundled(target, draft, chosen, dtype)
@@ -110,7 +120,9 @@ def chat(
         ) from error
     # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    status = Console(stderr=True).status("timing the first example, with the draft and without")
+    status = Console(stderr=True).status(
+        "measuring the first example, with the draft and without it"
+    )
     with status, open_page(model, (target, draft), note) as page:
         status.stop()
         console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
@@ -154,12 +166,12 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
                 found = _image(rest.strip())
                 if not model.takes_images:
                     raise ValueError(
-                        "expected a text, got an image: this target reads text only; ask without it"
+                        "expected a text, got an image: this target reads text only; ask without the image"
                     )
                 images.append(found)
             elif command.startswith("/") and command[1:].isalpha():
                 raise ValueError(
-                    f"expected a command that there is, got {command}; /help lists them"
+                    f"expected a command of the chat, got {command}; /help lists the commands"
                 )
             elif line:
                 try:

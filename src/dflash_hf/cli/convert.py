@@ -26,7 +26,7 @@ def convert(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The draft's target, for formats that need its vocabulary, layers, embedding or name."
+            help="Folder or Hub id of the target. Some formats need its vocabulary, layers, embedding or name."
         ),
     ] = None,
     force: Annotated[
@@ -43,7 +43,7 @@ def convert(
         )
     if destination.resolve() == Path(source).resolve():
         raise ValueError(
-            f"expected another folder than the draft's own, got {destination}; choose another"
+            f"expected a folder other than the folder of the draft, got {destination}; choose another one"
         )
     check_place("SRC", source)
     if target is not None:

@@ -23,24 +23,30 @@ def demo(
     pair: Annotated[
         Path,
         typer.Option(
-            help="Folder with target/, draft/ and held_out.jsonl; its folder vision/ may hold a pair for images."
+            help="Folder with target/, draft/ and held_out.jsonl. It may also have vision/, the folder of a pair "
+            "for images."
         ),
     ] = BUNDLED,
-    per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 4,
+    per_kind: Annotated[int, typer.Option(help="Number of prompts of each kind.", min=1)] = 4,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
     ] = 320,
     threads: Annotated[
-        int, typer.Option(help="CPU threads; one is best for models this small.", min=1, max=1024)
+        int,
+        typer.Option(
+            help="Number of CPU threads; one thread is best for such small models.", min=1, max=1024
+        ),
     ] = 1,
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Show that the bundled pair gives the same answers in fewer forwards; an editable install also has images.
+    """Answer prompts with and without the bundled draft, and compare. The answers are the same, in fewer forwards.
 
-    The exit status is 1 if a token differs, unless the two tokens tie within rounding, as they may in half precision.
+    In an editable install the bundled pair for images runs too.
+    If a token differs, the exit status is 1.
+    In half precision two tokens may tie within rounding. A difference at a tie does not count.
     """
     import torch
 

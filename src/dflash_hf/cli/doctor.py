@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dflash_hf.doctor.diagnosis import Diagnosis
 
 EXPLAINED = (
-    "The table's figures are of blocks that begin at every token of the answers, not only where generate would begin "
-    "one: compare them with each other, and not with the acceptance length."
+    "For the figures in the table a block begins at every token of the answers. In generate only some tokens begin a "
+    "block. So compare these figures only with each other. They cannot be compared with the acceptance length."
 )
 COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
@@ -28,12 +28,14 @@ def doctor(
     target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(
         BUNDLED / "target"
     ),
-    draft: Annotated[str, typer.Option(help="Folder or Hub id of its draft.")] = str(
+    draft: Annotated[str, typer.Option(help="Folder or Hub id of the draft.")] = str(
         BUNDLED / "draft"
     ),
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Prompts: one text per line, or .jsonl with prompt or messages."),
+        typer.Option(
+            help="File of prompts: a text per line, or a .jsonl file with prompt or messages."
+        ),
     ] = None,
     num_prompts: Annotated[
         int,
@@ -48,7 +50,9 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Find settings that lower a draft's acceptance. Status 0: no findings, 1: findings, 2: not examined."""
+    """Find settings that lower a draft's acceptance.
+
+    The exit status is 0 if nothing was found, 1 if there are findings, and 2 if the pair cannot be examined."""
     given = None if prompts is None else read_prompts(prompts)
     from dflash_hf.doctor.diagnosis import diagnose
 
@@ -73,7 +77,7 @@ def doctor(
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:
     """Prints the table, and one line under it."""
-    table = make_table("what could ruin acceptance", ["check", "result", "what it means"], [])
+    table = make_table("settings and acceptance", ["check", "result", "meaning"], [])
     for short in table.columns[:2]:
         short.no_wrap = True
     for check in diagnosis.checks:
@@ -88,9 +92,9 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     length = f"acceptance length {diagnosis.acceptance_length:.2f} as configured"
     tree = diagnosis.tree_acceptance_length
     if tree is not None:
-        length += f", {tree:.2f} with a tree of as many tokens"
-    measured = f"what generate has on {prompts} and {diagnosis.num_tokens} tokens of answers"
-    console.print(f"{length}: {measured}; {found}", highlight=False)
+        length += f", {tree:.2f} with a tree of the same size"
+    measured = f"in generate, on {prompts} and {diagnosis.num_tokens} tokens of answers"
+    console.print(f"{length} ({measured}). {found}.", highlight=False)
     if diagnosis.num_tokens:
         console.print(EXPLAINED, style="dim", highlight=False)
 

@@ -13,9 +13,9 @@ from rich.console import Console
 PUBLISHED = Path(__file__).with_name("published.json")
 # What stands in the columns of the table, for those who read it.
 NOTES = (
-    "block: its slots. thinking: the mode that its authors train or measure it in. - is not known. No published "
-    "weights have been run here. config checked: its published config loads, with random weights. layout checked: "
-    "its project's config does. refused: a variant that is not supported."
+    "block: number of slots in a block. thinking: the thinking mode in which the authors train or measure the draft. "
+    "-: not known. config checked: the draft's published config loads, with random weights. layout checked: a config "
+    "of the same project loads. refused: this variant is not supported. No published weights have been run here."
 )
 
 
@@ -60,7 +60,7 @@ def words_for(checked: str) -> str:
 
 def drafts(
     target: Annotated[
-        str, typer.Option(help="List only drafts whose target's name contains this.")
+        str, typer.Option(help="List only drafts for targets with this text in their names.")
     ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON list and nothing else.")
@@ -73,7 +73,7 @@ def drafts(
         return
     console = Console()
     if not found:
-        others = "dflash-hf drafts lists all; dflash-hf train makes one"
+        others = "dflash-hf drafts lists all known drafts; dflash-hf train makes a draft"
         console.print(
             f"no published draft for {target!r} is known here: {others}",
             markup=False,

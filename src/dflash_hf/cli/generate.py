@@ -45,18 +45,20 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="The prompt; if it is left out, or is -, the command reads it from stdin.",
+            help="The prompt. Without a prompt, or with -, the command reads stdin.",
             show_default=False,
         ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="Image file, placed before the prompt; repeat it for several."),
+        typer.Option(
+            help="Image file, placed before the prompt. Repeat the option for several images."
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt without the chat template.")
     ] = False,
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
@@ -67,11 +69,11 @@ def generate(
     ] = "{}",
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of the target; default: the bundled pair's."),
+        typer.Option(help="Folder or Hub id of the target; default: the bundled target."),
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of its draft; default: the bundled pair's."),
+        typer.Option(help="Folder or Hub id of the draft; default: the bundled draft."),
     ] = None,
     pair: Annotated[
         str | None,
@@ -91,27 +93,31 @@ def generate(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling noise.", min=0, max=MAX_SEED)] = 0,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens per block, at most as many as in training.")
+        int | None,
+        typer.Option(help="Number of tokens per block, at most the block size of the training."),
     ] = None,
     verify_width: Annotated[
-        str | None, typer.Option(help="Tokens of a block that are verified, or auto.")
+        str | None, typer.Option(help="Number of tokens of a block that are verified, or auto.")
     ] = None,
     num_tree_nodes: Annotated[
         str | None, typer.Option(help="Number of tokens in the verified tree, or auto.")
     ] = None,
     proposal: Annotated[
         str | None,
-        typer.Option(help="argmax, shared_noise or sample: how tokens are proposed when sampling."),
+        typer.Option(
+            help="How the draft proposes tokens in sampling: argmax, shared_noise or sample."
+        ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="eager or cuda_graph: how a step is launched.")
+        str | None, typer.Option(help="How a step is launched: eager, cuda_graph or auto.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
     is_compared: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Also answer without the draft; exit status 1 if a token differs."
+            "--compare",
+            help="Answer also without the draft. If a token differs, the exit status is 1.",
         ),
     ] = False,
     as_json: Annotated[
@@ -120,8 +126,9 @@ def generate(
 ) -> None:
     """Answer a prompt with a draft. The text is streamed to stdout, and everything else goes to stderr.
 
-    --compare answers again without the draft. A different token is an error, unless the two tokens tie within
-    rounding, as they may in half precision.
+    With --compare the prompt is answered again without the draft.
+    If a token differs, the exit status is 1.
+    In half precision two tokens may tie within rounding. A difference at a tie does not count.
     """
     asked = conversation(read_prompt(prompt, file), image or [], system)
     encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)
@@ -168,7 +175,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         return checked_text(prompt, "the prompt")
     if file is not None and not file.is_file():
         raise ValueError(
-            f"expected a file with the prompt as --file, got {str(file)!r}, which is no file; correct the path"
+            f"expected a file with the prompt as --file, got {str(file)!r}, which is not a file; correct the path"
         )
     if file is None and prompt is None and sys.stdin.isatty():
         raise ValueError(
@@ -246,7 +253,8 @@ def show_answer(
     is_asked = encoding.get("enable_thinking") is False
     if is_asked and "enable_thinking" not in str(processor.chat_template):
         console.print(
-            "the chat template has no enable_thinking: it is left as it is", style="yellow"
+            "the chat template has no enable_thinking, so --no-thinking changes nothing",
+            style="yellow",
         )
     if image_names(asked) and not as_json:
         console.print(prompt_line(asked), highlight=False)

@@ -20,7 +20,7 @@ def inspect(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Describe a draft and name its target; no weights are loaded."""
+    """Describe a draft and name its target. No weights are loaded."""
     check_place("DRAFT", draft)
     from dflash_hf.checkpoints.drafts import inspect_draft
 

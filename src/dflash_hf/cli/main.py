@@ -73,7 +73,8 @@ def unexpected(error: Exception) -> str:
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     last = (own or frames)[-1]
     where = f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}"
-    return f"{one_line(error) or 'no message'} ({where}); dflash-hf --traceback COMMAND shows where it comes from"
+    told = one_line(error) or "no message"
+    return f"{told} ({where}); dflash-hf --traceback COMMAND shows where the error comes from"
 
 
 def show_version(asked: bool) -> None:
@@ -98,7 +99,7 @@ def main(
         bool,
         typer.Option(
             "--traceback",
-            help="Show where an error comes from; write this option before the command.",
+            help="Show where an error comes from. Write this option before the command.",
         ),
     ] = False,
 ) -> None:

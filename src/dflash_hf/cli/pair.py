@@ -26,13 +26,16 @@ BUNDLED = (
     if IS_CLONE
     else Path(str(files("dflash_hf") / "bundled_pair")).resolve()
 )
-_TOY = "A toy, trained in this repository. It knows only what it was trained for:"
+_TOY = "A toy, trained in this repository. It was trained only for these tasks:"
 # What a bundled pair can be asked; that for texts is in the wheel, the others are in a clone only
 ABOUT = {
     "text": f"{_TOY} sums, short Python functions, records as JSON or YAML, and small talk.",
-    "vision": f"{_TOY} drawings of shapes, signs and bar charts. Ask what is where, how many, or what is written.",
+    "vision": (
+        f"{_TOY} drawings of shapes, signs and bar charts. Ask for the shape at a place, for the number of shapes, or "
+        "for the text on a sign."
+    ),
     "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
-    "smollm2": "A real language model, a very small one: what it says is often wrong, with the draft and without.",
+    "smollm2": "A very small real language model. Its answers are often wrong, with the draft and without it.",
 }
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
@@ -60,12 +63,12 @@ def _quicker_dtype() -> str:
 
     if accelerator() is not None or has_bfloat16_instructions():
         logger.warning(
-            "SmolLM2 is loaded in bfloat16, in which it is quicker here; --dtype float32 loads the other one."
+            "SmolLM2 is loaded in bfloat16, because it is faster here in bfloat16; --dtype float32 loads float32."
         )
         return "bfloat16"
     logger.warning(
-        "SmolLM2 is loaded in float32, because this CPU has no instructions for bfloat16; --dtype bfloat16 loads the "
-        "other one."
+        "SmolLM2 is loaded in float32, because this CPU has no instructions for bfloat16; --dtype bfloat16 loads "
+        "bfloat16."
     )
     return "float32"
 
@@ -93,7 +96,7 @@ def named_pair(name: str, dtype: str = "auto") -> tuple[str, str]:
     target, draft = _folders(name, dtype)
     if name == "smollm2":
         require(
-            target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, which fetches it"
+            target.is_dir(), f"SmolLM2 in {target}", None, "run `make real` first, to fetch SmolLM2"
         )
     action = "install dflash-hf again, or give --target and --draft"
     require(target.is_dir(), f"the pair {name} in {target.parent}", None, action)
@@ -144,7 +147,12 @@ def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         found = json.loads(text)
     what = "a JSON object as --chat-template-kwargs"
-    require(isinstance(found, dict), what, text, "write it in one pair of '...'")
+    require(
+        isinstance(found, dict),
+        what,
+        text,
+        "write the whole object between one pair of single quotes: '...'",
+    )
     if no_thinking:
         found["enable_thinking"] = False
     return found

@@ -51,12 +51,12 @@ def push(
         str | None, typer.Argument(help="Hub id to write, such as my-org/my-draft.")
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--to", help="Write into this new folder, not to the Hub.")
+        Path | None, typer.Option("--to", help="Write into this new folder instead of the Hub.")
     ] = None,
     target: Annotated[
         str | None,
         typer.Option(
-            help="Hub id of the draft's target, for the card; default: the target that the draft names."
+            help="Hub id of the target, for the model card; default: the target that the draft's files name."
         ),
     ] = None,
     license: Annotated[
@@ -66,7 +66,7 @@ def push(
         bool, typer.Option("--private", help="Make the repository private.")
     ] = False,
 ) -> None:
-    """Publish a draft: its files as they are, a model card, and a custom_generate folder.
+    """Publish a draft: its unchanged files, a model card, and a custom_generate folder.
 
     dflash-hf convert writes other formats.
     """
@@ -118,7 +118,7 @@ def write_repository(
     target = target or found["target"]
     if target is None:
         raise ValueError(
-            f"expected --target, got none, and {draft} does not name its target; pass it"
+            f"expected --target, got none, and the files of {draft} name no target; give --target"
         )
     files = {tensor.file for tensor in stored_tensors(draft).values()}
     for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME):

@@ -24,7 +24,7 @@ from dflash_hf.errors import one_line
 
 def serve(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of its draft.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or Hub id of the draft.")] = None,
     pair: Annotated[
         str | None,
         typer.Option(
@@ -32,20 +32,26 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is this machine only.")
+        str,
+        typer.Option(help="Address to listen on. With the default only this machine can connect."),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+        int, typer.Option(help="Port to listen on; 0 chooses a free port.", min=0, max=65535)
     ] = 8000,
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
     ] = False,
     chat_template_kwargs: Annotated[
         str,
-        typer.Option(help="Options of the chat template, as JSON, for requests that have none."),
+        typer.Option(
+            help="Options of the chat template, as JSON. A request may have its own instead."
+        ),
     ] = "{}",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; one is best for small models.", min=1, max=1024)
+        int | None,
+        typer.Option(
+            help="Number of CPU threads; one thread is best for small models.", min=1, max=1024
+        ),
     ] = None,
     max_rows: Annotated[
         int | None,
@@ -57,8 +63,8 @@ def serve(
     kept_gib: Annotated[
         float,
         typer.Option(
-            help="GiB of keys and values to keep of earlier texts; a request that begins with such a text reuses "
-            "them. 0 keeps none.",
+            help="GiB for the keys and values of earlier texts. A request that begins with an earlier text uses "
+            "them again. 0 keeps nothing.",
             min=0.0,
             max=4096.0,
         ),
@@ -66,14 +72,15 @@ def serve(
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Serve a pair to OpenAI clients: chats (with images if the target takes them) and plain completions.
+    """Serve a target and its draft to OpenAI clients: chats and plain completions.
 
-    A client names the model as --pair or --target names it here. Several requests are decoded together.
+    A client gives the value of --pair or --target as the name of the model.
+    If the target takes images, a chat may have images. Several requests are decoded together.
     """
     check_one_pair(pair, target, draft)
     if (target is None) != (draft is None):
         raise ValueError(
-            "expected --target and --draft, got one of them; give the other, or --pair"
+            "expected --target and --draft, got only one of them; give both, or give --pair"
         )
     encoding = template_options(chat_template_kwargs, no_thinking)
     name = target or pair or "text"
@@ -99,7 +106,10 @@ def serve(
             # In the thread that will answer
             served.engine.call(warm_up, *loaded, "Hello.")
         if no_thinking and "enable_thinking" not in served.template:
-            typer.echo("the chat template has no enable_thinking: it is left as it is", err=True)
+            typer.echo(
+                "the chat template has no enable_thinking, so --no-thinking changes nothing",
+                err=True,
+            )
         address = f"[{host}]" if ":" in host else host
         place = f"http://{address}:{listening.getsockname()[1]}/v1"
         typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
@@ -122,9 +132,7 @@ def server_parts() -> Any:
             what = "a Transformers whose server has a thread for runs (5.16 to 5.24 do)"
             found = f"{transformers.__version__} ({one_line(error)})"
             raise ValueError(f"expected {what}, got {found}; install one of them") from error
-        sentence = (
-            f"expected what a server needs, got no {error.name}; pip install 'dflash-hf[serve]'"
-        )
+        sentence = f"expected the packages of the server, got no {error.name}; pip install 'dflash-hf[serve]'"
         raise ValueError(sentence) from error
 
 

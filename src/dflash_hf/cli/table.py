@@ -13,8 +13,8 @@ from dflash_hf.tables import make_table
 
 PAYS = 1.05  # a smaller ratio is noise as often as not
 MAY_HELP = (
-    "Texts like its training data may be faster, and so may --dtype bfloat16 on a CPU with instructions for it; "
-    "dflash-hf doctor checks the settings."
+    "Texts like the draft's training data may be faster. On a CPU with instructions for bfloat16, --dtype bfloat16 "
+    "may be faster. dflash-hf doctor checks the settings."
 )
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
             f"{which} {row.agreement.sentence}", style=style, markup=False, highlight=False
         )
     if any(row.agreement.holds for _, row in different):
-        console.print(
-            "--dtype float32 compares where hardly anything ties", style="dim", highlight=False
-        )
+        console.print("ties are very rare with --dtype float32", style="dim", highlight=False)
 
 
 def speed_line(rows: Sequence[Comparison]) -> str:

@@ -74,20 +74,20 @@ def train(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file with any of these options; the command line wins.",
+            help="YAML file with any of these options. Options on the command line override the file.",
             callback=_read_config,
             is_eager=True,
             rich_help_panel=OUTPUT,
         ),
     ] = None,
     stages: Annotated[
-        str, typer.Option(help="Stages to run, with commas between.", rich_help_panel=OUTPUT)
+        str, typer.Option(help="Stages to run, separated by commas.", rich_help_panel=OUTPUT)
     ] = ",".join(STAGES),
     redo: Annotated[
         bool,
         typer.Option(
             "--redo",
-            help="Repeat stages whose options changed, even if answers or checkpoints are lost.",
+            help="Repeat the stages whose options have changed. Their answers or checkpoints may be lost.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -96,7 +96,7 @@ def train(
     """Train a draft for any target: prepare the data, let the target answer, train, measure, export.
 
     Every field of Transformers' TrainingArguments is an option too, such as --optim muon --bf16 --max-steps 800
-    --report-to trackio. An earlier run in --output-dir is continued.
+    --report-to trackio. If --output-dir holds an earlier run, the command continues this run.
     """
     typed = _given(ctx, "COMMANDLINE")
     settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])
@@ -109,7 +109,10 @@ def train(
     try:
         run_stages(settings, wanted, redo, typer.echo)
     except KeyboardInterrupt as error:
-        typer.secho(f"Ended. dflash-hf train --output-dir {settings.output_dir} goes on.", err=True)
+        typer.secho(
+            f"Ended. dflash-hf train --output-dir {settings.output_dir} continues the run.",
+            err=True,
+        )
         raise typer.Exit(130) from error
 
 
@@ -169,7 +172,9 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     Raises:
         ValueError: If one cannot be read, or one that is needed is not there.
     """
-    require(given["target"] is not None, "--target", None, "give its folder or Hub id")
+    require(
+        given["target"] is not None, "--target", None, "give the folder or Hub id of the target"
+    )
     require(given["output_dir"] is not None, "--output-dir", None, "name a new folder")
     values = dict(given)
     for name in LISTS:

@@ -33,7 +33,7 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
         free = shutil.disk_usage(settings.output_dir).free / 2**20
         room = f"room on the disk of {settings.output_dir} for {stage}"
         return ValueError(
-            f"expected {room}, got {free:,.0f} MB free; make room: {goes_on} then continues"
+            f"expected {room}, got {free:,.0f} MB free; make room, and continue with {goes_on}"
         )
     if is_out_of_memory(error):
         return ValueError(

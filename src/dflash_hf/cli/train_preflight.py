@@ -218,5 +218,5 @@ def _check_disk(
         free >= needed,
         f"{needed / GB:.1f} GB free on the disk of {settings.output_dir} for answers, checkpoints and the draft",
         f"{free / GB:.1f} GB",
-        "free some, name another --output-dir, or keep fewer checkpoints with --save-total-limit 1",
+        "free some space, name another --output-dir, or keep fewer checkpoints with --save-total-limit 1",
     )

@@ -24,7 +24,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 FORMATS: tuple[FormatName, ...] = ("zlab", "speculators", "muse")
 
 # Headings of `--help`, in their order.
-TRAINING = "What makes a draft good"
+TRAINING = "Draft and training"
 DATA = "Data"
 ANSWERS = "Answers"
 OUTPUT = "Output"
@@ -55,18 +55,22 @@ class TrainSettings:
     """
 
     target: str = option(TRAINING, "Folder or Hub id of the target.")
-    draft: str | None = option(TRAINING, "Draft to train further, instead of a fresh one.", None)
+    draft: str | None = option(
+        TRAINING, "Draft to train further. Without it a fresh draft is trained.", None
+    )
     loss: str = option(TRAINING, "Training loss: dpace, cross_entropy, kl, tv, or lk.", "dpace")
     algorithm: str = option(
         TRAINING,
-        "Recipe for a fresh draft. dflash: --loss dpace. dflash2: conv_kernel_size 2, conv_group_size 16, "
-        "selector_rank 256, selector_top_k 16 as --draft-options. dspark: markov_rank 256, sample_from_anchor true as "
-        "--draft-options. jetspec, for trees: is_causal true as --draft-options, --loss kl.",
+        "Recipe for a fresh draft. Each recipe sets some options. dflash sets --loss dpace. dflash2 sets "
+        "conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. dspark "
+        "sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees. It sets is_causal "
+        "true in --draft-options, and --loss kl.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(
         TRAINING,
-        "target: the target answers the prompts. data: use the data's answers, if the target wrote them.",
+        "target: the target answers the prompts. data: the answers in the data are used. The target must have written "
+        "these answers.",
         "target",
     )
     labels: str = option(
@@ -76,21 +80,25 @@ class TrainSettings:
     )
     num_anchors: int = option(
         TRAINING,
-        "Maximum number of blocks per sequence; the blocks are drawn again at each step.",
+        "Maximum number of blocks per sequence. Each step draws new blocks.",
         512,
     )
-    block_size: int = option(TRAINING, "Slots per block of a fresh draft, the anchor included.", 16)
-    num_hidden_layers: int = option(TRAINING, "Layers of a fresh draft.", 5)
+    block_size: int = option(
+        TRAINING, "Number of slots per block of a fresh draft, including the anchor.", 16
+    )
+    num_hidden_layers: int = option(TRAINING, "Number of layers of a fresh draft.", 5)
     draft_options: Mapping[str, Any] = option(
         TRAINING, "Other fields of a fresh draft's config, as JSON: '{\"num_taps\": 4}'.", {}
     )
     draft_vocab_size: int | None = option(
         TRAINING,
-        "A fresh draft proposes only this many tokens, the most frequent ones; default: all tokens.",
+        "Size of a fresh draft's vocabulary: so many of the most frequent tokens; default: all tokens.",
         None,
     )
     attention: str = option(
-        TRAINING, "flex, sdpa, or auto: flex on CUDA, and sdpa elsewhere.", "auto"
+        TRAINING,
+        "Attention in training: flex, sdpa or auto. auto is flex on CUDA and sdpa elsewhere.",
+        "auto",
     )
     packing_length: int | None = option(
         TRAINING, "Pack examples into rows of this many tokens, instead of padding them.", None
@@ -98,36 +106,38 @@ class TrainSettings:
     learning_rate: float = option(TRAINING, "Peak learning rate.", 6e-4)
     lr_scheduler_type: str = option(TRAINING, "Schedule of the learning rate.", "cosine")
     warmup_steps: float = option(
-        TRAINING, "Warm-up steps; below 1 it is a share of all steps.", 0.04
+        TRAINING, "Number of warm-up steps. A number below 1 is a share of all steps.", 0.04
     )
-    num_train_epochs: float = option(TRAINING, "Passes over the examples.", 6.0)
-    per_device_train_batch_size: int = option(TRAINING, "Sequences per device and forward.", 4)
+    num_train_epochs: float = option(TRAINING, "Number of passes over the examples.", 6.0)
+    per_device_train_batch_size: int = option(
+        TRAINING, "Number of sequences per device and forward.", 4
+    )
     gamma: float | None = option(
         TRAINING,
-        "Decay of the loss along the block, for losses other than dpace; default: by the block size.",
+        "Decay of the loss along the block, for losses other than dpace. The default depends on the block size.",
         None,
     )
 
     dataset: tuple[str, ...] = option(
-        DATA, "Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, with commas.", ()
+        DATA, "Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, separated by commas.", ()
     )
     num_prompts: int | None = option(
         DATA, "Number of conversations taken from each set; default: all.", None
     )
     self_prompts: int = option(
-        DATA, "Number of prompts that the target writes itself, beside the data.", 0
+        DATA, "Number of prompts that the target writes itself, in addition to the data.", 0
     )
     num_eval: int = option(DATA, "Number of conversations that are held out.", 64)
-    max_length: int = option(DATA, "Longest example, prompt and answer, in tokens.", 3072)
+    max_length: int = option(DATA, "Longest example in tokens, prompt and answer together.", 3072)
     turns: Literal["last", "all"] = option(
-        DATA, "Train on the last answer of a conversation, or all.", "last"
+        DATA, "Answers of a conversation to train on: last or all.", "last"
     )
     chat_template_kwargs: Mapping[str, Any] = option(
         DATA, "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'.", {}
     )
     template: str | None = option(
         DATA,
-        "User message for rows with other columns; column names stand in braces: '{question}'.",
+        "User message for rows with other columns. Names of columns are in braces: '{question}'.",
         None,
     )
     skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
@@ -136,55 +146,59 @@ class TrainSettings:
     )
 
     max_new_tokens: int = option(
-        ANSWERS, "Longest answer, in tokens; also for the bench.", MAX_NEW_TOKENS
+        ANSWERS, "Longest answer in tokens, also in the stage bench.", MAX_NEW_TOKENS
     )
     temperature: float = option(ANSWERS, "Temperature of the answers; 0 is greedy.", 0.0)
     top_p: float = option(ANSWERS, "Nucleus sampling.", 1.0)
     top_k: int = option(ANSWERS, "Top-k sampling; 0 is off.", 0)
     min_p: float = option(
         ANSWERS,
-        "Lowest probability of a sampled token, as a share of the most likely token's.",
+        "Lowest probability of a sampled token, as a share of the probability of the most likely token.",
         0.0,
     )
     answer_seed: int = option(
-        ANSWERS, "Seed of sampled answers; a server gets this seed plus the number of the row.", 0
+        ANSWERS, "Seed of sampled answers. A server gets this seed plus the number of the row.", 0
     )
     server: tuple[str, ...] = option(
         ANSWERS,
-        "URLs of OpenAI-style servers that answer with the target, with commas between.",
+        "URLs of OpenAI-style servers that answer with the target, separated by commas.",
         (),
     )
     server_model: str | None = option(
-        ANSWERS, "Name of the target on the server; default: the first one in its list.", None
+        ANSWERS,
+        "Name of the target on the server; default: the first model that the server lists.",
+        None,
     )
 
     output_dir: Path = option(  # noqa: RUF009  (it makes a field)
-        OUTPUT, "Folder of the run; an earlier run in it is continued."
+        OUTPUT, "Folder of the run. An earlier run in this folder is continued."
     )
     bench_data: tuple[str, ...] = option(
-        OUTPUT, "Sets for bench, with commas between; default: the held-out conversations.", ()
+        OUTPUT,
+        "Sets of questions for the stage bench, separated by commas; default: the held-out conversations.",
+        (),
     )
     bench_data_dir: str | None = option(
-        OUTPUT, "Folder with the files of these sets, instead of the Hub.", None
+        OUTPUT, "Folder with the files of these sets. With it nothing is read from the Hub.", None
     )
-    bench_prompts: int = option(OUTPUT, "Questions of each set.", 32)
+    bench_prompts: int = option(OUTPUT, "Number of questions of each set.", 32)
     formats: tuple[FormatName, ...] = option(
-        OUTPUT, "Formats that export writes, with commas between.", FORMATS
+        OUTPUT, "Formats that the stage export writes, separated by commas.", FORMATS
     )
-    license: str | None = option(OUTPUT, "License of the draft, for its card.", None)
+    license: str | None = option(OUTPUT, "License of the draft, for the model card.", None)
 
     answer_batch: int | None = option(
-        MACHINE, "Prompts answered at once; default 32, or 128 per server.", None
+        MACHINE, "Number of prompts answered at once; default: 32, or 128 per server.", None
     )
-    chunk_blocks: int = option(MACHINE, "Blocks whose logits are in memory at once.", 128)
+    chunk_blocks: int = option(MACHINE, "Number of blocks whose logits are in memory at once.", 128)
     feature_cache: str | None = option(
         MACHINE,
-        "Folder for the target's hidden states, computed once instead of in each epoch.",
+        "Folder for the target's hidden states. With it they are computed once, without it in each epoch.",
         None,
     )
     dtype: str = option(MACHINE, "torch dtype of the target, or auto.", "auto")
     device: str = option(MACHINE, "Device map of the target, or auto.", "auto")
-    threads: int | None = option(MACHINE, "CPU threads.", None)
+    threads: int | None = option(MACHINE, "Number of CPU threads.", None)
 
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -258,13 +272,25 @@ class TrainSettings:
         is_answered = self.answers == "target"
         is_sampled = self.temperature > 0
         for names, has_effect, where in (
-            (OF_A_FRESH_DRAFT, is_fresh, "without --draft, whose config says it"),
-            (OF_THE_ANSWERS, is_answered, "with --answers target: those in the data are there"),
+            (
+                OF_A_FRESH_DRAFT,
+                is_fresh,
+                "without --draft, because the draft's config has this value",
+            ),
+            (
+                OF_THE_ANSWERS,
+                is_answered,
+                "with --answers target, because the answers in the data are not changed",
+            ),
             (OF_SAMPLES, is_sampled, "with a --temperature above 0"),
             (("server_model",), bool(self.server), "with --server"),
             (("gamma",), self.loss != "dpace", "with another --loss than dpace"),
             (("bench_data_dir",), bool(self.bench_data), "with --bench-data"),
-            (("template",), self.self_prompts == 0, "without --self-prompts, of other columns"),
+            (
+                ("template",),
+                self.self_prompts == 0,
+                "without --self-prompts, for rows with other columns",
+            ),
         ):
             idle = [name for name in names if name in given and not has_effect]
             if idle:
@@ -457,8 +483,8 @@ def check_upload(arguments: Mapping[str, Any]) -> None:
         ValueError: If no repository is named, or an option says how the trainer would upload, which uploads nothing.
     """
     ignored = [name for name in arguments if name.startswith("hub_") and name not in UPLOAD]
-    what = f"of options hub_... {listed(UPLOAD)} alone"
-    require(not ignored, what, listed(ignored), "leave it out; hf auth login keeps a token")
+    what = f"only {listed(UPLOAD)} of the options hub_..."
+    require(not ignored, what, listed(ignored), "leave it out; hf auth login stores a token")
     if not arguments.get("push_to_hub"):
         return
     from dflash_hf.training.export import is_hub_id
@@ -476,7 +502,7 @@ def check_resumption(arguments: Mapping[str, Any]) -> None:
         ValueError: If it was given.
     """
     name = "resume_from_checkpoint"
-    action = "leave it out: the folder goes on by itself, from its last whole checkpoint"
+    action = "leave it out: the run in the folder continues from its last complete checkpoint"
     require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
 
 

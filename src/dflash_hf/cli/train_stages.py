@@ -205,7 +205,7 @@ def _preflight(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        advice = "add --dtype bfloat16, or take a larger device"
+        advice = "add --dtype bfloat16, or use a larger device"
         raise ValueError(
             f"expected a target that fits the memory, got {one_line(error)}; {advice}"
         ) from error

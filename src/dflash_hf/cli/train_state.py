@@ -79,10 +79,12 @@ def _lock(file: IO[str], folder: Path) -> None:
     except BlockingIOError as error:
         raise ValueError(
             f"expected one dflash-hf train at a time in --output-dir, got another one in {shown(str(folder))}; "
-            "wait for its end, or name another folder"
+            "wait until it ends, or name another folder"
         ) from error
     except OSError as error:
-        logger.warning("%s is not locked (%s): begin no second run in it", folder, error.strerror)
+        logger.warning(
+            "%s is not locked (%s): do not begin a second run in it", folder, error.strerror
+        )
 
 
 def _unlock(file: IO[str]) -> None:
@@ -171,10 +173,8 @@ class RunState:
             known = self._made_with(stage)
             changed = [name for name in known if target.get(name, known[name]) != known[name]]
             if changed:
-                told = (
-                    f"target {self.settings.target} has another {listed(changed, ' and another ')}"
-                )
-                self._outdate(stage, f"{told} since")
+                told = f"target {self.settings.target} now has another {listed(changed, ' and another ')}"
+                self._outdate(stage, told)
                 break
         self._check_inputs()
 
@@ -277,9 +277,9 @@ class RunState:
         lost = [name for name in later if self._has_costly(name)]
         if lost and not self.redo:
             raise ValueError(
-                f"expected the run of {self.path} as its stage {stage} was begun, got another, whose {reason}; add "
-                f"--redo to make {listed(later)} again and lose what is there, give what it was begun with, or name "
-                "another --output-dir"
+                f"expected the settings with which stage {stage} of {self.path} began, got a change: {reason}; add "
+                f"--redo to make {listed(later)} again and lose the earlier results, give the first settings again, "
+                "or name another --output-dir"
             )
         self.outdated = later
         self.reason = reason
@@ -295,7 +295,7 @@ class RunState:
             missing = [
                 name for name in needed if name not in self.stages and not self.is_done(name)
             ]
-            what = f"what {', '.join(missing)} makes for {stage}"
+            what = f"the results of {', '.join(missing)} for {stage}"
             require(not missing, what, None, "ask for these --stages too")
 
     def _record(self, stage: Stage) -> dict[str, Any]:
