@@ -265,7 +265,7 @@ def test_tables_fit_the_terminal(columns: int) -> None:
     assert re.search(
         r"structured *(\(1\))? +yes +6 +\d+ +\d+\.\d\d( +\d+\.\d\d){2} +\d+\.\d\dx", table
     ), table
-    assert re.search(r"\d\.\d\dx that of this package without the draft", words(table)), table
+    assert re.search(r"\d\.\d\dx the speed of this package without the draft", words(table)), table
     assert re.search(r"all \(\d+\) +yes ", table), table
     said = words(doctor.stdout)
     assert "(in generate, on 1 prompt and 16 tokens of answers)" in said

@@ -141,7 +141,7 @@ def bench(
 ) -> None:
     """Answer sets of questions by several ways of decoding, in turns; write answers, a summary and a report.
 
-    Some options take several values, with commas between: --batch 1,8 --temperature 0,1 compares four settings.
+    Some options take several values, separated by commas: --batch 1,8 --temperature 0,1 compares four settings.
     """
     if ctx.invoked_subcommand is None:
         settings = read_settings(ctx.params)
@@ -183,7 +183,7 @@ def prepare(
     num_prompts: Annotated[
         int | None, typer.Option(help="Number of questions of each set; default: all.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for drawing the questions.")] = 0,
     template: Annotated[
         str | None,
         typer.Option(help="Prompt for rows with other columns, as in dflash-hf bench."),
@@ -204,7 +204,7 @@ def compare(
     before: Annotated[Path, typer.Argument(help="Folder of a run.")],
     after: Annotated[Path, typer.Argument(help="Folder of another run.")],
 ) -> None:
-    """Compare two runs; show the differences that are too large to come from the choice of questions."""
+    """Compare two runs. Show the differences that are larger than the noise from the choice of questions."""
     from dflash_hf.bench.compare import compare, comparison_tables
 
     console = Console()

@@ -92,7 +92,7 @@ def chat(
     target, draft = given_or_bundled(target, draft, chosen, dtype)
     note = about(target, draft)
     if note and IS_CLONE and not pair and chosen != "smollm2":
-        note += " For a real model: make real, and start the chat again."
+        note += " To chat with a real model, run make real and start the chat again."
     import torch
 
     from dflash_hf.chat.conversation import Settings

@@ -33,7 +33,7 @@ def convert(
         bool, typer.Option("--force", help="Write into a folder that is not empty.")
     ] = False,
 ) -> None:
-    """Save a draft in another format, so that vLLM, SGLang or Transformers can serve it. Weights stay as they are."""
+    """Save a draft in another format, so that vLLM, SGLang or Transformers can serve it. The weights do not change."""
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"expected a folder to write, got the file {destination}; choose another")
     if destination.is_dir() and any(destination.iterdir()) and not force:

@@ -42,7 +42,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Answer prompts with and without the bundled draft, and compare. The answers are the same, in fewer forwards.
+    """Answer prompts with and without the bundled draft. With the draft the same answers need fewer forwards.
 
     In an editable install the bundled pair for images runs too.
     If a token differs, the exit status is 1.

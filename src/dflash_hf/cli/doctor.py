@@ -39,7 +39,9 @@ def doctor(
     ] = None,
     num_prompts: Annotated[
         int,
-        typer.Option(help="Number of prompts to use, from --prompts or the built-in ones.", min=1),
+        typer.Option(
+            help="Number of prompts to use from --prompts, or of the built-in prompts.", min=1
+        ),
     ] = 8,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)

@@ -126,7 +126,7 @@ def generate(
 ) -> None:
     """Answer a prompt with a draft. The text is streamed to stdout, and everything else goes to stderr.
 
-    With --compare the prompt is answered again without the draft.
+    --compare answers the prompt again without the draft.
     If a token differs, the exit status is 1.
     In half precision two tokens may tie within rounding. A difference at a tie does not count.
     """

@@ -72,7 +72,7 @@ def described(found: dict[str, Any]) -> dict[str, str]:
     if found["vocab_size"]:
         vocabulary = f"{found['vocab_size']:,} tokens"
     if found["draft_vocab_size"]:
-        vocabulary += f", of which it proposes {found['draft_vocab_size']:,}"
+        vocabulary += f"; the draft proposes {found['draft_vocab_size']:,} tokens"
     own: list[str] = []
     if found["own_embed_tokens"]:
         own.append("embedding")
@@ -89,7 +89,7 @@ def described(found: dict[str, Any]) -> dict[str, str]:
         "mask token": str(found["mask_token_id"]),
         "layers": layers,
         "vocabulary": vocabulary,
-        "its own": " and ".join(own) or "neither embedding nor head: the target's",
+        "its own": " and ".join(own) or "nothing; the embedding and the head are the target's",
         "dtype": dtype,
         "size": f"{found['num_parameters']:,} parameters, {found['num_bytes'] / 2**20:,.1f} MB",
     }

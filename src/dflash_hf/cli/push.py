@@ -66,7 +66,7 @@ def push(
         bool, typer.Option("--private", help="Make the repository private.")
     ] = False,
 ) -> None:
-    """Publish a draft: its unchanged files, a model card, and a custom_generate folder.
+    """Publish a draft: its unchanged files, a model card, and the folder custom_generate.
 
     dflash-hf convert writes other formats.
     """

@@ -44,7 +44,7 @@ def serve(
     chat_template_kwargs: Annotated[
         str,
         typer.Option(
-            help="Options of the chat template, as JSON. A request may have its own instead."
+            help="Options of the chat template, as JSON. A request may have its own options."
         ),
     ] = "{}",
     threads: Annotated[

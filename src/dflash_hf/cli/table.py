@@ -66,7 +66,7 @@ def speed_line(rows: Sequence[Comparison]) -> str:
 
     total = pool(rows)
     compared = f"{total['ratio']:.2f}x the speed of plain generate"
-    compared += f", {total['draft_ratio']:.2f}x that of this package without the draft."
+    compared += f", {total['draft_ratio']:.2f}x the speed of this package without the draft."
     if min(total["ratio"], total["draft_ratio"]) >= PAYS:
         return compared
     return f"{compared} The draft does not pay here. {MAY_HELP}"

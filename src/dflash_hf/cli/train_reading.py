@@ -76,7 +76,8 @@ def read_object(text: str, option: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"expected a JSON object as {option}, got {shown(text)}; write it in one pair of '...'"
+            f"expected a JSON object as {option}, got {shown(text)}; write the whole object between one pair of "
+            "single quotes: '...'"
         )
     return found
 

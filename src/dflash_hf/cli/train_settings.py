@@ -92,7 +92,7 @@ class TrainSettings:
     )
     draft_vocab_size: int | None = option(
         TRAINING,
-        "Size of a fresh draft's vocabulary: so many of the most frequent tokens; default: all tokens.",
+        "Vocabulary size of a fresh draft, which then proposes only the most frequent tokens. Default: all tokens.",
         None,
     )
     attention: str = option(
@@ -193,7 +193,8 @@ class TrainSettings:
     chunk_blocks: int = option(MACHINE, "Number of blocks whose logits are in memory at once.", 128)
     feature_cache: str | None = option(
         MACHINE,
-        "Folder for the target's hidden states. With it they are computed once, without it in each epoch.",
+        "Folder to store the target's hidden states, so that they are computed only once. Default: each epoch "
+        "computes them.",
         None,
     )
     dtype: str = option(MACHINE, "torch dtype of the target, or auto.", "auto")
