@@ -27,6 +27,7 @@ from dflash_hf.cli.pair import (
 )
 from dflash_hf.data.image_files import ChatImage, ImageError, read_image
 
+FIRST_LINE = "/help lists the commands; Ctrl-C ends an answer"
 HELP = """\
 /help            lists the commands
 /image PATH      adds an image to the next question
@@ -83,7 +84,7 @@ def chat(
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Chat with a target and its draft. Colours show the tokens of each step.
+    """Chat with a target and its draft. Colours show the guesses of the draft.
 
     If the target takes images, a chat may have images.
     """
@@ -140,7 +141,7 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
 
     with suppress(ImportError):  # which Windows has not; where it is loaded, `input` has a history
         import_module("readline")
-    console.print(HELP.splitlines()[0], style="dim", markup=False, highlight=False)
+    console.print(FIRST_LINE, style="dim", markup=False, highlight=False)
     conversation = Conversation(system=system)
     images = list[ChatImage]()
     while True:
