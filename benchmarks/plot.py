@@ -1,4 +1,4 @@
-"""Draw the roofline figures of recorded results again, from their JSON alone.
+"""Draw the figures of recorded results again, from their JSON alone.
 
     python benchmarks/plot.py benchmarks/results/step.json benchmarks/results/kernels.json
 
@@ -17,9 +17,11 @@ from harness.plots import FIGURES
 
 
 def main(
-    records: Annotated[list[Path], typer.Argument(help="Records of step.py or kernel_times.py.")],
+    records: Annotated[
+        list[Path], typer.Argument(help="Records of step.py, kernel_times.py or objectives.py.")
+    ],
 ) -> None:
-    """Draw roofline figures from records."""
+    """Draw figures from records."""
     for path in records:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -28,7 +30,7 @@ def main(
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise typer.BadParameter(
                 f"expected a record of {' or '.join(FIGURES)} in {path}, got {type(error).__name__}: {error}; give "
-                "what step.py or kernel_times.py wrote"
+                "what step.py, kernel_times.py or objectives.py wrote"
             ) from error
         image = path.with_suffix(".png")
         draw(record).savefig(image, dpi=120)

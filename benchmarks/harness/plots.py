@@ -1,4 +1,4 @@
-"""Roofline figures from records alone: what was reached, under what a copy and a matrix product reach."""
+"""Figures from records alone: rooflines, under what a copy and a matrix product reach, and curves of trainings."""
 
 from __future__ import annotations
 
@@ -158,4 +158,32 @@ def _bars(axes: Any, stages: list[Row]) -> None:
         axes.legend(fontsize="small")
 
 
-FIGURES: dict[str, Callable[[Record], Any]] = {"kernels": kernel_figure, "step": step_figure}
+def objectives_figure(record: Record) -> Any:
+    """Draws the acceptance length of the held-out prompts over the steps, for each recipe.
+
+    Returns:
+        `matplotlib.figure.Figure`: One line for each recipe, in a band from its least to its greatest seed.
+    """
+    figure = new_figure(7, 4)
+    axes = figure.subplots()
+    rows: list[Row] = record["rows"]
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        curves = [row["curve"] for row in rows if row["recipe"] == recipe]
+        steps = [step for step, _ in curves[0]]
+        lengths = [[length for _, length in curve] for curve in curves]
+        of_step = list(zip(*lengths, strict=True))
+        means = [sum(values) / len(values) for values in of_step]
+        (line,) = axes.plot(steps, means, "o-", label=recipe)
+        least = [min(values) for values in of_step]
+        greatest = [max(values) for values in of_step]
+        axes.fill_between(steps, least, greatest, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set(xlabel="steps", ylabel="acceptance length, held-out prompts")
+    axes.legend()
+    return figure
+
+
+FIGURES: dict[str, Callable[[Record], Any]] = {
+    "kernels": kernel_figure,
+    "step": step_figure,
+    "objectives": objectives_figure,
+}

@@ -165,6 +165,7 @@ def walked_acceptance(
     block_size: int | None = None,
     verify_width: int | None = None,
     batch_size: int = 8,
+    is_tree: bool = False,
     on_batch: Callable[[int], None] | None = None,
 ) -> WalkedAcceptance:
     """Walks every answer of every example as greedy `generate` would go over it, one call for each answer.
@@ -175,6 +176,7 @@ def walked_acceptance(
         examples (sequence of [`Example`]): The target's own greedy answers.
         block_size, verify_width (`int`, *optional*): See `accepted_at_anchors`.
         batch_size (`int`): Examples per forward.
+        is_tree (`bool`): See `accepted_at_anchors`.
         on_batch (callable, *optional*): Told the number of examples done after each batch.
     """
     was_training = draft.training
@@ -184,7 +186,12 @@ def walked_acceptance(
     for chosen in sorted_batches(range(len(examples)), example_lengths(examples), batch_size):
         part = [examples[i] for i in chosen]
         accepted = accepted_at_anchors(
-            draft, target, collate(part), block_size=block_size, verify_width=verify_width
+            draft,
+            target,
+            collate(part),
+            block_size=block_size,
+            verify_width=verify_width,
+            is_tree=is_tree,
         )
         for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
             for first, last in answers_of(example):
