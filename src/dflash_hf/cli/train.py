@@ -43,7 +43,7 @@ CONTEXT: dict[str, Any] = {
     "ignore_unknown_options": True,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-LISTS = ("dataset", "server", "bench_data", "formats")
+LISTS = ("dataset", "server", "feature_server", "bench_data", "formats")
 OBJECTS = ("draft_options", "chat_template_kwargs")
 # Kinds of values that Typer reads; others are texts to it.
 KINDS = (str, int, float, bool, Path, int | None, float | None, str | None)

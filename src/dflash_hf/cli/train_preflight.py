@@ -34,6 +34,7 @@ from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.regenerate import end_tokens
+from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers
 from dflash_hf.training.trainer import DFlashTrainer
 
@@ -90,6 +91,8 @@ def check_with_target(
     check_pair(found, config)
     if settings.packing_length is not None:
         check_packing(found)
+    if settings.feature_server:
+        ServedFeatures(feature_servers(settings), config, target.dtype).check()
     with torch.device("meta"):
         draft = DFlashDraftModel(config)
     _check_disk(settings, arguments, sum(weight.numel() for weight in draft.parameters()))
@@ -98,6 +101,11 @@ def check_with_target(
 def clients_of(settings: TrainSettings) -> list[OpenAIClient]:
     """Returns the servers that answer."""
     return [OpenAIClient(url, settings.server_model) for url in settings.server]
+
+
+def feature_servers(settings: TrainSettings) -> list[OpenAIClient]:
+    """Returns the servers that compute hidden states."""
+    return [OpenAIClient(url) for url in settings.feature_server]
 
 
 def answer_settings(settings: TrainSettings, prompts: Path, output: Path) -> RegenerateSettings:

@@ -197,6 +197,12 @@ class TrainSettings:
         "computes them.",
         None,
     )
+    feature_server: tuple[str, ...] = option(
+        MACHINE,
+        "URLs of vLLM servers that compute these hidden states, with commas between. Of the target only the "
+        "embedding and the head are loaded.",
+        (),
+    )
     dtype: str = option(MACHINE, "torch dtype of the target, or auto.", "auto")
     device: str = option(MACHINE, "Device map of the target, or auto.", "auto")
     threads: int | None = option(MACHINE, "Number of CPU threads.", None)
@@ -232,11 +238,30 @@ class TrainSettings:
         is_said_once = self.draft_vocab_size is None or not twice
         what = f"no {listed(twice)} in --draft-options beside --draft-vocab-size"
         require(is_said_once, what, self.draft_vocab_size, "leave one of them out")
-        for url in self.server:
-            is_url = url.startswith(("http://", "https://"))
-            require(is_url, "a URL as --server", url, "give one such as http://127.0.0.1:8000")
-        is_once = len(set(self.server)) == len(self.server)
-        require(is_once, "each --server once", listed(self.server), "raise --answer-batch instead")
+        _check_urls("server", self.server)
+        _check_urls("feature_server", self.feature_server)
+        if self.feature_server:
+            self._check_without_layers()
+
+    def _check_without_layers(self) -> None:
+        """Refuses what needs the target's layers, where a server runs them."""
+        have_place = self.feature_cache is not None
+        action = "name a folder for the hidden states"
+        require(have_place, "--feature-cache with --feature-server", None, action)
+        is_answered = bool(self.server) or self.answers == "data"
+        action = "let a server answer too, or give the target's own answers"
+        what = "--server or --answers data with --feature-server"
+        require(is_answered, what, None, action)
+        what = "no --self-prompts with --feature-server"
+        require(self.self_prompts == 0, what, self.self_prompts, "give a --dataset")
+        is_of_tokens = self.loss in ("dpace", "cross_entropy") and self.labels == "tokens"
+        got = f"--loss {self.loss} --labels {self.labels}"
+        action = "leave them out: the server gives hidden states, and no next tokens"
+        what = "--loss dpace or cross_entropy with --labels tokens beside --feature-server"
+        require(is_of_tokens, what, got, action)
+        what = "no --packing-length with --feature-server"
+        action = "leave it out: the target cannot be tried here"
+        require(self.packing_length is None, what, self.packing_length, action)
 
     def _check_places(self) -> None:
         """Refuses a target, data or folders that are not there."""
@@ -309,7 +334,7 @@ class TrainSettings:
             found[name] = found[name] and str(Path(found[name]).resolve())
         found["dataset"] = map(full_name, self.dataset)
         found["bench_data"] = map(set_name, self.bench_data)
-        for name in ("dataset", "server", "bench_data", "formats"):
+        for name in ("dataset", "server", "feature_server", "bench_data", "formats"):
             found[name] = list(found[name])
         return {**found, **arguments}
 
@@ -505,6 +530,16 @@ def check_resumption(arguments: Mapping[str, Any]) -> None:
     name = "resume_from_checkpoint"
     action = "leave it out: the run in the folder continues from its last complete checkpoint"
     require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
+
+
+def _check_urls(name: str, urls: Collection[str]) -> None:
+    """Refuses servers that are no URLs, or are named twice."""
+    for url in urls:
+        is_url = url.startswith(("http://", "https://"))
+        action = "give one such as http://127.0.0.1:8000"
+        require(is_url, f"a URL as {flag(name)}", url, action)
+    is_once = len(set(urls)) == len(urls)
+    require(is_once, f"each {flag(name)} once", listed(urls), "leave the others out")
 
 
 def _resolved_in(name: str, value: Any) -> Any:

@@ -28,6 +28,7 @@ from dflash_hf.cli.train_preflight import (
     check_before_loading,
     check_with_target,
     clients_of,
+    feature_servers,
     fresh_options,
 )
 from dflash_hf.cli.train_settings import (
@@ -43,18 +44,21 @@ from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.pair.loading import load_processor, load_target
+from dflash_hf.pair.vocabulary import load_vocabulary
 from dflash_hf.training.answering import regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import is_whole
 from dflash_hf.training.data import Example
 from dflash_hf.training.examples import read_examples
 from dflash_hf.training.export import CARD, card, export
+from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.identity import processor_identity, target_identity
 from dflash_hf.training.local_answers import ALONE, Ranks
 from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.regenerate import end_tokens
+from dflash_hf.training.steps import share_of
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens
 
@@ -79,8 +83,8 @@ class TargetOnce:
             settings = self.settings
             # Of several processes each has a device of its own
             device_map = Processes(settings.device).device_map
-            loaded = load_target(settings.target, settings.dtype, device_map)
-            self._loaded.append(loaded)
+            load = load_vocabulary if settings.feature_server else load_target
+            self._loaded.append(load(settings.target, settings.dtype, device_map))
         return self._loaded[0]
 
     def take(self) -> tuple[PreTrainedModel, Processor]:
@@ -107,6 +111,10 @@ def run_stages(
         ValueError: If something cannot be run, the folder is another run's, or another process runs in it, before
             anything is written; or if the disk or the device's memory is full.
     """
+    has_layers = not settings.feature_server
+    action = "add --stages prepare,regenerate,run,export, and measure where the target runs"
+    what = "no bench among --stages with --feature-server"
+    require(has_layers or "bench" not in stages, what, ",".join(stages), action)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     arguments = make_arguments(settings)  # it refuses what is out of range
@@ -209,7 +217,10 @@ def _preflight(
         raise ValueError(
             f"expected a target that fits the memory, got {one_line(error)}; {advice}"
         ) from error
-    state.check_target({**target_identity(model), **processor_identity(processor)})
+    identity = {**target_identity(model), **processor_identity(processor)}
+    if settings.feature_server:
+        del identity["weights"]  # they are on the server
+    state.check_target(identity)
     if not state.is_done("run"):
         check_with_target(settings, arguments, model, processor)
 
@@ -314,26 +325,21 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
         others["bf16"] = True  # as the target computes, over weights in float32
     others |= loader_workers(settings, processor)
     arguments = make_arguments(settings, **others)
-    draft: Any
-    if settings.draft is None:
-        torch.manual_seed(arguments.seed)
-        fields = fresh_options(settings, processor)
-        size = settings.draft_vocab_size
-        if size is not None:
-            fields["draft_token_ids"] = frequent_tokens(train, size, end_tokens(model))
-        draft = DFlashDraftModel.from_target(model, **fields)
-    else:
-        draft = load_draft(settings.draft, dtype=torch.float32)
+    torch.manual_seed(arguments.seed)
     trainer = DFlashTrainer(
-        model=draft,
+        model=_draft_to_train(settings, model, processor, train),
         target=model,
         args=arguments,
         train_dataset=train or None,
         eval_dataset=held_out or None,
     )
+    if settings.feature_server:
+        for examples in (train, held_out):
+            _write_served_features(settings, trainer, examples)
     begun = any(is_whole(folder) for folder in (state.path / "run").glob("checkpoint-*"))
     facts: dict[str, Any] = {}
-    if process_index() == 0 and not begun:
+    # Without its layers the target cannot say whether the answers are its own
+    if process_index() == 0 and not begun and trainer.target.has_layers:
         facts["share_of_own_answers"] = round(own_share(trainer.target, train), 4)
     trainer.train(resume_from_checkpoint=begun)
     fresh = state.path / ".draft"
@@ -353,6 +359,34 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     if lengths:
         facts["acceptance_length"] = round(lengths[-1], 3)
     return facts
+
+
+def _draft_to_train(
+    settings: TrainSettings,
+    model: PreTrainedModel,
+    processor: Processor,
+    train: Sequence[Example],
+) -> Any:
+    """The draft that was named, or a fresh one, in float32."""
+    if settings.draft is not None:
+        return load_draft(settings.draft, dtype=torch.float32)
+    fields = fresh_options(settings, processor)
+    size = settings.draft_vocab_size
+    if size is not None:
+        fields["draft_token_ids"] = frequent_tokens(train, size, end_tokens(model))
+    return DFlashDraftModel.from_target(model, **fields)
+
+
+def _write_served_features(
+    settings: TrainSettings, trainer: DFlashTrainer, examples: Sequence[Example]
+) -> None:
+    """Has the servers compute the hidden states of all examples; each process asks for its share."""
+    mine = share_of(examples, process_index(), num_processes())
+    cache = FeatureCache(str(settings.feature_cache))
+    servers = feature_servers(settings)
+    cache.write_served(trainer.target, trainer.draft.config, mine, servers)
+    if num_processes() > 1:
+        Processes("auto").wait()
 
 
 def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:

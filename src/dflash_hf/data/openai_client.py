@@ -30,6 +30,7 @@ READ_SECONDS_PER_TOKEN = 0.1
 LIMITS = httpx.Limits(max_connections=None)
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
+COMPLETIONS = "/v1/completions"
 CHECK_SERVER = "check its URL, and see its log"
 
 Body = Mapping[str, Any]
@@ -156,6 +157,21 @@ class OpenAIClient:
         parts.add_prompt(reply)
         parts.add(choice, message)
         return self._answer(parts, reply.get("usage"), seconds)
+
+    async def complete(self, body: Body) -> dict[str, Any]:
+        """Asks for a completion of token ids or a text, and returns the reply as it is.
+
+        Args:
+            body (mapping): What `/v1/completions` takes, but the model.
+
+        Raises:
+            httpx.HTTPError: If the server cannot be reached, or refuses.
+            ValueError: If the reply is no JSON object.
+        """
+        request = {"model": await self.model(), **body}
+        response = await self.http.post(COMPLETIONS, json=request)
+        _check_status(response)
+        return _reply(response, f"the answer of {self.url}")
 
     async def stream(self, body: Body) -> ServerAnswer:
         """Asks for an answer in pieces, for the time to the first one; see [`ask`] for the rest."""

@@ -94,24 +94,13 @@ def load_processor(target: str) -> Processor:
     return encoder.from_pretrained(target)
 
 
-def load_target(
-    target: str, dtype: str = "auto", device: str = "auto"
-) -> tuple[PreTrainedModel, Processor]:
-    """Loads a target and what encodes its prompts from a folder or a Hub id.
+def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]:
+    """Checks the small files of a target before gigabytes are read: its config, and what encodes its prompts.
 
-    Where the target's config is of an image-text-to-text model that is loaded with its processor, else the causal
-    language model with its tokenizer.
-
-    Args:
-        target (`str`): Where it is.
-        dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
-        device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
-
-    Raises `ValueError` if it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype
-    or device, or no Pillow for a target that takes images.
+    Returns:
+        `tuple`: The auto class that loads the target, and its processor or tokenizer. Raises what [`load_target`]
+        raises.
     """
-    import torch
-
     check_place("--target", target)
     require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
     _check_device(device)
@@ -136,7 +125,6 @@ def load_target(
         model_class = AutoModelForImageTextToText
         encoder = AutoProcessor
         kind = "a processor"
-    # The small files first: what is wrong with them is said before gigabytes are read.
     processor: Any = _loaded(kind, target, lambda: encoder.from_pretrained(target))
     tokenizer = processor
     if not isinstance(processor, PreTrainedTokenizerBase):
@@ -146,6 +134,28 @@ def load_target(
         raise ValueError(
             f"expected a tokenizer in {target}, got none with a vocabulary; copy the tokenizer's files there"
         )
+    return model_class, processor
+
+
+def load_target(
+    target: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, Processor]:
+    """Loads a target and what encodes its prompts from a folder or a Hub id.
+
+    Where the target's config is of an image-text-to-text model that is loaded with its processor, else the causal
+    language model with its tokenizer.
+
+    Args:
+        target (`str`): Where it is.
+        dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
+        device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
+
+    Raises `ValueError` if it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype
+    or device, or no Pillow for a target that takes images.
+    """
+    import torch
+
+    model_class, processor = checked_files(target, dtype, device)
     model = _loaded(
         "weights",
         target,

@@ -65,6 +65,13 @@ class Target:
         return kinds <= {torch.Tensor, nn.Parameter, type(None)}
 
     @property
+    def has_layers(self) -> bool:
+        """Returns False for a target of which only the vocabulary was loaded: its layers cannot be run."""
+        # Offloaded weights are on the meta device as well, and are brought in when a layer runs
+        is_offloaded = getattr(self.model, "hf_device_map", None) is not None
+        return is_offloaded or not any(weight.is_meta for weight in self.model.parameters())
+
+    @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding (ids that can be looked up)."""
         weight: Any = self.embedding.weight

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ from torch import Tensor
 from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.errors import one_line, require
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import Features, target_features
 from dflash_hf.training.identity import target_identity
+from dflash_hf.training.served_features import ServedFeatures
 
 logger: Any = logging.get_logger(__name__)
 
@@ -76,6 +78,51 @@ class FeatureCache:
                 for all of them.
             OSError: If the disk is full after all.
         """
+        num_likely = self._begin(target, config, examples, num_likely)
+        for example in self.missing(examples):
+            got = "none of an example, and the target's layers are on a server"
+            what = f"features of every example in {self.folder}"
+            require(target.has_layers, what, got, "write them first, with --feature-server")
+            features = features_alone(target, config, example, num_likely)
+            self._save_features(self._path(example), features)
+
+    def write_served(
+        self,
+        target: Target,
+        config: DFlashConfig,
+        examples: Sequence[Example],
+        servers: Sequence[OpenAIClient],
+    ) -> None:
+        """Has servers compute what is not in the folder yet; what is written stays when it fails. See [`write`].
+
+        Args:
+            target ([`Target`]): What the servers run; of its weights none is needed.
+            servers (sequence of [`OpenAIClient`]): As [`ServedFeatures`] asks them.
+
+        Raises:
+            ValueError: As [`write`] and [`ServedFeatures.compute`].
+            OSError: If the disk is full after all.
+        """
+        self._begin(target, config, examples, num_likely=0)
+
+        def keep(example: Example, states: Tensor) -> None:
+            self._save_features(self._path(example), Features(taps=states[None]))
+
+        served = ServedFeatures(servers, config, target.model.dtype)
+        served.compute(self.missing(examples), keep)
+
+    def missing(self, examples: Sequence[Example]) -> Iterator[Example]:
+        """Yields the examples that are not in the folder."""
+        return (example for example in examples if example not in self)
+
+    def _begin(
+        self,
+        target: Target,
+        config: DFlashConfig,
+        examples: Sequence[Example],
+        num_likely: int,
+    ) -> int:
+        """Checks what is there and the room on the disk, writes the settings, and returns the next tokens to keep."""
         settings = _settings(target, config, num_likely)
         is_old = (self.folder / SETTINGS_FILE).exists()
         if is_old:
@@ -104,10 +151,7 @@ class FeatureCache:
                 SETTINGS_FILE,
                 lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"),
             )
-        for example in examples:
-            path = self._path(example)
-            if not path.exists():
-                self._save_features(path, features_alone(target, config, example, num_likely))
+        return num_likely
 
     def check(self, target: Target, config: DFlashConfig, *, num_likely: int = 0) -> None:
         """Refuses a folder that was written of another target, with other taps or with too few next tokens.

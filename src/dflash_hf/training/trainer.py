@@ -71,7 +71,8 @@ class DFlashTrainer(Trainer):
         model (`DFlashDraftModel`, or that wrapped by PEFT): The draft, trained in place, in float32 at least: weights
             in bfloat16 or float16 become float32 here.
         target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`), of any dtype, never saved. Moved
-            to the draft's device unless it is quantised or has a device map.
+            to the draft's device unless it is quantised or has a device map. Of [`load_vocabulary`] if all features
+            are in `args.feature_cache`, those of the held-out examples too.
         args ([`DFlashTrainingArguments`]): Options.
         train_dataset (sequence of [`Example`], *optional*): Prompts with the target's own answers, with and without
             images. It may build them when asked; with `lengths` (tokens of each) none is built before it is needed.
@@ -122,11 +123,13 @@ class DFlashTrainer(Trainer):
         if draft.dtype in (torch.bfloat16, torch.float16):  # small updates would be rounded away
             model.float()
         target.requires_grad_(False)
-        if getattr(target, "hf_device_map", None) is None and not getattr(
-            target, "is_quantized", False
-        ):
-            target.to(args.device)  # type: ignore[arg-type]
         self.target: Target = find_target(target.eval())
+        has_features = self.target.has_layers or args.feature_cache is not None
+        what = "a feature_cache for a target of which only the vocabulary is loaded"
+        require(has_features, what, args.feature_cache, "write one, or load the whole target")
+        has_place = getattr(target, "hf_device_map", None) is not None or not self.target.has_layers
+        if not has_place and not getattr(target, "is_quantized", False):
+            target.to(args.device)  # type: ignore[arg-type]
         # Transformers would write its special tokens into the draft's config, where they are the target's.
         self._saved_beside = processing_class
         self._window: dict[str, Tensor] = {}
@@ -382,6 +385,9 @@ class DFlashTrainer(Trainer):
         examples: Any = dataloader.dataset
         handler: Any = self.callback_handler
         handler.eval_dataloader = dataloader
+        cache = None
+        if not self.target.has_layers:
+            cache = FeatureCache(str(self.args.feature_cache))
         with self.accelerator.autocast():
             walked = walked_acceptance(
                 self._whole_draft(),
@@ -389,6 +395,7 @@ class DFlashTrainer(Trainer):
                 share_of(examples, self.args.process_index, self.args.world_size),
                 block_size=self.block_size,
                 batch_size=self.args.per_device_eval_batch_size,
+                cache=cache,
                 on_batch=self._on_batch,
             )
         counts = [sum(map(sum, walked.committed)), sum(map(len, walked.committed))]

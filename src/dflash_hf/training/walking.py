@@ -19,6 +19,7 @@ from dflash_hf.target_model.parts import Target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.loss import block_labels
 
@@ -166,6 +167,7 @@ def walked_acceptance(
     verify_width: int | None = None,
     batch_size: int = 8,
     is_tree: bool = False,
+    cache: FeatureCache | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> WalkedAcceptance:
     """Walks every answer of every example as greedy `generate` would go over it, one call for each answer.
@@ -177,6 +179,7 @@ def walked_acceptance(
         block_size, verify_width (`int`, *optional*): See `accepted_at_anchors`.
         batch_size (`int`): Examples per forward.
         is_tree (`bool`): See `accepted_at_anchors`.
+        cache ([`FeatureCache`], *optional*): Where the tapped states of all examples are; by default the target runs.
         on_batch (callable, *optional*): Told the number of examples done after each batch.
     """
     was_training = draft.training
@@ -185,10 +188,15 @@ def walked_acceptance(
     done = 0
     for chosen in sorted_batches(range(len(examples)), example_lengths(examples), batch_size):
         part = [examples[i] for i in chosen]
+        batch = collate(part)
+        features = None
+        if cache is not None:
+            features = cache.read(part, batch).taps.to(draft.fc.weight.device)
         accepted = accepted_at_anchors(
             draft,
             target,
-            collate(part),
+            batch,
+            features,
             block_size=block_size,
             verify_width=verify_width,
             is_tree=is_tree,

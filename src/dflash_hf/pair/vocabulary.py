@@ -1,0 +1,111 @@
+"""A target's embedding and head without its layers: all of the target that training needs where a server runs it.
+
+The other weights stay on the meta device: they have shapes, and no memory. Only the files with the weights that are
+needed are read, and fetched from the Hub.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from dflash_hf.checkpoints.files import find_file
+from dflash_hf.checkpoints.fresh import vocabulary_of
+from dflash_hf.devices import accelerator
+from dflash_hf.errors import listed, one_line, require
+from dflash_hf.pair.answers import Processor
+from dflash_hf.pair.loading import DEVICE_MAPS, checked_files, config_of_target
+
+
+def load_vocabulary(
+    target: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, Processor]:
+    """Loads a target whose embedding and head can be used, and nothing else of it, with what encodes its prompts.
+
+    Args:
+        target (`str`): Folder or Hub id.
+        dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
+        device (`str`): Where embedding and head are put; `"auto"` takes an accelerator where there is one.
+
+    Raises:
+        ValueError: As [`load_target`], or if the target's files do not hold the weights under the names that its class
+            gives them.
+    """
+    model_class, processor = checked_files(target, dtype, device)
+    options: dict[str, Any] = {}
+    if dtype != "auto":
+        options["dtype"] = getattr(torch, dtype)
+    # Buffers are computed, not stored
+    with init_empty_weights(include_buffers=False):
+        model = model_class.from_config(config_of_target(target), **options)
+    with suppress(OSError):  # it has none: the class' own stays
+        model.generation_config = GenerationConfig.from_pretrained(target)
+    place = torch.device(device) if device not in DEVICE_MAPS else accelerator()
+    _fill_vocabulary(model, target, place or torch.device("cpu"))
+    return model.eval(), processor
+
+
+def _fill_vocabulary(model: PreTrainedModel, target: str, place: torch.device) -> None:
+    """Reads the weights of the embedding and the head."""
+    embedding, head = vocabulary_of(model)
+    is_tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
+    names = {module: name for name, module in model.named_modules()}
+    files = _stored_names(target)
+    parts = [embedding] if is_tied else [embedding, head]
+    for part in parts:
+        for kind, weight in part.named_parameters(recurse=False):
+            stored = _stored_name(f"{names[part]}.{kind}", files, target)
+            value = _read(target, files[stored], stored)
+            is_alike = value.shape == weight.shape
+            what = f"{stored} of shape {tuple(weight.shape)} in {target}"
+            require(is_alike, what, tuple(value.shape), "give the target's own folder")
+            setattr(part, kind, nn.Parameter(value.to(place, weight.dtype), requires_grad=False))
+    if is_tied:
+        head.weight = embedding.weight
+
+
+def _stored_names(target: str) -> dict[str, str]:
+    """Names of a target's stored weights, and the file of each."""
+    index = find_file(target, SAFE_WEIGHTS_INDEX_NAME, {})
+    if index is not None:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        return dict(content["weight_map"])
+    whole = find_file(target, SAFE_WEIGHTS_NAME, {})
+    if whole is None:
+        raise ValueError(
+            f"expected safetensors weights in {target}, got none; convert the checkpoint"
+        )
+    with safe_open(whole, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), SAFE_WEIGHTS_NAME)
+
+
+def _stored_name(name: str, files: dict[str, str], target: str) -> str:
+    """The name under which a weight is stored: its own, or the only one with the same end."""
+    if name in files:
+        return name
+    end = ".".join(name.split(".")[-2:])
+    found = [stored for stored in files if f".{stored}".endswith(f".{end}")]
+    what = f"one weight {name} in {target}"
+    require(len(found) == 1, what, listed(found) or "none", "load the whole target")
+    return found[0]
+
+
+def _read(target: str, file: str, name: str) -> Tensor:
+    """One stored weight, on the CPU."""
+    path = find_file(target, file, {})
+    try:
+        with safe_open(path or Path(file), framework="pt") as opened:
+            return opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"expected whole safetensors files in {target}, got {file} ({one_line(error)}); download it again"
+        ) from error

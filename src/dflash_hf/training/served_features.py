@@ -1,0 +1,212 @@
+"""Hidden states of a target that vLLM servers run: a target that is larger than the GPUs of the training.
+
+A server is started with `--speculative-config '{"method": "extract_hidden_states", ...}'` and the connector
+`ExampleHiddenStatesConnector`: see [`server_options`]. A request whose prompt is an example's tokens leaves a
+safetensors file with `hidden_states` `[T, L, D]` and `token_ids` `[T]`, which the reply names. The server keeps a lock
+on the file `PATH.lock` beside it until it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.data.openai_client import OpenAIClient, run_async
+from dflash_hf.errors import listed, one_line, require
+from dflash_hf.training.data import Example
+from dflash_hf.training.server_pool import Job, OtherPromptError, ServerPool, ended
+
+# Files that a server writes and nobody has read yet: they may be in memory (/dev/shm).
+REQUESTS_AT_ONCE = 32
+# Tokens that every vocabulary has: a server is asked for their states to see whether it does what it should.
+SHORT_TEXT = (1, 2, 3, 4)
+
+
+def server_options(config: DFlashConfig, folder: str) -> list[str]:
+    """Returns the options with which `vllm serve` stores the states that a draft taps.
+
+    Args:
+        config ([`DFlashConfig`]): The draft's.
+        folder (`str`): Where the server puts the files; the training reads them there.
+    """
+    layers = {"eagle_aux_hidden_state_layer_ids": layer_ids(config)}
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": layers},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    return [
+        "--speculative-config",
+        json.dumps(speculative),
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    ]
+
+
+def layer_ids(config: DFlashConfig) -> list[int]:
+    """Returns the tapped layers as vLLM counts them: 0 is the embedding's output, and ours begin behind layer 0."""
+    return [layer + 1 for layer in config.target_layer_ids]
+
+
+@dataclass(slots=True, kw_only=True)
+class FeatureJob(Job):
+    """An example whose states are asked for."""
+
+    example: Example
+
+
+class ServedFeatures:
+    """Has servers compute the tapped states of examples.
+
+    Args:
+        servers (sequence of [`OpenAIClient`]): They run the target.
+        config ([`DFlashConfig`]): The draft's: how many layers of what width are tapped.
+        dtype (`torch.dtype`): Of the states that are kept, the target's.
+    """
+
+    def __init__(
+        self, servers: Sequence[OpenAIClient], config: DFlashConfig, dtype: torch.dtype
+    ) -> None:
+        self.servers = servers
+        self.shape = (len(config.target_layer_ids), int(config.target_hidden_size))
+        self.dtype = dtype
+        self.start = (
+            "start vllm serve with the options of docs/training.md, and with "
+            f'"eagle_aux_hidden_state_layer_ids": {layer_ids(config)}'
+        )
+        self._refused: list[str] = []
+
+    def check(self) -> None:
+        """Asks each server for the states of a short text.
+
+        Raises:
+            ValueError: If a server does not answer, stores no states, or stores others than the draft taps.
+        """
+
+        async def ask() -> None:
+            for server in self.servers:
+                async with server:
+                    await self._states(server, SHORT_TEXT)
+
+        try:
+            run_async(ask)
+        except (httpx.HTTPError, ValueError) as error:
+            raise ended(self.servers, error) from error
+
+    def compute(self, examples: Iterable[Example], keep: Callable[[Example, Tensor], None]) -> None:
+        """Has the states of all examples computed, in any order.
+
+        Args:
+            examples (sequence of [`Example`]): Without images.
+            keep (callable): Is given each example with its states, `[T, L * D]`, on the CPU.
+
+        Raises:
+            ValueError: If an example has images, no server answers any more, or a server refuses an example.
+        """
+        self._refused = []
+        num_jobs = 0
+
+        async def ask(server: OpenAIClient, job: FeatureJob) -> None:
+            keep(job.example, await self._states(server, job.example.input_ids))
+
+        async def ask_again(server: OpenAIClient) -> None:
+            await self._states(server, SHORT_TEXT)
+
+        def jobs() -> Iterator[FeatureJob]:
+            nonlocal num_jobs
+            for example in examples:
+                action = "load the target, without --feature-server"
+                others = listed(sorted(example.model_inputs))
+                what = "examples of text for --feature-server"
+                require(not example.model_inputs, what, others, action)
+                num_jobs += 1
+                yield FeatureJob(example=example)
+
+        async def run() -> None:
+            pool = ServerPool(
+                self.servers, REQUESTS_AT_ONCE, ask=ask, check=ask_again, give_up=self._give_up
+            )
+            await pool.run(jobs())
+
+        run_async(run)
+        if self._refused:
+            raise ValueError(
+                f"expected the states of {num_jobs} examples, got {len(self._refused)} refusals "
+                f"({self._refused[0]}); start the server with a larger --max-model-len, or lower --max-length"
+            )
+
+    def _give_up(self, job: FeatureJob, reason: str) -> None:
+        self._refused.append(f"{len(job.example.input_ids)} tokens: {reason}")
+
+    async def _states(self, server: OpenAIClient, token_ids: Sequence[int]) -> Tensor:
+        """The tapped states of some tokens, `[T, L * D]`; the server's file is removed."""
+        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0}
+        reply = await server.complete(body)
+        stored = reply.get("kv_transfer_params") or {}
+        path = stored.get("hidden_states_path")
+        what = f"kv_transfer_params with hidden_states_path in the answer of {server.url}"
+        if not isinstance(path, str):
+            raise OtherPromptError(f"expected {what}, got {listed(sorted(reply))}; {self.start}")
+        tensors = await asyncio.to_thread(read_file, Path(path), server.url)
+        states = tensors.get("hidden_states")
+        ids = tensors.get("token_ids")
+        if states is None or ids is None or ids.tolist() != list(token_ids):
+            got = listed(sorted(tensors))
+            raise OtherPromptError(
+                f"expected hidden_states and the token_ids that were sent in {path}, got {got}; {self.start}"
+            )
+        wanted = (len(token_ids), *self.shape)
+        if tuple(states.shape) != wanted:
+            raise OtherPromptError(
+                f"expected hidden states of shape {wanted} (tokens, layers, width) of {server.url}, got "
+                f"{tuple(states.shape)}; {self.start}"
+            )
+        return states.flatten(1).to(self.dtype)
+
+
+def read_file(path: Path, url: str) -> dict[str, Tensor]:
+    """Reads a file of a server when it is written, and removes it with its lock.
+
+    Raises:
+        OtherPromptError: If it is not there or not whole: asking again would give the same.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        with _written(lock):
+            tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise OtherPromptError(
+            f"expected the file {path} that {url} has written, got {one_line(error)}; run the training where the "
+            "server's shared_storage_path can be read"
+        ) from error
+    path.unlink()
+    lock.unlink(missing_ok=True)
+    return tensors
+
+
+def _written(lock: Path) -> Any:
+    """A context that is entered when the server has let go of a lock; at once where there is none."""
+    if not lock.exists():
+        return nullcontext()
+    import fcntl
+
+    file = lock.open()
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file

@@ -1,0 +1,254 @@
+"""Hidden states from servers give the draft that the target gives, and the target's layers are not loaded."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from dflash_hf import DFlashConfig, DFlashDraftModel, load_draft
+from dflash_hf.block.positions import build_target_layer_ids
+from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.pair.vocabulary import load_vocabulary
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.training.collators import collate
+from dflash_hf.training.data import Example
+from dflash_hf.training.features import FeatureCache
+from dflash_hf.training.served_features import ServedFeatures, layer_ids, read_file, server_options
+from helpers.hidden_states_server import HiddenStatesServer, serving
+from helpers.serving import function_of, installed
+from helpers.training_command import TOY, said, train
+
+STAGES = "prepare,regenerate,run"
+RECIPE = [
+    *("--target", str(TOY / "target"), "--answers", "data", "--num-eval", "2", "--threads", "1"),
+    *("--num-hidden-layers", "1", "--block-size", "4", "--num-anchors", "4", "--max-steps", "3"),
+    *("--draft-options", '{"num_taps": 2}'),
+    *("--per-device-train-batch-size", "4", "--stages", STAGES),
+]
+
+
+@pytest.fixture
+def toy_server(tmp_path: Path) -> Generator[str]:
+    """A server of the bundled target that stores what two taps of a fresh draft see."""
+    target = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    taps = build_target_layer_ids(target.config.num_hidden_layers, 2)
+    server = HiddenStatesServer(target, tmp_path, [layer + 1 for layer in taps])
+    with serving(server) as url:
+        yield url
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Conversations with answers."""
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Compute {n} + {n}."},
+                {"role": "assistant", "content": f"{n} + {n} = {2 * n}. The result is {2 * n}."},
+            ]
+        }
+        for n in range(10)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_the_command_trains_the_same_draft(toy_server: str, rows: Path, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    common = [*RECIPE, "--dataset", str(rows)]
+    cache = ["--feature-cache", str(tmp_path / "served-features"), "--feature-server", toy_server]
+    result = train(*common, *cache, "--output-dir", served)
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.glob("cmpl-*")) == []
+    cache = ["--feature-cache", str(tmp_path / "features")]
+    result = train(*common, *cache, "--output-dir", tmp_path / "whole")
+    assert result.exit_code == 0, result.output
+    ours = load_draft(served / "draft").state_dict()
+    theirs = load_draft(tmp_path / "whole" / "draft").state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(value.equal(theirs[name]) for name, value in ours.items())
+    lengths = [
+        json.loads((folder / "stages.json").read_text())["run"]["facts"]["acceptance_length"]
+        for folder in (served, tmp_path / "whole")
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_failing_server_is_asked_again(
+    target: Qwen3ForCausalLM, make_draft: Any, examples: list[Example], tmp_path: Path
+) -> None:
+    config = make_draft().config
+    server = HiddenStatesServer(target, tmp_path, layer_ids(config))
+    server.failures = 2
+    cache = FeatureCache(tmp_path / "features")
+    found = find_target(target)
+    with serving(server) as url:
+        cache.write_served(found, config, examples, [OpenAIClient(url)])
+        asked = server.num_requests
+        cache.write_served(found, config, examples, [OpenAIClient(url)])
+        assert server.num_requests == asked
+    own = FeatureCache(tmp_path / "own")
+    own.write(found, config, examples)
+    batch = collate(examples)
+    assert cache.read(examples, batch).taps.equal(own.read(examples, batch).taps)
+
+
+def test_long_examples_are_named(
+    target: Qwen3ForCausalLM, make_draft: Any, examples: list[Example], tmp_path: Path
+) -> None:
+    config = make_draft().config
+    longest = max(len(example.input_ids) for example in examples)
+    server = HiddenStatesServer(target, tmp_path, layer_ids(config), max_length=longest - 1)
+    cache = FeatureCache(tmp_path / "features")
+    with (
+        serving(server) as url,
+        pytest.raises(ValueError, match=r"expected the states of 3 examples, got 1 refusals"),
+    ):
+        cache.write_served(find_target(target), config, examples, [OpenAIClient(url)])
+    assert sum(example in cache for example in examples) == 2
+
+
+def test_other_states_are_refused(
+    target: Qwen3ForCausalLM, make_draft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_draft().config
+    server = HiddenStatesServer(target, tmp_path, [1])
+    with serving(server) as url:
+        served = ServedFeatures([OpenAIClient(url)], config, torch.float32)
+        with pytest.raises(ValueError, match=r"expected hidden states of shape \(4, 2, 32\)"):
+            served.check()
+        reply = server.reply
+        monkeypatch.setattr(server, "reply", lambda body: (200, {"choices": []}))
+        with pytest.raises(ValueError, match="expected kv_transfer_params"):
+            served.check()
+
+        def elsewhere(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            place = {"hidden_states_path": str(tmp_path / "other" / "x.safetensors")}
+            return 200, {"kv_transfer_params": place}
+
+        monkeypatch.setattr(server, "reply", elsewhere)
+        with pytest.raises(ValueError, match=r"expected the file .* run the training where"):
+            served.check()
+        other = {"prompt": [4, 3, 2, 1]}
+        monkeypatch.setattr(server, "reply", lambda body: reply(other))
+        with pytest.raises(ValueError, match="the token_ids that were sent"):
+            served.check()
+    with pytest.raises(ValueError, match="start it, and run this again"):
+        served.check()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--stages", "run,bench"], "expected no bench among --stages with --feature-server"),
+        (["--loss", "kl"], "expected --loss dpace or cross_entropy"),
+        (["--labels", "target"], "expected --loss dpace or cross_entropy"),
+        (["--packing-length", "64"], "expected no --packing-length"),
+        (["--answers", "target"], "expected --server or --answers data"),
+        (["--self-prompts", "4"], "expected no --self-prompts"),
+        (["--feature-server", "localhost"], "expected a URL as --feature-server"),
+    ],
+)
+def test_what_needs_layers_is_refused(
+    words: list[str], sentence: str, rows: Path, tmp_path: Path
+) -> None:
+    given = [*RECIPE, "--dataset", str(rows), "--feature-server", "http://127.0.0.1:9"]
+    given += ["--feature-cache", str(tmp_path / "features"), "--output-dir", str(tmp_path / "run")]
+    result = train(*given, *words)
+    assert result.exit_code == 2
+    assert sentence in said(result)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cache_folder_is_asked_for(rows: Path, tmp_path: Path) -> None:
+    given = [*RECIPE, "--dataset", str(rows), "--feature-server", "http://127.0.0.1:9"]
+    result = train(*given, "--output-dir", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "expected --feature-cache with --feature-server" in said(result)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("shard_size", ["10KB", "5GB"])
+def test_the_vocabulary_alone_is_loaded(is_tied: bool, shard_size: str, tmp_path: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    if not is_tied:
+        whole.config.tie_word_embeddings = False
+        whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach() * 2)
+    whole.save_pretrained(tmp_path, max_shard_size=shard_size)
+    for file in (TOY / "target").glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model, processor = load_vocabulary(str(tmp_path))
+    target = find_target(model)
+    assert target.embedding.weight.equal(whole.model.embed_tokens.weight)
+    assert target.head.weight.equal(whole.lm_head.weight)
+    assert (target.head.weight is target.embedding.weight) == is_tied
+    assert all(weight.is_meta for weight in model.model.layers.parameters())
+    assert not target.has_layers
+    assert find_target(whole).has_layers
+    assert processor("text")["input_ids"]
+    assert model.generation_config.eos_token_id == whole.generation_config.eos_token_id
+
+
+def test_features_that_are_missing_are_named(
+    make_draft: Any, examples: list[Example], tmp_path: Path
+) -> None:
+    model, _ = load_vocabulary(str(TOY / "target"))
+    draft = DFlashDraftModel.from_target(model, num_hidden_layers=1, block_size=4, mask_token_id=3)
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1}
+    args = DFlashTrainingArguments(**options)
+    with pytest.raises(ValueError, match="expected a feature_cache"):
+        DFlashTrainer(model=draft, target=model, args=args, train_dataset=examples)
+    args = DFlashTrainingArguments(**options, feature_cache=str(tmp_path / "features"))
+    trainer = DFlashTrainer(model=draft, target=model, args=args, train_dataset=examples)
+    with pytest.raises(ValueError, match="expected features of every example"):
+        trainer.train()
+
+
+def test_the_servers_options_name_the_layers() -> None:
+    config = DFlashConfig(target_layer_ids=[0, 7], num_target_layers=9)
+    words = server_options(config, "/dev/shm/states")
+    speculative = json.loads(words[1])
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 8]}
+    assert speculative["draft_model_config"]["hf_config"] == layers
+    connector = json.loads(words[3])["kv_connector_extra_config"]
+    assert connector == {"shared_storage_path": "/dev/shm/states"}
+
+
+def test_vllms_own_code_writes_and_reads_the_files(tmp_path: Path) -> None:
+    """Its connector's functions, from its wheel; see tests/checkpoints/test_serving_engines.py."""
+    if not installed("vllm"):
+        pytest.skip("no vllm: pip install --no-deps --target build/engines vllm")
+    file = "vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
+    write = function_of(file, "_write_tensors", os=os, save_file=save_file)
+    read = function_of(file, "load_hidden_states", fcntl=fcntl, load_file=load_file)
+    states = {"hidden_states": torch.randn(4, 2, 8), "token_ids": torch.arange(1, 5)}
+    path = tmp_path / "theirs.safetensors"
+    lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    event = SimpleNamespace(synchronize=lambda: time.sleep(0.1))
+    writer = threading.Thread(target=write, args=(states, event, str(path), lock))
+    writer.start()
+    ours = read_file(path, "the server")
+    writer.join()
+    assert all(ours[name].equal(value) for name, value in states.items())
+    assert list(tmp_path.iterdir()) == []
+    # And theirs reads what the stand-in of these tests writes
+    target = AutoModelForCausalLM.from_pretrained(TOY / "target")
+    _, reply = HiddenStatesServer(target, tmp_path, [1, 2]).reply({"prompt": [1, 2, 3, 4]})
+    theirs = read(reply["kv_transfer_params"]["hidden_states_path"])
+    assert theirs["token_ids"].tolist() == [1, 2, 3, 4]
+    assert theirs["hidden_states"].shape == (4, 2, target.config.hidden_size)
