@@ -67,16 +67,18 @@ def _wrap_generate(utils: Any) -> None:
 
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from dflash_hf.checkpoints.formats import check_is_no_draft
         from dflash_hf.undo import undo_stale
 
         undo_stale()
-        check_is_no_draft(self)
-        if not args and "assistant_model" not in kwargs:
-            return original(self, *args, **kwargs)
-        from dflash_hf.generation.generate import generate_with
+        # An assistant may also come by position.
+        if args or "assistant_model" in kwargs:
+            from dflash_hf.generation.generate import generate_with
 
-        return generate_with(original, self, *args, **kwargs)
+            return generate_with(original, self, *args, **kwargs)
+        from dflash_hf.checkpoints.formats import check_is_no_draft
+
+        check_is_no_draft(self)
+        return original(self, **kwargs)
 
     setattr(generate, _MARK, original)
     utils.GenerationMixin.generate = generate

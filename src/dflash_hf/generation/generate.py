@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from dflash_hf.block.cache_name import given_cache
-from dflash_hf.checkpoints.formats import explain_foreign_draft
+from dflash_hf.checkpoints.formats import check_is_no_draft, explain_foreign_draft
 from dflash_hf.devices import Inventory
 from dflash_hf.errors import require
 from dflash_hf.generation.arguments import Settings, keep_new_images, use_tokenizer
@@ -57,26 +57,32 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
         del bound["self"]
         arguments = {**bound.pop("kwargs", {}), **bound}
     draft = unwrapped(arguments.get("assistant_model"))
-    # Calls that have nothing to do with a draft go on at once.
-    if draft is None:
-        return original(model, *args, **kwargs)
+    is_stock = Settings(model, arguments)["speculation_type"] == "dflash"
+    if isinstance(draft, DFlashDraftModel) and not is_stock:
+        return answer_with(decode, functools.partial(original, model), model, draft, arguments)
+    # Transformers answers all other calls itself, once it is clear that it would not go wrong over a DFlash draft.
+    check_is_no_draft(model)
+    if isinstance(draft, DFlashDraftModel):
+        check_stock(draft)
+    elif draft is not None:
+        _check_other_assistant(draft, is_stock)
+    return original(model, *args, **kwargs)
+
+
+def _check_other_assistant(assistant: Any, is_stock: bool) -> None:
+    """Refuses assistants that are a DFlash draft in all but their class: Transformers would fail far from the cause.
+
+    `is_stock` says that Transformers' own DFlash path is asked for.
+    """
     require(
-        not isinstance(draft, str | PathLike),
+        not isinstance(assistant, str | PathLike),
         "a loaded model as assistant_model",
-        draft,
+        assistant,
         "load a draft with dflash_hf.load_draft(...)",
     )
-    if not isinstance(draft, DFlashDraftModel):
-        # A draft of this kind that was loaded by another class would fail within Transformers, far from its cause.
-        is_stock = Settings(model, arguments)["speculation_type"] == "dflash"
-        foreign = explain_foreign_draft(draft, is_stock)
-        if foreign:
-            raise ValueError(foreign)
-        return original(model, *args, **kwargs)
-    if Settings(model, arguments)["speculation_type"] == "dflash":
-        check_stock(draft)
-        return original(model, *args, **kwargs)
-    return answer_with(decode, functools.partial(original, model), model, draft, arguments)
+    foreign = explain_foreign_draft(assistant, is_stock)
+    if foreign:
+        raise ValueError(foreign)
 
 
 def unwrapped(draft: Any) -> Any:

@@ -84,9 +84,11 @@ class Facts(NamedTuple):
     modules: list[weakref.ref[nn.Module]]  # all of them, in order
     kinds: list[type]  # their classes, which may be changed in place (FSDP does)
     config: PreTrainedConfig  # the text config
-    # Which of them are decoder layers, and which one runs these.
+    # Which of them are decoder layers, which one runs these, and which ones are the target's embedding and head.
     layers: list[int]
     decoder: int
+    embedding: int
+    head: int
     path: list[int]  # the modules from the model down to the decoder
     recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the module that it is of
     num_positions: int | None  # how many positions there are, where they are rows of a table
@@ -102,7 +104,6 @@ def find_target(model: PreTrainedModel) -> Target:
     What follows from its modules is found once, and again when one of them is another one: wrapped, replaced, with an
     adapter.
     """
-    embedding, head = vocabulary_of(model)
     config = model.config.get_text_config(decoder=True)
     parts = Inventory.of(model)
     # Modules are compared one by one in every call, which takes less than to look into them.
@@ -115,7 +116,7 @@ def find_target(model: PreTrainedModel) -> Target:
         or facts.kinds != kinds
         or [module() for module in facts.modules] != modules
     ):
-        facts = _find_facts(model, modules, config, embedding)
+        facts = _find_facts(model, modules, config)
         _known[model] = facts
     return Target(
         model=model,
@@ -123,8 +124,8 @@ def find_target(model: PreTrainedModel) -> Target:
         facts=facts,
         config=config,
         layers=tuple(modules[index] for index in facts.layers),
-        embedding=embedding,
-        head=head,
+        embedding=modules[facts.embedding],
+        head=modules[facts.head],
         decoder=modules[facts.decoder],
         path=tuple(modules[index] for index in facts.path),
         recurrences={
@@ -135,8 +136,9 @@ def find_target(model: PreTrainedModel) -> Target:
 
 
 def _find_facts(
-    model: PreTrainedModel, modules: list[nn.Module], config: PreTrainedConfig, embedding: nn.Module
+    model: PreTrainedModel, modules: list[nn.Module], config: PreTrainedConfig
 ) -> Facts:
+    embedding, head = vocabulary_of(model)
     name = type(model).__name__
     num_layers = getattr(config, "num_hidden_layers", None)
     # The list of layers is known by its length and by its layers' parts: its name differs from model to model.
@@ -177,6 +179,8 @@ def _find_facts(
         config=config,
         layers=[places[layer] for layer in layers],
         decoder=places[decoder],
+        embedding=places[embedding],
+        head=places[head],
         path=[places[module] for module in path_to(model, decoder)],
         recurrences={layer: (one.rule, places[one.module]) for layer, one in recurrences.items()},
         num_positions=_num_positions(decoder, config, embedding),

@@ -22,6 +22,9 @@ from dflash_hf.errors import require
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.target_model.parts import Facts, Target, path_to
 
+# The facts of each model that was found to be supported, because to read its source code takes longer than a short
+# answer. Other facts are made where a module changes. Weak: a model is freed as soon as the user lets go of it.
+_supported: weakref.WeakKeyDictionary[PreTrainedModel, Facts] = weakref.WeakKeyDictionary()
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
 
 
@@ -41,16 +44,19 @@ def check_target(target: Target) -> None:
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
             "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
         )
-    _check_recurrences(target)
-    # The config comes first: its words say more than those about the code.
-    reason = (
-        _reason_in_layers(target) or _reason_in_config(config) or _reason_in_adapters(target.model)
-    )
-    reason = reason or _reason_in_code(target)
+    # An adapter may leave the modules as they are, so each call looks for one.
+    reason = _reason_in_adapters(target.model)
+    is_known = _supported.get(target.model) is target.facts
+    if reason is None and not is_known:
+        _check_recurrences(target)
+        # The config comes first: its words say more than those about the code.
+        reason = _reason_in_layers(target) or _reason_in_config(config)
+        reason = reason or unsupported_code(target)
     if reason:
         raise ValueError(
             f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft"
         )
+    _supported[target.model] = target.facts
 
 
 def _check_recurrences(target: Target) -> None:
@@ -128,22 +134,6 @@ def _reason_in_adapters(model: PreTrainedModel) -> str | None:
 _DOCSTRING = re.compile(r'"""(?s:.*?)"""')
 # `**name` of a signature or of a call, and no power.
 _KEYWORDS = re.compile(r"(?<=[(,\s])\*\*[A-Za-z_]")
-# What was found in the code of each model, and the facts of its modules then: others are made where a module changes.
-# Weak: a model is freed as soon as the user lets go of it.
-_found: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Facts, str | None]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _reason_in_code(target: Target) -> str | None:
-    """Returns what [`unsupported_code`] names, found once as long as the modules are the same."""
-    # Source code is read for it, which takes longer than a short answer.
-    known = _found.get(target.model, ())
-    if known and known[0] is target.facts:
-        return known[1]
-    reason = unsupported_code(target)
-    _found[target.model] = (target.facts, reason)
-    return reason
 
 
 def unsupported_code(target: Target) -> str | None:
