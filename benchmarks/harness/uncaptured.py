@@ -39,7 +39,7 @@ def _is_uncaptured(draft: DFlashDraftModel) -> bool:
 
 
 def _choose(target: Target, draft: DFlashDraftModel) -> Engine:
-    """Stands for `cuda_graph.choose_engine`."""
+    """Stands for `options.choose_engine`."""
     if _is_uncaptured(draft):
         return "cuda_graph"
     return _choose_engine(target, draft)

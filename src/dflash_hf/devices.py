@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from dflash_hf.errors import first_line
 from dflash_hf.undo import shared
 
 logger: Any = logging.get_logger(__name__)
@@ -188,6 +189,21 @@ def is_compiled(parts: Inventory) -> bool:
         if any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards):
             return True
     return False
+
+
+@contextmanager
+def device_errors_explained() -> Generator[None]:
+    """Raises an error of the device again, with what it means for the process."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Known by its text: older releases of torch have no class for it.
+        if "CUDA error" not in str(error):
+            raise
+        raise RuntimeError(
+            f"expected the steps to run on CUDA, got {first_line(error)}; a device that has failed stays so: restart "
+            "the process, and set engine='eager' with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
+        ) from error
 
 
 _stance: Any = None

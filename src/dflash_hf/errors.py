@@ -46,6 +46,12 @@ def listed(names: Iterable[object], separator: str = ", ") -> str:
     return separator.join(parts)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns an error's class and the first line of its message."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
 def is_a(value: object, *kinds: type) -> bool:
     """Returns True if a value is of one of these types; `True` is no number."""
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))

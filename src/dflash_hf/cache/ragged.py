@@ -29,6 +29,7 @@ from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, p
 from dflash_hf.cache.rows import copy_row, kept_rows, lengthened, with_row
 from dflash_hf.cache.size import LayerShape, check_memory
 from dflash_hf.devices import plain_tensors
+from dflash_hf.undo import Hook
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -297,7 +298,9 @@ class RaggedCache(Cache):
             ValueError: If a layer without keys and values is none of `recurrences`, or there is no room.
         """
         # 1. What the filled cache consists of; a layer of an unknown kind is refused here, before anything moves.
-        plans = plan_groups(prefill, recurrences, block)
+        plans: list[Members] = []
+        if recurrences:
+            plans = plan_groups(prefill, recurrences, block)
         batch, num_columns = positions_BS.shape
         shapes = shapes_of(prefill, recurrences, num_columns)
         # 2. The buffers: those of an earlier call where they fit, over which a graph may have been captured.
@@ -371,6 +374,14 @@ class RaggedCache(Cache):
         for group in self.groups:
             lengths = block.on(group.plan.device).lengths
             group.replay(lengths)
+
+    def hooks(self) -> list[Hook]:
+        """Returns the hooks that record blocks in the recurrent layers; none of a cache with attention alone."""
+        found: list[Hook] = []
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                found.extend(layer.hooks(self.layers))
+        return found
 
     def grow(self, max_length: int) -> None:
         """Makes room for rows of `max_length` tokens, a block included.

@@ -13,8 +13,7 @@ Shapes: `L` layers of a group, `B` rows, `C` channels, `k` columns of the window
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from dflash_hf.cache.recurrence import RecordedBlock, Recurrence, Rule
 from dflash_hf.cache.rows import kept_rows, with_row
-from dflash_hf.undo import Hook, hooked
+from dflash_hf.undo import Hook
 
 # A group's buffers that have rows, and the dimension of these.
 ROW_DIMS = {"windows": 1, "states": 1, "blocks": 1, "projections": 1, "lengths": 0}
@@ -406,14 +405,3 @@ def plan_groups(prefill: Cache, recurrences: Mapping[int, Recurrence], width: in
         members = groups.setdefault(plan, {})
         members[index] = recurrences[index]
     return list(groups.items())
-
-
-@contextmanager
-def recording_blocks(layers: Sequence[object]) -> Generator[None]:
-    """Records this thread's blocks in the recurrent layers among `layers`, the layers of one cache."""
-    hooks: list[Hook] = []
-    for layer in layers:
-        if isinstance(layer, RecurrentLayer):
-            hooks.extend(layer.hooks(layers))
-    with hooked(*hooks):
-        yield

@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from dflash_hf.devices import device_errors_explained
+from dflash_hf.errors import first_line
+
 T = TypeVar("T")
 # Graphs that CUDA has refused. Torch's allocators keep asking them which stream was theirs, also after their end.
 _refused: list[Any] = []
@@ -116,24 +119,3 @@ def _capturing_on(
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns one stream for all captures on a device: cuBLAS keeps a workspace for every stream that it has seen."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def device_errors_explained() -> Generator[None]:
-    """Raises an error of the device again, with what it means for the process."""
-    try:
-        yield
-    except RuntimeError as error:
-        # Known by its text: older releases of torch have no class for it.
-        if "CUDA error" not in str(error):
-            raise
-        raise RuntimeError(
-            f"expected the steps to run on CUDA, got {first_line(error)}; a device that has failed stays so: restart "
-            "the process, and set engine='eager' with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
-        ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Returns an error's class and the first line of its message."""
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""One CUDA graph per step: the engine that a call gets, and the graphs that are captured, replayed and kept.
+"""One CUDA graph per step: whether steps can be captured, and the graphs that are captured, replayed and kept.
 
 A graph belongs to fixed buffers, a number of K/V slots that are read (all of them, where the attention reads lengths
 on the device), a number of tokens that are verified, and settings baked into it (`_settings`). All graphs that a run
@@ -26,13 +26,13 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
-from dflash_hf.generation.capture import NotCapturableError, capture, first_line
+from dflash_hf.errors import first_line
+from dflash_hf.generation.capture import NotCapturableError, capture
 from dflash_hf.generation.graphs import Captured, Graphs, Kept, Settings
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import WidthChooser, useful_widths
-from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
@@ -49,18 +49,6 @@ NUM_TIMED = 3
 _capturing = threading.Lock()
 # Dtypes of experts that torch itself multiplies; quantised ones have functions of their own.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
-    """Returns the engine that a call asks for, or the eager one, with the reason once in the log."""
-    wanted = draft.generation_config.engine
-    if wanted == "eager" or target.device.type != "cuda":
-        return "eager"
-    reason = why_not(target, draft)
-    if not reason:
-        return "cuda_graph"
-    logger.warning_once(EAGER.format(reason=reason))
-    return "eager"
 
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str:

@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.devices import eagerly
+from dflash_hf.devices import device_errors_explained, eagerly
 from dflash_hf.generation.buffers import give_buffers
-from dflash_hf.generation.capture import device_errors_explained
-from dflash_hf.generation.cuda_graph import choose_engine, start_engine
+from dflash_hf.generation.cuda_graph import start_engine
+from dflash_hf.generation.options import choose_engine
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Run, drop_finished, drops_rows, make_room, tapped

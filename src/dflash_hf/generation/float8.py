@@ -159,15 +159,13 @@ def why_not(device: torch.device) -> str | None:
 
 
 def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
-    """Returns the model that computes a draft's blocks: the draft, or, where FP8 is asked for, a copy of it in FP8.
+    """Returns a copy of a draft in FP8, which computes the draft's blocks in its place.
 
     Rounded weights are kept for the next call, and made anew where torch has seen the weight written, moved or
     replaced. A write that it does not count (through `weight.data`) is not seen; `dflash_hf.free_buffers` drops all.
     The head is the draft's own or else the target's, if that is a plain linear layer on the draft's device. Raises
     `ValueError` if there is no memory for it.
     """
-    if draft.generation_config.draft_dtype is None:
-        return draft
     # The head is the largest matrix that a step of the draft reads.
     head: nn.Module = target.head
     if draft.lm_head is not None:

@@ -1,16 +1,18 @@
-"""What the draft's options come to in one call: how much is drafted and verified, and by which rules."""
+"""What the draft's options come to in one call: the engine, how much is drafted and verified, and by which rules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.block.tree import max_nodes
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
+from dflash_hf.generation.cuda_graph import EAGER, why_not
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step_costs import StepCosts
@@ -23,8 +25,11 @@ from dflash_hf.generation.widths import (
     take_chooser,
     width_of_rows,
 )
+from dflash_hf.generation_config import Engine
+from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
+logger: Any = logging.get_logger(__name__)
 # Times as many nodes as a chain has tokens, at most, where the run chooses how many.
 MOST_NODES = 4
 
@@ -97,6 +102,18 @@ def _widest_verify(
     if asked is None and is_captured and num_rows > WHOLE_BLOCK_ROWS:
         return min(width_of_rows(CAPTURED_WIDTHS, num_rows), longest)
     return longest
+
+
+def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
+    """Returns the engine that a call asks for, or the eager one, with the reason once in the log."""
+    wanted = draft.generation_config.engine
+    if wanted == "eager" or target.device.type != "cuda":
+        return "eager"
+    reason = why_not(target, draft)
+    if not reason:
+        return "cuda_graph"
+    logger.warning_once(EAGER.format(reason=reason))
+    return "eager"
 
 
 def choose_widths(

@@ -100,7 +100,9 @@ def begin_prefill(
     options = resolve(request, keeps_buffers, is_looked_at)
     prompts = prompts_of(request, inputs, user_cache.past)
     # The FP8 copy is made before anybody asks how much memory is free.
-    drafter = drafting_copy(request.draft, request.target)
+    drafter = request.draft
+    if drafter.generation_config.draft_dtype is not None:
+        drafter = drafting_copy(request.draft, request.target)
     # 2. The buffers, and the drafting side over them, with the context of a cache that was passed in.
     room = _room_for(request, prompts, keeps_buffers)
     generator = _start_draft(request, drafter, options, prompts, room, keeps_buffers, user_cache)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.cache.recurrent import recording_blocks
 from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.accept import AcceptanceRule
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
@@ -31,6 +30,7 @@ from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import ragged_attention
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import is_unmodified
+from dflash_hf.undo import hooked
 
 
 class Reported(NamedTuple):
@@ -171,7 +171,7 @@ def tapped(run: Run) -> Generator[Taps]:
     with (
         fast_layers(target),  # first: hooks on the model would keep them away
         ragged_attention(target),
-        recording_blocks(run.cache.layers),
+        hooked(*run.cache.hooks()),
         run.taps.open(),
     ):
         yield run.taps

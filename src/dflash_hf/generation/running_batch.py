@@ -18,18 +18,17 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.devices import eagerly
+from dflash_hf.devices import device_errors_explained, eagerly
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.accept import may_keep_state
 from dflash_hf.generation.arguments import Settings
-from dflash_hf.generation.capture import device_errors_explained
 from dflash_hf.generation.checks import check_is_draft
-from dflash_hf.generation.cuda_graph import choose_engine
 from dflash_hf.generation.decode import keep_for_next_call, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.joining import RowSettings, begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from dflash_hf.generation.logprobs import logprobs_of
+from dflash_hf.generation.options import choose_engine
 from dflash_hf.generation.prefill import Prefill, begin_prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.request_stats import Finished, NewTokens, RequestStats

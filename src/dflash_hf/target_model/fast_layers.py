@@ -176,9 +176,12 @@ def fast_layers(target: Target, is_whole_run: bool = False) -> Generator[None]:
         # Only a whole run has prompts that go by the fast form.
         config = target.config if is_whole_run else None
         layers = plan.prepared_layers(config, is_whole_run)
-    # A forward may stop between a sum and its norm: what was normed ahead must not wait for another run's norm.
+    forgetting: AbstractContextManager[None] = nullcontext()
+    if by_kernels:
+        # A forward may stop between a sum and its norm: what was normed ahead must not wait for another run's norm.
+        forgetting = undoing(fast_by_kernels.forget_normed_ahead)
     with (
-        undoing(fast_by_kernels.forget_normed_ahead),
+        forgetting,
         shared(plan, plan.attach, plan.detach),
         _running.doing(_Running(target.model, layers, is_whole_run)),
     ):
