@@ -35,10 +35,11 @@ from dflash_hf.draft_model.layers import (
     ContextProjector,
     DFlashAttention,
     DFlashDecoderLayer,
+    DFlashRMSNorm,
+    DFlashRotaryEmbedding,
     Projector,
     angles_behind,
 )
-from dflash_hf.draft_model.norm_and_rope import DFlashRMSNorm, DFlashRotaryEmbedding
 from dflash_hf.generation_config import DFlashGenerationConfig
 
 

@@ -30,7 +30,6 @@ ENGINES = ("eager", "static")
 BUILT = {
     "dflash_hf.modeling_dflash",
     "dflash_hf.draft_model.layers",
-    "dflash_hf.draft_model.norm_and_rope",
     "dflash_hf.draft_model.dflash2",
     "dflash_hf.draft_model.dspark",
     "dflash_hf.draft_model.gemma4",

@@ -10,8 +10,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
-from dflash_hf.draft_model.layers import DFlashAttention
-from dflash_hf.draft_model.norm_and_rope import rotate
+from dflash_hf.draft_model.layers import DFlashAttention, rotate
 from dflash_kernels import context_kv, norm_rope_write
 from dflash_kernels._dispatch import runs_kernel
 from helpers.kernel_checks import (

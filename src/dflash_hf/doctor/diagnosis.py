@@ -20,7 +20,7 @@ from dflash_hf.checkpoints.fresh import rope_of
 from dflash_hf.data.prompt_files import Prompt, image_names
 from dflash_hf.doctor.precision import compare_precision
 from dflash_hf.doctor.probe import Measurement, Probe, Setup
-from dflash_hf.draft_model.norm_and_rope import DFlashRMSNorm
+from dflash_hf.draft_model.layers import DFlashRMSNorm
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, encode_prompt, end_tokens, tokenizer_of

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.draft_model.layers import DFlashAttention
-from dflash_hf.draft_model.norm_and_rope import DFlashRotaryEmbedding
+from dflash_hf.draft_model.layers import DFlashAttention, DFlashRotaryEmbedding
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate

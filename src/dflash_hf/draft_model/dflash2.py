@@ -15,8 +15,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dflash_hf.configuration_dflash import DFlashConfig
-
 
 class GroupedDynamicConvolution(nn.Module):
     """Convolves the slots of a block before and after a sublayer, with kernels that depend on the slot.
@@ -88,26 +86,6 @@ class GroupedDynamicConvolution(nn.Module):
             of_slot = dynamic[..., tap, :, None]
             out = out + base[tap] * earlier + of_slot * earlier
         return out.flatten(-2)
-
-
-class WithoutConvolution:
-    """The plain form of a draft without convolutions: sublayers see their states as they are."""
-
-    def __call__(
-        self, states: Tensor, sublayer: Callable[[Tensor], Tensor], block_size: int
-    ) -> Tensor:
-        """Returns `sublayer(states)`."""
-        return sublayer(states)
-
-
-def convolution_of(config: DFlashConfig) -> GroupedDynamicConvolution | WithoutConvolution:
-    """Returns a new convolution for a sublayer of a draft, of the kind that its config asks for."""
-    # Both sizes or neither: the config is checked.
-    if config.conv_kernel_size and config.conv_group_size:
-        return GroupedDynamicConvolution(
-            config.hidden_size, config.conv_kernel_size, config.conv_group_size
-        )
-    return WithoutConvolution()
 
 
 class CandidateSelector(nn.Module):

@@ -14,8 +14,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.draft_model.layers import DFlashAttention, DFlashMLP, Projector
-from dflash_hf.draft_model.norm_and_rope import CosSin, DFlashRMSNorm, rotate
+from dflash_hf.draft_model.layers import (
+    CosSin,
+    DFlashAttention,
+    DFlashMLP,
+    DFlashRMSNorm,
+    Projector,
+    rotate,
+)
 
 
 def rms_norm(states: Tensor, weight: Tensor | None, eps: float) -> Tensor:

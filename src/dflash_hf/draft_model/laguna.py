@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf.configuration_dflash import DFlashConfig
-from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer
-from dflash_hf.draft_model.norm_and_rope import DFlashRMSNorm
+from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DFlashRMSNorm
 
 
 class DFlashLagunaAttention(DFlashAttention):

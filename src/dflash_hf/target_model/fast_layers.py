@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from dflash_hf import ops
 from dflash_hf.target_model import fast_by_kernels, fast_on_cpu
-from dflash_hf.target_model.code import Code
 from dflash_hf.target_model.fast_on_cpu import (
     FastForward,
     FastLayer,
@@ -33,7 +32,7 @@ from dflash_hf.target_model.fast_on_cpu import (
     prepare,
 )
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.user_code import MARK, has_own_forward, is_harmless, is_unmodified
+from dflash_hf.target_model.user_code import MARK, Code, has_own_forward, is_harmless, is_unmodified
 from dflash_hf.undo import Current, shared, undoing
 
 # A forward for a module, to be bound to it.

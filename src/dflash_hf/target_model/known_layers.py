@@ -24,9 +24,8 @@ from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
-from dflash_hf.target_model.code import Code
 from dflash_hf.target_model.reentry import KEYWORD, RAGGED_BLOCK
-from dflash_hf.target_model.user_code import is_published
+from dflash_hf.target_model.user_code import Code, is_published
 
 logger = logging.getLogger(__name__)
 
