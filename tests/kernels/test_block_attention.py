@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_hf.block.attention import RaggedBlock, attend
+from dflash_hf.block.attention import RaggedBlock, TreeBlock, attend
 from dflash_hf.block.tree import DraftTree
 from dflash_kernels import block_attention
 from dflash_kernels._dispatch import runs_kernel
@@ -365,7 +365,7 @@ def test_reference_equals_the_package(data: st.DataObject) -> None:
     block = RaggedBlock.at(rows, width)
     if case["tree"]:
         depths, ancestors = options["depths_BW"], options["ancestors_BWA"]
-        block = RaggedBlock(
+        block = TreeBlock(
             block.positions, tree=DraftTree(torch.zeros_like(depths), depths, ancestors)
         )
     mask = block.mask(ring, (window, causal, from_anchor), 1, torch.float64)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
-from dflash_hf.block.attention import RaggedBlock, RaggedMask, attend, mask_repeats
+from dflash_hf.block.attention import RaggedBlock, RaggedMask, TreeBlock, attend, mask_repeats
 from dflash_hf.block.tree import DraftTree, TreeBuilder, new_nodes
 from dflash_hf.draft_model.layers import CombinedProjector, DFlashAttention, Operands
 
@@ -33,12 +33,12 @@ def test_one_row_is_masked_as_a_row_of_many(
         tree = DraftTree.of(nodes)
     bound = length + width
     positions = length + torch.arange(width)[None]
-    masks = [
-        RaggedBlock(positions, bound, is_exact, tree).mask(
-            bound, (window, causal, False), 2, torch.float64
-        )
-        for is_exact in (False, True)
-    ]
+    masks = []
+    for is_exact in (False, True):
+        block = RaggedBlock(positions, bound, is_exact)
+        if tree is not None:
+            block = TreeBlock(positions, bound, is_exact, tree=tree)
+        masks.append(block.mask(bound, (window, causal, False), 2, torch.float64))
     assert masks[0] is not None
     seen = torch.zeros_like(masks[0]) if masks[1] is None else masks[1]
     assert torch.equal(seen, masks[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,20 +29,25 @@ from dflash_hf.configuration_dflash import AttentionKind
 AuxRequest: Any = getattr(flex_module, "AuxRequest", None)
 
 
+# The bound of a block whose rows may be of any length.
+NO_BOUND = sys.maxsize
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBlock:
-    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; nothing is read on the host."""
+    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; nothing is read on the host.
+
+    Each token follows the one before it; in a [`TreeBlock`] they are the nodes of a tree.
+    """
 
     # [B, width], int64: index of each token in its row, counting up by one. Keys and values of a tree's nodes go there
     # too. The tensor is not copied: whoever changes it moves the block.
     positions: Tensor
     # A length that no row exceeds after this block, where the host knows one. Keys beyond it are not read.
-    bound: int | None = None
+    bound: int = NO_BOUND
     # Whether the host knows that every row ends exactly at `bound`. A layer in which every query sees all keys needs
     # no mask then; without one SDPA takes half the time on a CPU.
     is_exact: bool = False
-    # The tree of the new tokens; without one each follows the token before it
-    tree: DraftTree | None = None
     # Derived tensors are made once per step and not once per layer.
     _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -49,7 +55,7 @@ class RaggedBlock:
 
     @classmethod
     def at(
-        cls, lengths: Tensor, width: int, bound: int | None = None, is_exact: bool = False
+        cls, lengths: Tensor, width: int, bound: int = NO_BOUND, is_exact: bool = False
     ) -> RaggedBlock:
         """Returns a block of `width` tokens behind rows of these `lengths` `[B]` int64, which are copied."""
         steps = torch.arange(width, device=lengths.device)
@@ -69,29 +75,25 @@ class RaggedBlock:
     @property
     def indices(self) -> Tensor:
         """Index that each token has in its row if it is accepted, `[B, width]`: its position is derived from it."""
-        if self.tree is None:
-            return self.positions
-        # Siblings share an index, because only one of them can follow their parent.
-        return self.positions[:, :1] + self.tree.depths
+        return self.positions
+
+    @property
+    def tensors_of_tree(self) -> dict[str, Tensor]:
+        """What the kernel is given of a tree; a chain's depths count up, which it knows by itself."""
+        return {}
 
     def on(self, device: torch.device) -> RaggedBlock:
         """Returns the same block on another device; it is copied once per step."""
         if device == self.positions.device:
             return self
         if device not in self._copies:
-            tree = self.tree
-            if tree is not None:
-                tree = tree.on(device)
-            positions = self.positions.to(device)
-            self._copies[device] = RaggedBlock(positions, self.bound, self.is_exact, tree)
+            self._copies[device] = self._copied_to(device)
         return self._copies[device]
 
     def extent(self, ring: int) -> int:
         """Returns how many slots of a buffer of `ring` slots have to be read."""
-        # Without a bound everything is read, and the mask hides what is not written.
-        if self.bound is None:
-            return ring
-        # A ring may have wrapped where the bound is longer.
+        # Beyond the ring there is nothing to read: it may have wrapped where the bound is longer. Without a bound all
+        # of it is read, and the mask hides what is not written.
         return min(ring, self.bound)
 
     def slots(self, ring: int) -> Tensor:
@@ -147,41 +149,74 @@ class RaggedBlock:
             return False
         return self.is_exact and num_slots == self.bound
 
+    def _copied_to(self, device: torch.device) -> RaggedBlock:
+        """Returns a copy of the block on another device."""
+        return RaggedBlock(self.positions.to(device), self.bound, self.is_exact)
+
+    def _held(self, num_slots: int) -> Tensor:
+        """Returns the index of the token in each slot `[B, 1, num_slots]`, once the block itself is written."""
+        slots = torch.arange(num_slots, device=self.positions.device)
+        newest = self.positions[:, -1:, None]
+        return slot_positions(newest, slots, num_slots)
+
     def _seen(self, num_slots: int, kind: AttentionKind) -> Tensor:
         """Returns which slots each new token sees, `[B, width, num_slots]`."""
+        return self._visible(self._held(num_slots), kind)
+
+    def _visible(self, held: Tensor, kind: AttentionKind) -> Tensor:
+        """Returns which slots each new token sees by the indices that they hold `[B, 1, slots]`."""
         window, causal, from_anchor = kind
-        slots = torch.arange(num_slots, device=self.positions.device)
-        # What stands in each slot, once the block itself is written.
-        newest = self.positions[:, -1:, None]
-        held = slot_positions(newest, slots, num_slots)
         anchor = None
         if from_anchor:
             anchor = self.positions[:, :1, None]
         queries = self.indices[:, :, None]
-        if self.tree is None:
-            return visible(queries, held, window, causal, anchor)
-        # A tree's nodes stand in a chain's slots: their indices are put in place of a chain's, and a node sees no
-        # other path than its own.
-        held, is_related = self._of_tree(self.tree, held)
-        return visible(queries, held, window, causal, anchor) & is_related
+        return visible(queries, held, window, causal, anchor)
 
     def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
         """Returns the additive mask `[1, 1, width, num_slots]` of a causal layer where all earlier tokens are seen."""
-        device = self.positions.device
         before = num_slots - self.width
-        if self.tree is None:
-            # The block's own columns are a triangle; all columns before are seen.
-            shape = (self.width, num_slots)
-            hidden = torch.full(shape, -math.inf, dtype=dtype, device=device)
-            return hidden.triu_(before + 1)[None, None]
-        nodes = torch.arange(self.width, device=device)
+        # The block's own columns are a triangle; all columns before are seen.
+        shape = (self.width, num_slots)
+        hidden = torch.full(shape, -math.inf, dtype=dtype, device=self.positions.device)
+        return hidden.triu_(before + 1)[None, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeBlock(RaggedBlock):
+    """New tokens that are the nodes of a tree: a node sees the tokens before the block, and its own path."""
+
+    tree: DraftTree = field(kw_only=True)
+
+    @property
+    def indices(self) -> Tensor:
+        """As of a [`RaggedBlock`]."""
+        # Siblings share an index, because only one of them can follow their parent.
+        return self.positions[:, :1] + self.tree.depths
+
+    @property
+    def tensors_of_tree(self) -> dict[str, Tensor]:
+        """What the kernel is given of the tree."""
+        return {"depths_BW": self.tree.depths, "ancestors_BWA": self.tree.ancestors}
+
+    def _copied_to(self, device: torch.device) -> RaggedBlock:
+        positions = self.positions.to(device)
+        return TreeBlock(positions, self.bound, self.is_exact, tree=self.tree.on(device))
+
+    def _seen(self, num_slots: int, kind: AttentionKind) -> Tensor:
+        # A tree's nodes stand in a chain's slots: their indices are put in place of a chain's, and a node sees no
+        # other path than its own.
+        held, is_related = self._of_tree(self._held(num_slots))
+        return self._visible(held, kind) & is_related
+
+    def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
+        nodes = torch.arange(self.width, device=self.positions.device)
         is_ancestor = self.tree.are_ancestors(nodes[None])
         of_nodes = additive_mask(~is_ancestor, dtype)
         # The padding is 0: what stands before the block is seen by all nodes.
-        mask = nn.functional.pad(of_nodes, (before, 0))
+        mask = nn.functional.pad(of_nodes, (num_slots - self.width, 0))
         return mask[:, None]
 
-    def _of_tree(self, tree: DraftTree, held: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_tree(self, held: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the index of the token in each slot, and whether it is before the block or a node's ancestor.
 
         The results are `[B, 1, slots]` and `[B, width, slots]`. `held` `[B, 1, slots]` has a chain's indices.
@@ -191,9 +226,9 @@ class RaggedBlock:
         is_node = node >= 0
         # Slots before the block are looked up at the anchor; what is found there is not used.
         node = node.clamp_min(0)[:, 0]
-        depths = tree.depths.gather(1, node)
+        depths = self.tree.depths.gather(1, node)
         held = torch.where(is_node, anchor + depths[:, None], held)
-        return held, tree.are_ancestors(node) | ~is_node
+        return held, self.tree.are_ancestors(node) | ~is_node
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -363,12 +398,6 @@ def _attend_by_kernel(
 ) -> Tensor:
     """Returns `attend` by the kernel, which finds from the rows' lengths what each token sees."""
     block, (window, causal, from_anchor) = mask
-    # A chain's depths count up, which the kernel knows by itself.
-    depths = None
-    ancestors = None
-    if block.tree is not None:
-        depths = block.tree.depths
-        ancestors = block.tree.ancestors
     return ops.block_attention(
         query_BHKE,
         key_BGRE,
@@ -380,8 +409,7 @@ def _attend_by_kernel(
         from_anchor=from_anchor,
         softcap=softcap,
         sinks_H=sinks,
-        depths_BW=depths,
-        ancestors_BWA=ancestors,
+        **block.tensors_of_tree,
     )
 
 

@@ -110,7 +110,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length; no host sync."""
-        if block.is_exact and block.bound is not None and block.bound <= self.ring:
+        if block.is_exact and block.bound <= self.ring:
             # The host knows where every row ends, so that two copies do and no slot is looked up.
             first = block.bound - block.width
             key_slots = self.key_buffer.narrow(1, first, block.width)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock, TreeBlock
 from dflash_hf.block.tree import TreeBuilder
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.rows import copy_row
@@ -166,7 +166,7 @@ class DFlashCandidateGenerator:
             context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
             block (`RaggedBlock`): The block that was verified.
         """
-        is_first = self.newest.add(context_hidden_states, block.tree is not None)
+        is_first = self.newest.add(context_hidden_states, isinstance(block, TreeBlock))
         # Tokens that gather behind others stand where the first of them does, and so many further on.
         if is_first:
             self.newest.begin_at(self._on_draft(block).lengths)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock, TreeBlock
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.block.tree import is_in_place
 from dflash_hf.generation.accept import commit
@@ -73,7 +73,9 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
     longest = run.longest
     tree = state.tree
     generator = run.generator
-    verified = RaggedBlock(positions[:, :width], bound or longest + width, is_exact, tree)
+    verified = RaggedBlock(positions[:, :width], bound or longest + width, is_exact)
+    if tree is not None:
+        verified = TreeBlock(verified.positions, verified.bound, is_exact, tree=tree)
     if width == 1:
         generator.pass_over(is_static=bound is not None)
         return verified
