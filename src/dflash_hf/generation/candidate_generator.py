@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from dflash_hf.block.attention import RaggedBlock, TreeBlock
-from dflash_hf.block.tree import TreeBuilder
-from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.rows import copy_row
 from dflash_hf.draft_model.dflash2 import follow_path
 from dflash_hf.draft_model.dspark import walk
 from dflash_hf.generation.buffers import FixedBuffers
-from dflash_hf.generation.newest_context import NewestContext
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.sampling import (
     DRAFT_STREAM,
@@ -29,7 +26,6 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.shaped_proposals import shaped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.parts import Target
 
 ProposalRule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -67,65 +63,31 @@ class DFlashCandidateGenerator:
         drafter: DFlashDraftModel,
     ) -> None:
         self.request = request
+        self.draft = request.draft
+        self.target = request.target
         self.drafter = drafter
         self.proposal: ProposalRule = proposal
         self.buffers = buffers
+        # The draft's context, and what of it the cache does not hold yet.
+        self.cache = buffers.draft_cache
+        self.newest = buffers.context
+        # Builds the trees that are verified; `None` in a run that verifies chains.
+        self.trees = buffers.trees
+        # The draft's device: to ask a model goes through its weights.
+        self.device = self.newest.columns.device
+        # Tokens of the draft's block, `K`, and how many of its slots propose.
+        self.block_size = buffers.shape.block_size
+        self.num_proposals = self.draft.config.num_proposals(self.block_size)
+        # Tokens that are verified at most: `K` or fewer, or `K + 1` where the anchor's slot proposes too.
+        self.verify_width = buffers.shape.width
+        # How far behind each slot's own position the token stands that it proposes: 0, or 1.
+        self.ahead = int(self.draft.config.sample_from_anchor)
         self.iterated = Iterated()
 
     @property
-    def draft(self) -> DFlashDraftModel:
-        """The run's draft."""
-        return self.request.draft
-
-    @property
-    def target(self) -> Target:
-        """The run's target."""
-        return self.request.target
-
-    @property
     def processors(self) -> BlockProcessors:
-        """The run's logits processors."""
+        """The run's logits processors, which are others once rows have joined."""
         return self.request.processors
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of the draft's block, `K`."""
-        return self.buffers.shape.block_size
-
-    @property
-    def verify_width(self) -> int:
-        """Tokens that are verified at most: `K` or fewer, or `K + 1` where the anchor's slot proposes too."""
-        return self.buffers.shape.width
-
-    @property
-    def num_proposals(self) -> int:
-        """Slots of the draft's block that propose."""
-        return self.draft.config.num_proposals(self.block_size)
-
-    @property
-    def ahead(self) -> int:
-        """How far behind each slot's own position the token stands that it proposes: 0, or 1."""
-        return int(self.draft.config.sample_from_anchor)
-
-    @property
-    def device(self) -> torch.device:
-        """The draft's device."""
-        return self.newest.columns.device
-
-    @property
-    def cache(self) -> RaggedCache:
-        """The draft's context."""
-        return self.buffers.draft_cache
-
-    @property
-    def newest(self) -> NewestContext:
-        """Context that the cache does not hold yet."""
-        return self.buffers.context
-
-    @property
-    def trees(self) -> TreeBuilder | None:
-        """Builds the trees that are verified; `None` in a run that verifies chains."""
-        return self.buffers.trees
 
     @property
     def offset(self) -> Tensor:

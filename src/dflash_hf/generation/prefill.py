@@ -23,16 +23,14 @@ from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.options import Options, choose_widths, resolve
 from dflash_hf.generation.request import Request
-from dflash_hf.generation.run import Reported, Rows, Run, first_room
+from dflash_hf.generation.run import Reported, Rows, Run, first_room, taps_of_verifies
 from dflash_hf.generation.sampling import new_seed
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import accept, record_progress
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.reentry import KEYWORD
 from dflash_hf.target_model.support import check_length, check_takes_positions
 
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
@@ -174,7 +172,7 @@ class Prefill:
             watch=self.watch,
             chooser=choose_widths(generator, state, self.keeps_buffers),
             user_cache=self.user_cache,
-            taps=_taps_of_verifies(request, cache),
+            taps=taps_of_verifies(request, cache),
             extra=extra,
             room=self.room,
             keeps_buffers=self.keeps_buffers,
@@ -187,16 +185,6 @@ class Prefill:
         # 3. The first token, by the commit of every step: the prefill's logits are those of a verify of one token.
         _commit_first(run, outputs)
         return run
-
-
-def _taps_of_verifies(request: Request, cache: RaggedCache) -> Taps:
-    """Returns the taps that record the target's states in verifies over a cache, and in no other forward."""
-
-    def counts(kwargs: dict[str, Any]) -> bool:
-        # Code of the user's may run the same layers between two verifies, or inside one.
-        return kwargs.get(KEYWORD) is cache
-
-    return Taps(request.target.layers, request.draft.config.target_layer_ids, counts=counts)
 
 
 def _compare_ranks(

@@ -50,6 +50,8 @@ class Ranks:
                 mesh = mesh["tp"]
             self.rank = mesh.get_local_rank()
             self.size = mesh.size()
+        # Whether this process holds the whole target.
+        self.is_alone = self.size == 1
         # The group of the collective operations; never used where this process is alone.
         self.group: Any = None
         if mesh is not None and not self.is_alone:
@@ -57,11 +59,6 @@ class Ranks:
         # Whether the others' next collective operation is a meeting, where a failure can be reported.
         self._meets_next = True
         self._interrupted = False
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process holds the whole target."""
-        return self.size == 1
 
     def meet(self, numbers: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         """Waits for the other ranks and returns the first one's numbers; reads on the host.

@@ -27,7 +27,7 @@ from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.target_model.fast_layers import fast_layers, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
-from dflash_hf.target_model.reentry import ragged_attention
+from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import is_unmodified
 from dflash_hf.undo import hooked
@@ -85,36 +85,27 @@ class Run:
     room: int  # new tokens that the buffers are made for
     keeps_buffers: bool  # whether they go back for the next call when the run has ended well
     rows: Rows
+    # Parts of the parts above.
+    buffers: FixedBuffers = field(init=False)  # the tensors that steps read and write
+    cache: RaggedCache = field(init=False)  # the target's
+    state: DecodeState = field(init=False)  # what the steps change
+    stats: SpeculativeStats = field(init=False)  # whose seconds the watch books
+
+    def __post_init__(self) -> None:
+        self.buffers = self.generator.buffers
+        self.cache = self.buffers.cache
+        self.state = self.buffers.state
+        self.stats = self.watch.stats
 
     @property
     def request(self) -> Request:
-        """What is asked for."""
+        """What is asked for; once rows have joined, with the processors of all."""
         return self.generator.request
-
-    @property
-    def buffers(self) -> FixedBuffers:
-        """The tensors that steps read and write."""
-        return self.generator.buffers
-
-    @property
-    def cache(self) -> RaggedCache:
-        """The target's cache."""
-        return self.buffers.cache
-
-    @property
-    def stats(self) -> SpeculativeStats:
-        """The run's statistics, whose seconds the watch books."""
-        return self.watch.stats
 
     @property
     def finished(self) -> bool:
         """Whether every row has ended."""
         return all(self.rows.reported.done)
-
-    @property
-    def state(self) -> DecodeState:
-        """What the steps change."""
-        return self.buffers.state
 
     @property
     def longest(self) -> int:
@@ -156,6 +147,16 @@ class Run:
                     f"expected rows of at most {reach + 1} tokens (the target has {num} "
                     "learned positions), got a row that is longer or goes on; lower max_new_tokens"
                 )
+
+
+def taps_of_verifies(request: Request, cache: RaggedCache) -> Taps:
+    """Returns the taps that record the target's states in verifies over a cache, and in no other forward."""
+
+    def counts(kwargs: dict[str, Any]) -> bool:
+        # Code of the user's may run the same layers between two verifies, or inside one.
+        return kwargs.get(KEYWORD) is cache
+
+    return Taps(request.target.layers, request.draft.config.target_layer_ids, counts=counts)
 
 
 @contextmanager

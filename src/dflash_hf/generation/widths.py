@@ -250,6 +250,8 @@ class WidthChooser:
         self.is_tree = is_tree
         self.first = first or widest
         self.chain = chain
+        # Whether the chain of all proposals is one of the choices, beside trees.
+        self.may_choose_chain = chain > 0
         self.widths = candidate_widths(widest)
         # The choice for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
@@ -314,11 +316,6 @@ class WidthChooser:
         if self.is_chain:
             return self.chain
         return self.current
-
-    @property
-    def may_choose_chain(self) -> bool:
-        """Whether the chain of all proposals is one of the choices, beside trees."""
-        return self.chain > 0
 
     @property
     def is_chain(self) -> bool:
