@@ -101,7 +101,7 @@ OPTIONAL_DEPENDENCIES = (
 # where the host decides.
 HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.block.attention": set(),
-    "dflash_hf.cache.ordinary": set(),
+    "dflash_hf.cache.prefilled": {"__init__"},  # prompts go where the host says, once per run
     "dflash_hf.cache.ragged": set(),
     "dflash_hf.cache.rows": set(),
     "dflash_hf.draft_model.dflash2": set(),

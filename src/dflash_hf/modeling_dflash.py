@@ -19,7 +19,7 @@ from dflash_hf import ops
 from dflash_hf.block.attention import CombinedMasks, Mask
 from dflash_hf.block.cache_name import CACHE_NAME, one_cache
 from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
-from dflash_hf.cache.prompts import PromptSlots
+from dflash_hf.cache.prefilled import PromptSlots
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel

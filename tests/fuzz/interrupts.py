@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import Cache
 
-from dflash_hf.cache.ordinary import stored_columns
+from dflash_hf.cache.prefilled import stored_columns
 from fuzz.cases import Case, images, texts
 from fuzz.check import Conversation, check_left, counts, sequences_of
 from fuzz.targets import left_behind, target_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_hf.cache.prompts import PromptSlots, RowRun
+from dflash_hf.cache.prefilled import PromptSlots, RowRun
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.cache.size import LayerShape
 

@@ -22,8 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dflash_hf import ops
 from dflash_hf.block.attention import RaggedBlock
-from dflash_hf.cache.ordinary import num_bytes_of, shapes_of, stored_columns
-from dflash_hf.cache.prompts import PromptSlots
+from dflash_hf.cache.prefilled import PromptSlots, num_bytes_of, shapes_of, stored_columns
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.recurrent import Members, RecurrentGroup, RecurrentLayer, plan_groups
 from dflash_hf.cache.rows import copy_row, kept_rows, lengthened, with_row

@@ -27,7 +27,7 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dflash_hf.block.cache_name import CACHE_NAME, given_cache
-from dflash_hf.cache.ordinary import layer_window
+from dflash_hf.cache.prefilled import layer_window
 from dflash_hf.devices import Inventory, execution_device, execution_devices
 from dflash_hf.errors import require
 from dflash_hf.generation import float8

@@ -28,8 +28,7 @@ from transformers.utils import logging
 
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.positions import slot_positions
-from dflash_hf.cache.ordinary import stored_columns
-from dflash_hf.cache.prompts import PromptSlots
+from dflash_hf.cache.prefilled import PromptSlots, stored_columns
 from dflash_hf.cache.ragged import RaggedCache, RaggedLayer
 from dflash_hf.cache.recurrent import RecurrentLayer
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
