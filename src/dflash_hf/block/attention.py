@@ -86,6 +86,7 @@ class RaggedBlock:
         """Returns the same block on another device; it is copied once per step."""
         if device == self.positions.device:
             return self
+        # Layers may be on several devices, and each one asks for the block.
         if device not in self._copies:
             self._copies[device] = self._copied_to(device)
         return self._copies[device]
@@ -233,6 +234,7 @@ class TreeBlock(RaggedBlock):
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns -inf where scores are hidden and 0 elsewhere, to be added to them."""
+    # Numbers and no booleans: SDPA turns a boolean mask into these in every layer.
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -math.inf)
 
@@ -263,6 +265,7 @@ class CombinedMasks:
         self._given = given
         self._num_queries = num_queries
         self._device = device
+        # Layers of one kind share their mask, which is as large as the scores of one head.
         self._masks: dict[tuple[object, ...], Mask] = {}
 
     def of(
@@ -370,10 +373,12 @@ def attend(
             return _attend_by_kernel(
                 query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks
             )
+        # No kernel runs here: the block makes the mask, once for all layers of this kind.
         _, num_groups, num_slots, _ = key_BGRE.shape
         heads_per_key = query_BHKE.shape[1] // num_groups
         repeats = mask_repeats(heads_per_key, key_BGRE.device, query_BHKE.dtype)
         mask = block.mask(num_slots, kind, repeats, query_BHKE.dtype)
+    # FlexAttention skips blocks that are hidden, where SDPA would compute them; it is given neither of these two.
     if isinstance(mask, BlockMask):
         if softcap is not None or dropout > 0:
             raise ValueError(
@@ -514,6 +519,7 @@ def _attend_explicitly(
     weights = torch.softmax(scores, dim=-1, dtype=dtype)
     # The sink has taken its share and has no value.
     weights = weights[..., :num_keys].to(value_BGRE.dtype)
+    # The probability is above 0 in training alone.
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
     by_head = weights @ value_BGRE[:, :, None]
     token_major = by_head.permute(0, 3, 1, 2, 4)

@@ -126,6 +126,7 @@ def new_nodes(batch: int, num_nodes: int, device: torch.device) -> Tensor:
 def max_nodes(depth: int, num_choices: int) -> int:
     """Returns how many nodes a tree may have whose paths are up to `depth` of so many tokens long."""
     num_ranks = min(num_choices, ops.MAX_NUM)
+    # Each path ends in a node of its own, and the anchor is one more.
     return min(ops.num_paths(depth, num_ranks) + 1, ops.MAX_NODES)
 
 

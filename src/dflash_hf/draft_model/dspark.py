@@ -35,6 +35,7 @@ class MarkovHead(nn.Module):
     def __init__(self, vocab_size: int, num_ids: int, rank: int, initializer_range: float) -> None:
         super().__init__()
         self.initializer_range = initializer_range
+        # Two narrow tables: one for all pairs of tokens would be as large as the vocabulary squared.
         first = torch.empty(vocab_size, rank)
         second = torch.empty(num_ids, rank)
         self.markov_w1 = nn.Parameter(first)
@@ -72,6 +73,7 @@ def walk(
     """
     before = anchors.to(logits.device)[:, None]
     chosen: list[Tensor] = []
+    # Slot by slot, because the logits of each one depend on the token chosen before it.
     for slot in range(logits.shape[1]):
         one = slice(slot, slot + 1)
         # The token stays on the device: it is looked up there for the next slot.
@@ -99,11 +101,13 @@ def likeliest_transitions(
         `i` are the anchor.
     """
     before = anchors.to(logits.device)[:, None]
+    # Whatever the dtype of the logits: a sum over many slots would lose its last digits in half precision.
     totals = torch.zeros_like(before, dtype=torch.float32)
     candidates: list[Tensor] = []
     scores: list[Tensor] = []
     for slot in range(logits.shape[1]):
-        # Behind every candidate of the slot before: [B, P, V].
+        # Behind every candidate of the slot before: [B, P, V]. Normalised, because paths are compared by their whole
+        # probability.
         log_probs = behind(logits[:, slot, None], before).log_softmax(dim=-1)
         # Of the paths that end in a token the likeliest one counts: [B, V].
         of_paths = (totals[..., None] + log_probs).amax(dim=1)

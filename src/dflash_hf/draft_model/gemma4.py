@@ -26,6 +26,7 @@ from dflash_hf.draft_model.layers import (
 
 def rms_norm(states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Normalises the last dimension; all of it in float32 or wider, and rounded once."""
+    # A sum of squares is too large for half precision; float64, in tests, stays as it is.
     dtype = torch.promote_types(states.dtype, torch.float32)
     if weight is not None:
         weight = weight.to(dtype)
@@ -45,6 +46,7 @@ class DFlashGemma4Attention(DFlashAttention):
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        # Gemma 4 has no factor here: the weights of the two norms below take its place.
         self.scaling = 1.0
         self.keys_are_values = config.keys_are_values
         if self.keys_are_values:
@@ -57,9 +59,11 @@ class DFlashGemma4Attention(DFlashAttention):
         """Returns keys (normed, rotated) and values (normed), token-major `[B, C, G, E]`."""
         projected = self._by_head(self.k_proj(hidden_states))
         key = rotate(self.k_norm(projected), cos_sin)
+        # Values are not rotated, so they begin from the projection and not from the keys.
         value = projected
         if not self.keys_are_values:
             value = self._by_head(self.v_proj(hidden_states))
+        # The norm of the values has no weight in Gemma 4.
         return key, rms_norm(value, None, self.k_norm.eps)
 
     def stacked_projections(self) -> list[nn.Module]:
@@ -70,6 +74,7 @@ class DFlashGemma4Attention(DFlashAttention):
         self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to."""
+        # No kernel is asked here: it norms as Qwen3 does, and leaves values as they are.
         query = self.project_q(hidden_states, cos_sin)
         key, value = self.project_kv(hidden_states, cos_sin)
         keys, values = cache.extend(self.layer_idx, key, value)
@@ -110,6 +115,7 @@ class DFlashGemma4Layer(GradientCheckpointingLayer):
         """
         normed = self.input_layernorm(hidden_states)
         attended = self.self_attn(normed, projector)
+        # The sublayer's output is normed and not the sum: the stream itself stays as it is.
         stream = hidden_states + self.post_attention_layernorm(attended)
         normed = self.pre_feedforward_layernorm(stream)
         stream = stream + self.post_feedforward_layernorm(self.mlp(normed))

@@ -39,16 +39,20 @@ def shaped(
         behind (callable): Adds what the token before a slot says, for drafts with a Markov head; it is not in the
             logits that are returned.
     """
+    # A copy: whoever looks at the step sees the draft's own logits.
     logits_BDV = logits_BDV.clone()
+    # A processor gets the row's text alone, without the scratch behind it, so that the host needs its length.
     lengths = state.cursor.tolist()
     has_ended = state.done.tolist()
     for row, of_row in enumerate(processors.shaping_rows(len(lengths))):
+        # A step commits nothing in a row that has ended, whatever it proposes.
         if has_ended[row] or not of_row:
             continue
         one = slice(row, row + 1)
         of_key = None if key is None else key.of_rows(one)
         prefix = state.ids[one, : lengths[row]]
         for slot in range(logits_BDV.shape[1]):
+            # Processors get float32, as they do for the target's tokens.
             scores = logits_BDV[one, slot].float()
             for processor in of_row:
                 scores = processor(prefix, scores)
@@ -56,6 +60,7 @@ def shaped(
             if bool(scores.isneginf().all()):
                 break
             logits_BDV[one, slot] = scores.to(logits_BDV.dtype)
+            # The next slot's processors read this token: what the slot will propose, as far as is known.
             at = positions_BD[one, slot : slot + 1]
             token = choose(behind(scores[:, None], prefix[:, -1:]), of_key, at)
             prefix = torch.cat([prefix, token], dim=1)

@@ -167,6 +167,7 @@ class SpeculativeStats:
             )
         if not self.num_verifies:
             return 0.0
+        # The mean of the rows' means: a short answer weighs as much as a long one.
         # Source: dflash/benchmark.py::_print_decode_summary.
         if definition == "zlab":
             return _mean([_mean(row) for row in self.num_committed if row])
@@ -290,6 +291,7 @@ class SpeculativeStats:
             left.bar(positions, joint, color=BLUE, label="joint: all up to here")
             left.plot(positions, conditional, color=ORANGE, marker="o", label="given all before")
             left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
+            # A verify commits one token at least, so that there is no bar at 0.
             right.bar(range(1, len(histogram)), histogram[1:], color=BLUE)
             right.axvline(
                 self.acceptance_length, color=ORANGE, label=f"mean {self.acceptance_length:.2f}"
@@ -387,6 +389,7 @@ class Recorder:
             if name in ("scores", "logits"):
                 found[name] = _joined(rows)
             else:
+                # Names come in the order in which `add` was given the layers.
                 layers.append(_joined(rows))
         if self.has_hidden_states:
             # Plain `generate` has one tuple of layers per token, `[B, 1, D]` each.
