@@ -38,6 +38,7 @@ class NewestContext:
             num_nodes = shape.width
         # [B, C, L * D]; behind a verify of fewer tokens, states of earlier ones, which count as rejected.
         self.columns = torch.zeros(shape.batch, shape.path, width, dtype=dtype, device=device)
+        self.num_columns = shape.path  # `C`
         # [B, N, L * D]: states of all nodes of a tree, before it is known which of them stand; else [B, 0, L * D].
         self.nodes = torch.zeros(shape.batch, num_nodes, width, dtype=dtype, device=device)
         # [B], int64: index in its row of the token of the first column, as the draft counts.
@@ -54,11 +55,6 @@ class NewestContext:
         self._num_taken = 0
         # The columns of the last verify.
         self._newest = slice(0, 0)
-
-    @property
-    def num_columns(self) -> int:
-        """`C`."""
-        return self.columns.shape[1]
 
     @property
     def is_full(self) -> bool:

@@ -105,7 +105,8 @@ def begin_prefill(
     room = _room_for(request, prompts, keeps_buffers)
     generator = _start_draft(request, drafter, options, prompts, room, keeps_buffers, user_cache)
     # All that can be refused is refused by now: the ranks compare the call and begin their forwards together.
-    _compare_ranks(request, inputs, options, user_cache)
+    if not request.ranks.is_alone:
+        _compare_ranks(request, inputs, options, user_cache)
     if seed is None and request.config.do_sample:
         seed = new_seed(request.input_ids.device)
     request.ranks.share(seed)
