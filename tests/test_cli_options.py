@@ -135,6 +135,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--draft-vocab-size",
         "--dtype",
         "--feature-cache",
+        "--feature-server",
         "--formats",
         "--gamma",
         "--labels",

@@ -52,7 +52,8 @@ def bench(
     template: Annotated[
         str | None,
         typer.Option(
-            help="Prompt for rows with other columns. Names of columns are in braces: 'Q: {question}'."
+            help="Text of the prompt, for rows without the columns messages, prompt and turns. Names of columns are "
+            "in braces: 'Q: {question}'."
         ),
     ] = None,
     num_prompts: Annotated[
@@ -61,8 +62,10 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="Ways of decoding to compare: plain, plain-static, dflash, undrafted, stock, stock-static, zlab, "
-            "assistant, lookup, server."
+            help="Ways of decoding to compare. plain: generate. dflash: generate with the draft. undrafted: this "
+            "package without the draft. stock: Transformers' own DFlash. zlab: z-lab's package. assistant: an "
+            "ordinary draft model. lookup: prompt lookup. server: an OpenAI-style server. plain-static, "
+            "stock-static: with a static cache."
         ),
     ] = "plain,dflash",
     assistant_model: Annotated[
@@ -102,8 +105,8 @@ def bench(
     max_matching_ngram_size: Annotated[
         str,
         typer.Option(
-            help="The tree also proposes tokens copied from an earlier place in the text where the same last tokens "
-            "occur. The option is the number of these last tokens. 0 is off."
+            help="If the last tokens of the text also occur earlier in the text, the tree also proposes the tokens "
+            "that follow them there. The option is the largest number of last tokens that are compared. 0 is off."
         ),
     ] = "",
     proposal: Annotated[
@@ -186,7 +189,10 @@ def prepare(
     seed: Annotated[int, typer.Option(help="Seed for drawing the questions.")] = 0,
     template: Annotated[
         str | None,
-        typer.Option(help="Prompt for rows with other columns, as in dflash-hf bench."),
+        typer.Option(
+            help="Text of the prompt, for rows without the columns messages, prompt and turns. Names of columns are "
+            "in braces: 'Q: {question}'."
+        ),
     ] = None,
 ) -> None:
     """Write sets of questions into a folder, for machines that have no network."""

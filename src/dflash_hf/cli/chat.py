@@ -54,7 +54,10 @@ def chat(
     ] = None,
     web: Annotated[
         bool,
-        typer.Option("--web", help="Open the chat as a web page. The page needs the extra demo."),
+        typer.Option(
+            "--web",
+            help="Open the chat as a web page. The page needs pip install 'dflash-hf[demo]'.",
+        ),
     ] = False,
     host: Annotated[
         str,
@@ -68,12 +71,22 @@ def chat(
             help="With --web, make a public link through Gradio's servers. The link has no password.",
         ),
     ] = False,
-    system: Annotated[str, typer.Option(help="System prompt, in the terminal.")] = "",
+    system: Annotated[
+        str, typer.Option(help="System prompt of a chat in the terminal (without --web).")
+    ] = "",
     max_new_tokens: Annotated[
-        int, typer.Option(help="Longest answer in the terminal, in tokens.", min=1, max=MAX_TOKENS)
+        int,
+        typer.Option(
+            help="Longest answer in the terminal (without --web), in tokens.", min=1, max=MAX_TOKENS
+        ),
     ] = 320,
     temperature: Annotated[
-        float, typer.Option(help="Temperature in the terminal; 0 is greedy.", min=0.0, max=2.0)
+        float,
+        typer.Option(
+            help="Temperature of the answers in the terminal (without --web); 0 is greedy.",
+            min=0.0,
+            max=2.0,
+        ),
     ] = 0.0,
     threads: Annotated[
         int | None,

@@ -46,7 +46,8 @@ def demo(
 
     In an editable install the bundled pair for images runs too.
     If a token differs, the exit status is 1.
-    In half precision two tokens may tie within rounding. A difference at a tie does not count.
+    In half precision the scores of two tokens may be equal up to rounding errors (a tie).
+    A difference at a tie does not count.
     """
     import torch
 

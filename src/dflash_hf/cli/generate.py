@@ -128,7 +128,8 @@ def generate(
 
     --compare answers the prompt again without the draft.
     If a token differs, the exit status is 1.
-    In half precision two tokens may tie within rounding. A difference at a tie does not count.
+    In half precision the scores of two tokens may be equal up to rounding errors (a tie).
+    A difference at a tie does not count.
     """
     asked = conversation(read_prompt(prompt, file), image or [], system)
     encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)

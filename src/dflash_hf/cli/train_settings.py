@@ -137,7 +137,8 @@ class TrainSettings:
     )
     template: str | None = option(
         DATA,
-        "User message for rows with other columns. Names of columns are in braces: '{question}'.",
+        "Text of the user message, for rows without the columns messages, prompt, turns and conversations. Names of "
+        "columns are in braces: '{question}'.",
         None,
     )
     skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
@@ -199,8 +200,8 @@ class TrainSettings:
     )
     feature_server: tuple[str, ...] = option(
         MACHINE,
-        "URLs of vLLM servers that compute these hidden states, with commas between. Of the target only the "
-        "embedding and the head are loaded.",
+        "URLs of vLLM servers that compute the target's hidden states, with commas between. The training then loads "
+        "only the embedding and the head of the target.",
         (),
     )
     dtype: str = option(MACHINE, "torch dtype of the target, or auto.", "auto")
