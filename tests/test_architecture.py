@@ -60,6 +60,7 @@ LEVELS = {
     "dflash_hf.patching": 7,
     "dflash_hf.generation.generate": 7,
     "dflash_hf.generation.iterate": 7,
+    "dflash_hf.generation.row_requests": 7,
     "dflash_hf.generation.running_batch": 7,
     "dflash_hf.generation.batches": 7,
     "dflash_hf.bench": 7,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -127,6 +128,63 @@ def test_forms_are_decoded_beside_other_rows(server: InProcess) -> None:
     engine.batch.step = step
     assert together == alone
     assert max(rows) > 2
+
+
+def form_that_fails() -> dict[str, str]:
+    """A grammar that llguidance takes, and gives up on behind 12 letters: too much may follow them."""
+    names = [f"r{number}" for number in range(2500)]
+    rules = [f'{name}: "x" "{name}" "y"' for name in names]
+    first = ["start: HEAD rest", "HEAD: /[ab]{12}/", f"rest: {' | '.join(names)}"]
+    return {"grammar": "\n".join([*first, *rules])}
+
+
+def error_of(server: InProcess, streamed: bool, **fields: Any) -> tuple[list[str], dict[str, Any]]:
+    """Asks for an answer that fails; returns the pieces that come before its error, and the error object."""
+    sent = {"model": "text", "messages": HELLO, "stream": streamed, "temperature": 1.0, **fields}
+    reply = httpx.post(f"{server.url}/chat/completions", json=sent, timeout=60)
+    if not streamed:
+        assert reply.status_code == 400
+        return [], reply.json()["error"]
+    parts = [event.removeprefix("data: ") for event in reply.text.strip().split("\n\n")]
+    # Nothing comes behind the error.
+    *chunks, last = map(json.loads, parts)
+    deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    return deltas, last["error"]
+
+
+@pytest.mark.parametrize("shapes", [True, False], ids=["shaped", "not shaped"])
+@pytest.mark.parametrize("streamed", [True, False], ids=["stream", "whole"])
+def test_a_form_that_fails_ends_its_answer_alone(
+    server: InProcess, monkeypatch: pytest.MonkeyPatch, streamed: bool, shapes: bool
+) -> None:
+    monkeypatch.setattr(FormProcessor, "shapes_proposals", shapes)
+    bodies: list[dict[str, Any]] = [{"seed": seed, "max_tokens": 60} for seed in range(4)]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    bodies += [{"response_format": form, "seed": seed} for seed in range(2)]
+    alone = [asked(server, **body).content for body in bodies]
+    steps: list[tuple[int, bool]] = []
+    engine: Any = server.pair.engine
+    step = engine.batch.step
+
+    def noted() -> Any:
+        new = step()
+        steps.append((engine.batch.num_running, any(one.finished == "error" for one in new)))
+        return new
+
+    engine.batch.step = noted
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(asked, server, **body) for body in bodies]
+        fails = pool.submit(error_of, server, streamed, structured_outputs=form_that_fails())
+        pieces, error = fails.result()
+        together = [other.result().content for other in others]
+    engine.batch.step = step
+    assert together == alone
+    assert [has_error for _, has_error in steps].count(True) == 1
+    assert max(num_running for num_running, _ in steps) > 2
+    assert error["message"].startswith("expected a form that the automaton can follow, got Parser")
+    assert error["type"] == "invalid_request_error"
+    assert re.fullmatch("[ab]{0,12}", "".join(pieces))
+    assert bool("".join(pieces)) is streamed
 
 
 def test_any_object_and_other_forms(server: InProcess) -> None:

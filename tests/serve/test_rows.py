@@ -253,6 +253,30 @@ def test_what_cannot_be_prefilled_is_answered_alone(monkeypatch: pytest.MonkeyPa
     assert [client.ids for client in clients] == expected
 
 
+def test_a_row_whose_tokens_cannot_be_told_ends_alone() -> None:
+    pair = Tiny()
+    bad = Client("bad", 9, 60, options=ENDLESS)
+    clients = [Client("runs", 5, 40, options=ENDLESS), Client("too", 12, 40, options=ENDLESS)]
+    expected = [client.alone(pair.target, pair.draft) for client in clients]
+    receive = bad.job.receive
+
+    def broken(event: Event) -> None:
+        if isinstance(event, Tokens) and len(bad.ids) > 5:
+            raise RuntimeError("nobody listens")
+        receive(event)
+        if isinstance(event, Tokens):
+            bad.ids += event.ids
+
+    bad.job.receive = broken
+    pair.submit(clients[0], bad, clients[1])
+    ends = [client.end() for client in clients]
+    assert all(isinstance(end, Done) for end in ends)
+    assert [client.ids for client in clients] == expected
+    while not isinstance(event := bad.events.get(timeout=60), RuntimeError):
+        assert isinstance(event, Tokens)
+    assert str(event) == "nobody listens"
+
+
 def test_a_step_that_fails_is_told_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Tiny(max_rows=2)
     clients = [Client(f"c{number}", 5 + number, 30, options=ENDLESS) for number in range(3)]

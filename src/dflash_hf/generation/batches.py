@@ -24,7 +24,8 @@ class BatchAnswer:
 
     index: int  # of the prompt among the inputs
     token_ids: list[int]  # new tokens, an end token included
-    # "stop" at an end token, "length" at the limit, "error" where the prompt had no room: `stats.error` says why
+    # "stop" at an end token, "length" at the limit, "error" where there was no room or a processor of the prompt's own
+    # has failed: `stats.error` says why
     finished: Finished
     stats: RequestStats
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.rows import newest_of_row, with_gap
+from dflash_hf.errors import one_line
 from dflash_hf.generation.prefill import Prefill
 from dflash_hf.generation.run import Run
 
+logger: Any = logging.get_logger(__name__)
 # Fewer tokens are sooner computed than looked up.
 SHORTEST = 16
 
@@ -92,11 +96,16 @@ class KeptPrefixes:
             return
         # The newest tokens are no context of the draft yet.
         run.generator.flush()
-        prefix = KeptPrefix(
-            ids=torch.tensor(ids[:length], device="cpu"),
-            target=_copies(run.cache, place, length),
-            draft=_copies(run.generator.cache, place, length),
-        )
+        try:
+            prefix = KeptPrefix(
+                ids=torch.tensor(ids[:length], device="cpu"),
+                target=_copies(run.cache, place, length),
+                draft=_copies(run.generator.cache, place, length),
+            )
+        # Rows that run need none of it.
+        except torch.OutOfMemoryError as error:
+            logger.warning_once(f"The text of a row is not kept for others: {one_line(error)}")
+            return
         # What is the beginning of this text is of no more use.
         self.kept = [one for one in self.kept if not _begins(prefix.ids, one.ids)]
         self.kept.append(prefix)

@@ -15,7 +15,7 @@ class NewTokens(NamedTuple):
 
     id: int
     token_ids: list[int]  # may be empty where an error has ended it
-    # "stop" at an end token, "length" at the limit, "error" where it could not be prefilled, None while it goes on
+    # "stop" at an end token, "length" at the limit, "error" where it cannot go on, None while it goes on
     finished: Finished | None
 
 
@@ -34,6 +34,8 @@ class RequestStats:
     first_token_seconds: float = 0.0  # from `add` to the first token
     seconds: float = 0.0  # from `add` to the last one
     error: str = ""  # why it ended with "error"
+    # With it; none where the request could not begin, and `generate` may still answer it alone
+    exception: Exception | None = None
 
     @property
     def num_verifies(self) -> int:

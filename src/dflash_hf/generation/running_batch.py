@@ -9,81 +9,30 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
-from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.devices import device_errors_explained, eagerly
 from dflash_hf.errors import is_a, one_line, require
-from dflash_hf.generation.accept import may_keep_state
-from dflash_hf.generation.arguments import Settings
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.decode import keep_for_next_call, no_gradients
-from dflash_hf.generation.generate import answer_with, unwrapped
-from dflash_hf.generation.joining import RowSettings, begin_batch, join, leave
+from dflash_hf.generation.generate import unwrapped
+from dflash_hf.generation.joining import begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
-from dflash_hf.generation.logprobs import logprobs_of
-from dflash_hf.generation.options import choose_engine
 from dflash_hf.generation.prefill import Prefill, begin_prefill
-from dflash_hf.generation.request import Request
 from dflash_hf.generation.request_stats import Finished, NewTokens, RequestStats
-from dflash_hf.generation.run import Run
-from dflash_hf.generation.sampling import new_seed
+from dflash_hf.generation.row_requests import Row, is_count, prepare_row
+from dflash_hf.generation.run import Run, make_room
+from dflash_hf.generation.sampling import RowProcessors
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_layers import fast_whole_run
-from dflash_hf.target_model.parts import find_target
-from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.undo import calling
-
-logger: Any = logging.get_logger(__name__)
-EAGER = "a running batch decodes eagerly: steps are captured for rows that stay"
-# What `add` says by itself, or what cannot be one row's.
-NOT_SETTINGS = (
-    "inputs",
-    "input_ids",
-    "attention_mask",
-    "assistant_model",
-    "streamer",
-    "stopping_criteria",
-    "inputs_embeds",
-    "position_ids",
-    "pixel_values",
-    "return_dict_in_generate",
-    CACHE_NAME,
-)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    """A request that waits, is prefilled, or runs."""
-
-    id: int
-    request: Request
-    inputs: dict[str, Any]  # keywords for the target's prefill, as `generate` prepared them
-    seed: Tensor | None  # [], int64: of the sampling noise; greedy requests have none
-    length: int  # tokens of prompt and answer, at most
-    num_logprobs: int = -1  # of the most likely tokens at each place; -1 for none at all
-    end_ids: list[int] = field(default_factory=list[int])  # known once its prefill has begun
-    on_tokens: Callable[[NewTokens], None] | None = None
-    added: float = field(default_factory=time.perf_counter)
-    stats: RequestStats = field(default_factory=RequestStats)
-
-    @property
-    def settings(self) -> RowSettings:
-        """What is said of this row alone."""
-        return RowSettings(self.request.processors, self.end_ids, self.seed, self.length)
-
-    def note_logprobs(self, logits: Tensor, token_ids: list[int]) -> None:
-        """Notes log-probabilities of new tokens if the request asks for them; `logits` `[T, V]` are the target's."""
-        if self.num_logprobs >= 0:
-            self.stats.logprobs += logprobs_of(logits, token_ids, self.num_logprobs)
 
 
 class RunningBatch:
@@ -124,7 +73,7 @@ class RunningBatch:
             ("max_tokens", max_tokens),
             ("prefill_chunk_size", prefill_chunk_size),
         ):
-            is_fine = (name == "max_tokens" and value is None) or _is_count(value)
+            is_fine = (name == "max_tokens" and value is None) or is_count(value)
             require(is_fine, f"{name} of at least 1", value, "pass a whole number")
         is_size = is_a(max_kept_bytes, int) and max_kept_bytes >= 0
         require(is_size, "max_kept_bytes of at least 0", max_kept_bytes, "pass a whole number")
@@ -137,11 +86,11 @@ class RunningBatch:
         self.ended: dict[int, RequestStats] = {}
         self._next_id = 0
         self._kept = KeptPrefixes(max_kept_bytes)
-        self._waiting: deque[_Row] = deque()
-        self._prefilled: tuple[_Row, Prefill] | None = None
-        self._running: list[_Row] = []  # in the order of the run's rows
+        self._waiting: deque[Row] = deque()
+        self._prefilled: tuple[Row, Prefill] | None = None
+        self._running: list[Row] = []  # in the order of the run's rows
         self._run: Run | None = None  # none while no row runs
-        self._found: list[tuple[_Row, NewTokens]] = []  # of the last step
+        self._found: list[tuple[Row, NewTokens]] = []  # of the last step
 
     @property
     def num_running(self) -> int:
@@ -190,50 +139,19 @@ class RunningBatch:
             ValueError: If the request is refused; nothing is changed then.
         """
         # Everything is refused before anything is kept: a request that is not there cannot fail later.
-        ids = self._checked_ids(input_ids)
-        require(
-            _is_count(max_new_tokens), "max_new_tokens of at least 1", max_new_tokens, "correct it"
-        )
-        is_seed = seed is None or (is_a(seed, int) and -(2**63) <= seed < 2**64)
-        require(is_seed, "a seed that torch.manual_seed takes, or None", seed, "correct it")
-        num_tokens = find_target(self.model).vocab_size
-        is_number = is_a(num_logprobs, int) and -1 <= num_logprobs <= num_tokens
-        what = f"num_logprobs from -1 to {num_tokens}"
-        require(is_number, what, num_logprobs, "pass a whole number")
-        length = ids.shape[1] + max_new_tokens
-        self._check_length(length)
-        refused = [name for name in NOT_SETTINGS if settings.get(name) is not None]
-        require(not refused, "settings of one row of text", refused, "leave them out")
-        arguments = dict(settings)
-        if stop_token_ids:
-            # Setting end tokens replaces the target's own, and these are to be added.
-            own: Any = Settings(self.model, arguments)["eos_token_id"]
-            arguments["eos_token_id"] = [*_as_list(own), *map(int, stop_token_ids)]
-        arguments |= {
-            "input_ids": ids,
-            # Given, because `generate` would take a pad token in a prompt for padding.
-            "attention_mask": torch.ones_like(ids),
-            "max_new_tokens": max_new_tokens,
-            "return_dict_in_generate": False,
-        }
-        generate = cast(Any, self.model).generate
-        # Transformers prepares processors and limits as for `generate`; nothing runs yet.
-        request, inputs = answer_with(_prepared, generate, self.model, self.draft, arguments)
-        _check_joins(request)
-        noise: Tensor | None = None
-        # Drawn now, so that seeds follow the order of requests and not that of their prefills.
-        if request.config.do_sample:
-            noise = _seed_of(seed, request.input_ids.device)
-        row = _Row(
-            id=self._next_id,
-            request=request,
-            inputs=inputs,
-            seed=noise,
-            length=length,
-            num_logprobs=num_logprobs,
+        row = prepare_row(
+            self.model,
+            self.draft,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            max_tokens=self.max_tokens,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
             on_tokens=on_tokens,
+            num_logprobs=num_logprobs,
+            settings=settings,
         )
-        row.stats.num_prompt_tokens = ids.shape[1]
+        row.id = self._next_id
         self._next_id += 1
         self._waiting.append(row)
         return row.id
@@ -267,6 +185,9 @@ class RunningBatch:
         Returns:
             `list[NewTokens]`: What it has brought, in the order in which it came: first tokens of requests that have
             been prefilled, then the tokens of the step. A request may have both. Empty if nothing waits or runs.
+
+        Where a logits processor of one request raises, or a row has no room in memory, that request ends with
+        "error" and the others go on.
 
         Raises:
             Exception: Whatever the target, the draft or a callback raises. In a prefill it ends that request, in a
@@ -328,10 +249,13 @@ class RunningBatch:
         lengths = [row.length for row in (*self._running, self._waiting[0])]
         return len(lengths) * max(lengths) <= self.max_tokens
 
-    def _begin(self, row: _Row) -> None:
+    def _begin(self, row: Row) -> None:
         """Begins a prefill; what has no room in memory, or is refused only now, ends the request."""
+        # Errors of its processors are noted, as beside other rows.
+        own = RowProcessors([row.request.processors], [row.seed is not None])
+        request = replace(row.request, processors=own)
         try:
-            begun = begin_prefill(row.request, row.inputs, NoUserCache(), seed=row.seed)
+            begun = begin_prefill(request, row.inputs, NoUserCache(), seed=row.seed)
         except ValueError as error:
             self._fail(row, error)
             return
@@ -340,7 +264,7 @@ class RunningBatch:
         row.end_ids = begun.prompts.eos_ids.tolist()
         self._prefilled = (row, begun)
 
-    def _join(self, row: _Row, begun: Prefill) -> None:
+    def _join(self, row: Row, begun: Prefill) -> None:
         """Makes a run of a prefill that has seen its prompt, reports its first token, and adds it to the batch."""
         try:
             run = begun.finish()
@@ -349,6 +273,10 @@ class RunningBatch:
             require(not run.extra, what, list(run.extra), "call generate for this request alone")
         except ValueError as error:
             self._fail(row, error)
+            return
+        failed = failed_of(run)
+        if failed:
+            self._break_off(row, failed[0])
             return
         first = int(run.state.anchor[0])
         row.note_logprobs(begun.filling.last_logits, [first])
@@ -368,7 +296,7 @@ class RunningBatch:
             return
         self._report(row, [first], is_last)
 
-    def _add_run(self, row: _Row, run: Run) -> None:
+    def _add_run(self, row: Row, run: Run) -> None:
         """Adds a run of one row to the batch."""
         if self._run is None:
             begin_batch(run, row.settings)
@@ -390,15 +318,25 @@ class RunningBatch:
             raise
         self._running = rows
 
-    def _fail(self, row: _Row, error: ValueError) -> None:
+    def _fail(self, row: Row, error: ValueError) -> None:
         """Ends a request that could not be prefilled."""
         row.stats.error = one_line(error)
+        self._end(row, NewTokens(row.id, [], "error"))
+
+    def _break_off(self, row: Row, error: Exception) -> None:
+        """Ends a request by an error of its own."""
+        row.stats.error = one_line(error)
+        # A sentence says all; the message of another error says little without its kind.
+        if not isinstance(error, ValueError):
+            row.stats.error = f"{type(error).__name__}: {row.stats.error}"
+        row.stats.exception = error
         self._end(row, NewTokens(row.id, [], "error"))
 
     # ---- rows that run
 
     def _advance(self) -> None:
         """Runs one step over all rows, and goes on without those that have ended."""
+        self._make_room()
         run = self._run
         if run is None:
             return
@@ -410,15 +348,40 @@ class RunningBatch:
         run.watch.last = time.perf_counter()
         try:
             logits, committed = step(run)
+            self._report_step(run, logits, committed)
         except BaseException:
             # A step that was cut short may have moved some rows on.
             self._end_all()
             raise
+        self._drop_finished()
+
+    def _make_room(self) -> None:
+        """Lets the caches grow where the next step could need it; ends the longest row while there is no memory."""
+        while self._run is not None:
+            lengths = self._run.rows.reported.lengths
+            try:
+                make_room(self._run)
+                return
+            # Nothing has been changed then, and the other rows need less.
+            except OutOfRoomError as error:
+                longest = lengths.index(max(lengths))
+                self._break_off(self._running[longest], error)
+                self._run.rows.reported.done[longest] = 1
+                self._drop_finished()
+
+    def _report_step(self, run: Run, logits: Tensor, committed: list[int]) -> None:
+        """Reports what a step has brought every row; `logits` and `committed` are what it has returned."""
+        failed = failed_of(run)
         # In the order of the path where trees are verified.
         tokens = run.state.tokens.tolist()
         if run.state.is_tree and any(row.num_logprobs >= 0 for row in self._running):
             logits = run.state.along_path(logits)
         for place, row in enumerate(self._running):
+            if place in failed:
+                # Its tokens were chosen without its processors.
+                self._break_off(row, failed[place])
+                run.rows.reported.done[place] = 1
+                continue
             row.stats.proposed.append(run.state.width - 1)
             # Proposals behind the end of a text were accepted, and are no part of it.
             row.stats.accepted.append(min(run.rows.reported.accepted[place], committed[place]))
@@ -429,7 +392,6 @@ class RunningBatch:
             if is_last:
                 self._kept.keep(run, place, run.state.ids[place].tolist())
             self._report(row, new, is_last)
-        self._drop_finished()
 
     def _drop_finished(self) -> None:
         """Goes on without the rows that have ended."""
@@ -451,7 +413,7 @@ class RunningBatch:
 
     # ---- what is reported
 
-    def _report(self, row: _Row, token_ids: list[int], is_last: bool) -> None:
+    def _report(self, row: Row, token_ids: list[int], is_last: bool) -> None:
         """Reports the new tokens of a row."""
         row.stats.num_new_tokens += len(token_ids)
         if not is_last:
@@ -463,7 +425,7 @@ class RunningBatch:
             finished = "stop"
         self._end(row, NewTokens(row.id, token_ids, finished))
 
-    def _end(self, row: _Row, new: NewTokens) -> None:
+    def _end(self, row: Row, new: NewTokens) -> None:
         """Reports the end of a request."""
         row.stats.seconds = time.perf_counter() - row.added
         self.ended[row.id] = row.stats
@@ -482,90 +444,16 @@ class RunningBatch:
         if errors:
             raise errors[0]
 
-    def _rows(self) -> list[_Row]:
+    def _rows(self) -> list[Row]:
         """Returns the requests that have not ended; see [`ids`]."""
         found = list(self._running)
         if self._prefilled is not None:
             found.append(self._prefilled[0])
         return found + list(self._waiting)
 
-    # ---- what is refused
 
-    def _checked_ids(self, input_ids: Tensor | Sequence[int]) -> Tensor:
-        """Returns a prompt as `[1, n]` int64 on the target's device."""
-        ids = torch.as_tensor(input_ids, device="cpu")
-        if ids.dim() == 1:
-            ids = ids[None]
-        is_row = ids.dim() == 2 and ids.shape[0] == 1 and ids.numel() > 0
-        is_whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
-        what = "input_ids of one prompt, [n] or [1, n] whole numbers with n of at least 1"
-        require(is_row and is_whole, what, f"{ids.dtype} {list(ids.shape)}", "pass one prompt")
-        low, high = map(int, ids.aminmax())
-        # An embedding on a GPU reports an id out of range by failing for good.
-        num = find_target(self.model).vocab_size
-        is_known = low >= 0 and high < num
-        require(is_known, f"token ids from 0 to {num - 1}", f"{low} to {high}", "correct them")
-        return ids.to(torch.long)
-
-    def _check_length(self, length: int) -> None:
-        """Refuses a request that has no room even alone, or more tokens than the target has positions."""
-        # Said now and not in the prefill, where the request would have waited for nothing.
-        limits = [self.max_tokens, find_target(self.model).facts.num_positions]
-        for limit in limits:
-            fits = limit is None or length <= limit
-            what = f"a prompt and an answer of together at most {limit} tokens"
-            require(fits, what, length, "shorten the prompt or lower max_new_tokens")
-
-
-def _prepared(request: Request, inputs: dict[str, Any]) -> tuple[Request, dict[str, Any]]:
-    """Stands where `decode` stands, and only returns what Transformers has prepared."""
-    return request, inputs
-
-
-def _check_joins(request: Request) -> None:
-    """Refuses what a row that joins others cannot be: a `ValueError` names it."""
-    target = request.target
-    name = type(target.model).__name__
-    alone = "generate it alone"
-    what = "a target whose RoPE does not follow the length of the batch"
-    require(not changing_ropes(target), what, name, alone)
-    require(request.ranks.is_alone, "a target on one process", request.ranks.size, alone)
-    num_rows = len(request.input_ids)
-    require(num_rows == 1, "one row", num_rows, "add a request for every answer")
-    own = [type(criterion).__name__ for criterion in request.own_criteria]
-    what = "no stopping criteria but length and end tokens"
-    require(not own, what, own, "cancel the request where it has to stop")
-    # They are called with one row, and must not mind what else is decoded in between.
-    keeping = [
-        type(processor).__name__
-        for processor in request.processors.processors
-        if may_keep_state(processor)
-    ]
-    what = "logits processors that look at the row's tokens and scores alone (is_row_wise = True says so)"
-    require(not keeping, what, keeping, alone)
-    is_drawn = request.config.do_sample and request.draft.generation_config.proposal == "sample"
-    what = "proposal 'argmax' or 'shared_noise' for sampled rows that run together"
-    do = "change draft.generation_config.proposal"
-    require(not is_drawn, what, "sample", do)
-    if choose_engine(target, request.draft) != "eager":
-        logger.warning_once(EAGER)
-
-
-def _seed_of(seed: int | None, device: torch.device) -> Tensor:
-    """Returns the seed of the noise that a run has behind `torch.manual_seed(seed)`; the random state stays."""
-    if seed is None:
-        return new_seed(device)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return new_seed(device, generator)
-
-
-def _as_list(value: Any) -> list[int]:
-    """Returns end tokens, given as one, several or none, as a list."""
-    if value is None:
-        return []
-    return torch.as_tensor(value, device="cpu").reshape(-1).tolist()
-
-
-def _is_count(value: object) -> bool:
-    """Returns True for whole numbers above 0."""
-    return isinstance(value, int) and is_a(value, int) and value > 0
+def failed_of(run: Run) -> dict[int, Exception]:
+    """Returns what processors of single rows have raised in the last step of a run, by the rows' places."""
+    processors = run.generator.processors
+    assert isinstance(processors, RowProcessors)
+    return processors.failed

@@ -13,9 +13,10 @@ Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -200,9 +201,15 @@ class BlockProcessors:
         if self.is_stateless:
             self.draw = _draw_of(self.warpers)
 
-    def shaping_rows(self, num_rows: int) -> list[list[Any]]:
-        """Returns, for each row, the processors that shape its proposals."""
-        return [self.shaping] * num_rows
+    def shapes(self, row: int) -> bool:
+        """Returns True if there are processors that shape the proposals of a row."""
+        return bool(self.shaping)
+
+    def shape(self, row: int, ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns the draft's scores `[1, V]` behind the ids `[1, T]` of a row, as the processors shape them."""
+        for processor in self.shaping:
+            scores = processor(ids, scores)
+        return scores
 
     def settings(self) -> tuple[object, ...]:
         """Returns the values of the stateless processors, which a captured step has baked in; reads tensors."""
@@ -273,6 +280,8 @@ class RowProcessors(BlockProcessors):
         self.is_stateless = all(row.is_stateless for row in rows)
         self.rows = list(rows)
         self.is_sampled = list(is_sampled)
+        # What processors of a row have raised: its text cannot go on, and those of the others do.
+        self.failed: dict[int, Exception] = {}
 
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         """Applies each row's processors to one position of it, of the given rows `[B]` only."""
@@ -280,13 +289,33 @@ class RowProcessors(BlockProcessors):
         numbers: list[int] = rows.nonzero()[:, 0].tolist()
         for row in numbers:
             one = slice(row, row + 1)
-            found = self.rows[row].at(ids[one], scores[one], is_alone)
+            own = functools.partial(self.rows[row].at, rows=is_alone)
+            found = self._unless_failed(row, own, ids[one], scores[one])
             scores[one] = self._noise_proof(row, found)
         return scores
 
-    def shaping_rows(self, num_rows: int) -> list[list[Any]]:
-        """Returns, for each row, its own processors that shape its proposals."""
-        return [row.shaping for row in self.rows]
+    def shapes(self, row: int) -> bool:
+        """Returns True if a row has processors of its own that shape its proposals."""
+        return self.rows[row].shapes(0)
+
+    def shape(self, row: int, ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns the draft's scores `[1, V]` behind the ids `[1, T]` of a row, as its own processors shape them."""
+        own = functools.partial(self.rows[row].shape, 0)
+        return self._unless_failed(row, own, ids, scores)
+
+    def _unless_failed(
+        self, row: int, own: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Returns what a row's own processors make of its scores `[1, V]`; the scores themselves once one fails."""
+        if row in self.failed:
+            return scores
+        try:
+            found = own(ids, scores)
+            # What is no row of scores fails here too.
+            return torch.empty_like(scores).copy_(found)
+        except Exception as error:
+            self.failed[row] = error
+            return scores
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
         """Returns logits without the tokens that each row's own processors hide; see [`BlockProcessors.hide`]."""

@@ -44,18 +44,16 @@ def shaped(
     # A processor gets the row's text alone, without the scratch behind it, so that the host needs its length.
     lengths = state.cursor.tolist()
     has_ended = state.done.tolist()
-    for row, of_row in enumerate(processors.shaping_rows(len(lengths))):
+    for row in range(len(lengths)):
         # A step commits nothing in a row that has ended, whatever it proposes.
-        if has_ended[row] or not of_row:
+        if has_ended[row] or not processors.shapes(row):
             continue
         one = slice(row, row + 1)
         of_key = None if key is None else key.of_rows(one)
         prefix = state.ids[one, : lengths[row]]
         for slot in range(logits_BDV.shape[1]):
             # Processors get float32, as they do for the target's tokens.
-            scores = logits_BDV[one, slot].float()
-            for processor in of_row:
-                scores = processor(prefix, scores)
+            scores = processors.shape(row, prefix, logits_BDV[one, slot].float())
             # A draft of a reduced vocabulary may have none of the tokens that are left.
             if bool(scores.isneginf().all()):
                 break

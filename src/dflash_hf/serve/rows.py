@@ -54,15 +54,25 @@ class Row:
         self.committed: list[int] = []  # tokens of each verify
         self.has_ended = False
         self.is_cut = False  # whether the limit has ended it
-        self.is_failed = False  # whether the batch could not prefill it
+        self.is_refused = False  # whether the batch could not begin with it
+        self.error: Exception | None = None  # what else has ended it, if anything has
 
     def take(self, new: NewTokens) -> None:
         """Takes what a step has brought, up to a token that completes a stop text."""
+        try:
+            self._take(new)
+        # The next tokens would follow a gap.
+        except Exception as error:
+            self.has_ended = True
+            self.error = error
+
+    def _take(self, new: NewTokens) -> None:
         if self.has_ended:
             return
         if new.finished == "error":
             self.has_ended = True
-            self.is_failed = True
+            self.error = self.stats.exception
+            self.is_refused = self.error is None
             return
         is_first = not self.ids
         taken: list[int] = []
@@ -209,12 +219,12 @@ class Rows:
         except Exception as error:
             self._end_lost(error)
         for id, row in list(self.rows.items()):
-            if row.is_failed:
+            if row.is_refused:
                 # It came before all that are to be answered alone.
                 self.alone.appendleft(row.job)
                 del self.rows[id]
             elif row.has_ended:
-                self._leave(id, row.done())
+                self._leave(id, row.error or row.done())
 
     def _end_lost(self, error: Exception) -> None:
         """Ends the rows that an error has taken out of the batch."""

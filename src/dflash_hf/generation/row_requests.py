@@ -1,0 +1,213 @@
+"""A request for a running batch: what it may be, and what Transformers makes of it before its prefill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.errors import is_a, require
+from dflash_hf.generation.accept import may_keep_state
+from dflash_hf.generation.arguments import Settings
+from dflash_hf.generation.generate import answer_with
+from dflash_hf.generation.joining import RowSettings
+from dflash_hf.generation.logprobs import logprobs_of
+from dflash_hf.generation.options import choose_engine
+from dflash_hf.generation.request import Request
+from dflash_hf.generation.request_stats import NewTokens, RequestStats
+from dflash_hf.generation.sampling import new_seed
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.support import changing_ropes
+
+logger: Any = logging.get_logger(__name__)
+EAGER = "a running batch decodes eagerly: steps are captured for rows that stay"
+# What a running batch says by itself, or what cannot be one row's.
+NOT_SETTINGS = (
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "assistant_model",
+    "streamer",
+    "stopping_criteria",
+    "inputs_embeds",
+    "position_ids",
+    "pixel_values",
+    "return_dict_in_generate",
+    CACHE_NAME,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A request that waits, is prefilled, or runs."""
+
+    request: Request
+    inputs: dict[str, Any]  # keywords for the target's prefill, as `generate` prepared them
+    seed: Tensor | None  # [], int64: of the sampling noise; greedy requests have none
+    length: int  # tokens of prompt and answer, at most
+    num_logprobs: int  # of the most likely tokens at each place; -1 for none at all
+    on_tokens: Callable[[NewTokens], None] | None
+    id: int = 0  # set by the batch
+    end_ids: list[int] = field(default_factory=list[int])  # known once its prefill has begun
+    added: float = field(default_factory=time.perf_counter)
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def settings(self) -> RowSettings:
+        """What is said of this row alone."""
+        return RowSettings(self.request.processors, self.end_ids, self.seed, self.length)
+
+    def note_logprobs(self, logits: Tensor, token_ids: list[int]) -> None:
+        """Notes log-probabilities of new tokens if the request asks for them; `logits` `[T, V]` are the target's."""
+        if self.num_logprobs >= 0:
+            self.stats.logprobs += logprobs_of(logits, token_ids, self.num_logprobs)
+
+
+def prepare_row(
+    model: PreTrainedModel,
+    draft: DFlashDraftModel,
+    input_ids: Tensor | Sequence[int],
+    *,
+    max_new_tokens: int,
+    max_tokens: int | None,
+    seed: int | None,
+    stop_token_ids: Sequence[int],
+    on_tokens: Callable[[NewTokens], None] | None,
+    num_logprobs: int,
+    settings: dict[str, Any],
+) -> Row:
+    """Checks a request and has Transformers prepare it; nothing runs.
+
+    Arguments and errors as of `RunningBatch.add`; `max_tokens` are those that the batch's caches hold, at most.
+    """
+    ids = _checked_ids(model, input_ids)
+    require(is_count(max_new_tokens), "max_new_tokens of at least 1", max_new_tokens, "correct it")
+    is_seed = seed is None or (is_a(seed, int) and -(2**63) <= seed < 2**64)
+    require(is_seed, "a seed that torch.manual_seed takes, or None", seed, "correct it")
+    num_tokens = find_target(model).vocab_size
+    is_number = is_a(num_logprobs, int) and -1 <= num_logprobs <= num_tokens
+    what = f"num_logprobs from -1 to {num_tokens}"
+    require(is_number, what, num_logprobs, "pass a whole number")
+    length = ids.shape[1] + max_new_tokens
+    _check_length(model, length, max_tokens)
+    refused = [name for name in NOT_SETTINGS if settings.get(name) is not None]
+    require(not refused, "settings of one row of text", refused, "leave them out")
+    arguments = dict(settings)
+    if stop_token_ids:
+        # Setting end tokens replaces the target's own, and these are to be added.
+        own: Any = Settings(model, arguments)["eos_token_id"]
+        arguments["eos_token_id"] = [*_as_list(own), *map(int, stop_token_ids)]
+    arguments |= {
+        "input_ids": ids,
+        # Given, because `generate` would take a pad token in a prompt for padding.
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": max_new_tokens,
+        "return_dict_in_generate": False,
+    }
+    generate = cast(Any, model).generate
+    # Transformers prepares processors and limits as for `generate`; nothing runs yet.
+    request, inputs = answer_with(_prepared, generate, model, draft, arguments)
+    _check_joins(request)
+    noise: Tensor | None = None
+    # Drawn now, so that seeds follow the order of requests and not that of their prefills.
+    if request.config.do_sample:
+        noise = _seed_of(seed, request.input_ids.device)
+    row = Row(
+        request=request,
+        inputs=inputs,
+        seed=noise,
+        length=length,
+        num_logprobs=num_logprobs,
+        on_tokens=on_tokens,
+    )
+    row.stats.num_prompt_tokens = ids.shape[1]
+    return row
+
+
+def is_count(value: object) -> bool:
+    """Returns True for whole numbers above 0."""
+    return isinstance(value, int) and is_a(value, int) and value > 0
+
+
+def _checked_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
+    """Returns a prompt as `[1, n]` int64 on the target's device."""
+    ids = torch.as_tensor(input_ids, device="cpu")
+    if ids.dim() == 1:
+        ids = ids[None]
+    is_row = ids.dim() == 2 and ids.shape[0] == 1 and ids.numel() > 0
+    is_whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
+    what = "input_ids of one prompt, [n] or [1, n] whole numbers with n of at least 1"
+    require(is_row and is_whole, what, f"{ids.dtype} {list(ids.shape)}", "pass one prompt")
+    low, high = map(int, ids.aminmax())
+    # An embedding on a GPU reports an id out of range by failing for good.
+    num = find_target(model).vocab_size
+    is_known = low >= 0 and high < num
+    require(is_known, f"token ids from 0 to {num - 1}", f"{low} to {high}", "correct them")
+    return ids.to(torch.long)
+
+
+def _check_length(model: PreTrainedModel, length: int, max_tokens: int | None) -> None:
+    """Refuses a request that has no room even alone, or more tokens than the target has positions."""
+    # Said now and not in the prefill, where the request would have waited for nothing.
+    limits = [max_tokens, find_target(model).facts.num_positions]
+    for limit in limits:
+        fits = limit is None or length <= limit
+        what = f"a prompt and an answer of together at most {limit} tokens"
+        require(fits, what, length, "shorten the prompt or lower max_new_tokens")
+
+
+def _prepared(request: Request, inputs: dict[str, Any]) -> tuple[Request, dict[str, Any]]:
+    """Stands where `decode` stands, and only returns what Transformers has prepared."""
+    return request, inputs
+
+
+def _check_joins(request: Request) -> None:
+    """Refuses what a row that joins others cannot be: a `ValueError` names it."""
+    target = request.target
+    name = type(target.model).__name__
+    alone = "generate it alone"
+    what = "a target whose RoPE does not follow the length of the batch"
+    require(not changing_ropes(target), what, name, alone)
+    require(request.ranks.is_alone, "a target on one process", request.ranks.size, alone)
+    num_rows = len(request.input_ids)
+    require(num_rows == 1, "one row", num_rows, "add a request for every answer")
+    own = [type(criterion).__name__ for criterion in request.own_criteria]
+    what = "no stopping criteria but length and end tokens"
+    require(not own, what, own, "cancel the request where it has to stop")
+    # They are called with one row, and must not mind what else is decoded in between.
+    keeping = [
+        type(processor).__name__
+        for processor in request.processors.processors
+        if may_keep_state(processor)
+    ]
+    what = "logits processors that look at the row's tokens and scores alone (is_row_wise = True says so)"
+    require(not keeping, what, keeping, alone)
+    is_drawn = request.config.do_sample and request.draft.generation_config.proposal == "sample"
+    what = "proposal 'argmax' or 'shared_noise' for sampled rows that run together"
+    do = "change draft.generation_config.proposal"
+    require(not is_drawn, what, "sample", do)
+    if choose_engine(target, request.draft) != "eager":
+        logger.warning_once(EAGER)
+
+
+def _seed_of(seed: int | None, device: torch.device) -> Tensor:
+    """Returns the seed of the noise that a run has behind `torch.manual_seed(seed)`; the random state stays."""
+    if seed is None:
+        return new_seed(device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return new_seed(device, generator)
+
+
+def _as_list(value: Any) -> list[int]:
+    """Returns end tokens, given as one, several or none, as a list."""
+    if value is None:
+        return []
+    return torch.as_tensor(value, device="cpu").reshape(-1).tolist()
