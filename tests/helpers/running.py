@@ -24,6 +24,7 @@ class Asked:
     settings: dict[str, Any]
     seed: int
     truth: list[int] = field(default_factory=list[int])
+    images: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # by the processor's names
 
 
 class BatchOracle(OracleDraft):
@@ -73,7 +74,7 @@ def answer_alone(target: Any, requests: list[Asked], draft: DFlashDraftModel | N
         given: dict[str, Any] = {"attention_mask": torch.ones_like(request.ids)}
         if request.settings.get("do_sample"):
             given["assistant_model"] = draft
-        text = target.generate(request.ids, **given, **request.settings)
+        text = target.generate(request.ids, **given, **request.images, **request.settings)
         request.truth = text[0, request.ids.shape[1] :].tolist()
 
 
@@ -101,7 +102,8 @@ def drive(
     while num_added < len(requests) or batch.ids:
         while num_added < len(requests) and chance.random() < 0.5:
             one = requests[num_added]
-            assert batch.add(one.ids, seed=one.seed, **one.settings) == num_added
+            settings: dict[str, Any] = {**one.images, **one.settings}
+            assert batch.add(one.ids, seed=one.seed, **settings) == num_added
             num_added += 1
         for id, new, reason in batch.step():
             assert id not in finished

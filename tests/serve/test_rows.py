@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.generation import running_batch
-from dflash_hf.pair.answers import tokenizer_of
+from dflash_hf.pair.answers import encode_prompt, tokenizer_of
 from dflash_hf.serve.engine import Done, Ended, Event, Job, Sampling, Tokens
 from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.serve.rows import Rows
+from helpers.source_tree import ROOT
 from tiny import VOCAB, tiny_draft, tiny_target
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_p": 0.95}
+TOY = ROOT / "demos" / "toy"
 ENDLESS: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 
 
@@ -236,7 +239,9 @@ def test_who_cannot_be_a_row_has_its_turn_alone() -> None:
     assert isinstance(ends[1], Done)
     assert len(ends[1].logprobs) == len(alone.ids)
     pair.engine.call(int)
-    assert [note.partition(":")[0] for note in pair.notes] == [one.job.name for one in clients]
+    names = [note.partition(":")[0] for note in pair.notes]
+    assert names == ["alone", "first", "alone", "last"]
+    assert pair.notes[0].startswith("alone: alone, expected logits processors that look at")
 
 
 def test_what_cannot_be_prefilled_is_answered_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +357,36 @@ def test_a_server_that_stops_ends_rows_and_who_waits() -> None:
     for client in (running, alone, waiting):
         assert isinstance(client.end(), Ended)
     assert alone.ids == waiting.ids == []
+
+
+def test_chats_about_images_are_rows_beside_texts() -> None:
+    target, draft, processor = load_pair(*named_pair("vision"))
+    notes: list[str] = []
+    engine = Rows(target, draft, tokenizer_of(processor), notes.append, 8, 2**30)
+    asked = [row["messages"] for row in read_prompts(TOY / "vision" / "held_out.jsonl", 1)]
+    asked.insert(1, [{"role": "user", "content": "What is in this picture?"}])
+    found: list[Any] = []
+    expected: list[list[int]] = []
+    for number, messages in enumerate(asked * 2):
+        inputs = dict(encode_prompt(processor, messages, torch.device("cpu")))
+        options: dict[str, Any] = {"do_sample": False}
+        if number % 3 == 2:
+            options = {"do_sample": True, "temperature": 0.7}
+        sampling = Sampling(max_new_tokens=40, seed=number, options=options)
+        client = Client(f"c{number}", 5, 1)
+        client.job = Job(f"c{number}", inputs, sampling, client.events.put)
+        torch.manual_seed(number)
+        model: Any = target
+        ids = model.generate(**inputs, **options, max_new_tokens=40, assistant_model=draft)
+        expected.append(ids[0, inputs["input_ids"].shape[1] :].tolist())
+        found.append(client)
+    for client in found:
+        engine.submit(client.job)
+    ends = [client.end() for client in found]
+    assert all(isinstance(end, Done) for end in ends)
+    assert [client.ids for client in found] == expected
+    engine.call(int)
+    assert not [note for note in notes if "alone" in note]
 
 
 def test_a_stop_text_ends_a_row_within_a_verify() -> None:

@@ -6,8 +6,9 @@ Transformers' own prefill runs them: the user's attention implementation, chunks
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.target_model.fast_layers import in_whole_run
@@ -31,6 +33,8 @@ PER_TOKEN = {
     "mm_token_type_ids",
     "moe_mm_token_type_ids",
 }
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Filling:
@@ -116,11 +120,12 @@ class Filling:
             cache.update(keys, values, index)
         self.seen = kept[0][0].shape[2]
 
-    def run_chunk(self, num_tokens: int) -> None:
-        """Runs the target over the next columns, at most so many, of prompts of token ids."""
+    def run_chunk(self, num_tokens: int, images: PromptImages) -> None:
+        """Runs the target over the next columns of prompts of token ids: at most so many, or one image."""
         end = min(self.seen + num_tokens, self.num_columns)
+        end = images.end_of_chunk(self.seen, end)
         with self._tapped():
-            self._forward(end)
+            self._forward(end, images.of_chunk(self.inputs, self.seen, end))
 
     def filled(self) -> tuple[CausalLMOutputWithPast, Cache]:
         """Returns the target's output of the last columns, and the cache that it has filled.
@@ -180,8 +185,11 @@ class Filling:
         self.generator.observe_prompt(states, self.positions[:, self.seen : end])
         self.seen = end
 
-    def _forward(self, end: int) -> None:
-        """Runs Transformers' prefill over the columns up to `end` that were not seen."""
+    def _forward(self, end: int, images: Mapping[str, Any] = NOTHING) -> None:
+        """Runs Transformers' prefill over the columns up to `end` that were not seen.
+
+        `images` are keywords for this forward, in the place of those for the whole prompt.
+        """
         model: Any = self.request.target.model
         num_left = self.num_columns - end
         ids = self.request.input_ids
@@ -192,7 +200,7 @@ class Filling:
         config = copy.copy(self.request.config)
         config.prefill_chunk_size = None
         # What goes along with the tokens is of the whole conversation: the columns behind this chunk are cut off.
-        cut = dict(self.inputs)
+        cut = {**self.inputs, **images}
         for name in PER_TOKEN:
             value = self.inputs.get(name)
             if value is not None:

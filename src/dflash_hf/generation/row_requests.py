@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +11,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
 
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.errors import is_a, require
 from dflash_hf.generation.accept import may_keep_state
-from dflash_hf.generation.arguments import Settings
+from dflash_hf.generation.arguments import Settings, is_given
+from dflash_hf.generation.filling import PER_TOKEN
 from dflash_hf.generation.generate import answer_with
 from dflash_hf.generation.joining import RowSettings
 from dflash_hf.generation.logprobs import logprobs_of
 from dflash_hf.generation.options import choose_engine
+from dflash_hf.generation.prefill import IMAGE_SIZES
+from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.request_stats import NewTokens, RequestStats
 from dflash_hf.generation.sampling import new_seed
@@ -39,10 +44,13 @@ NOT_SETTINGS = (
     "stopping_criteria",
     "inputs_embeds",
     "position_ids",
-    "pixel_values",
     "return_dict_in_generate",
     CACHE_NAME,
 )
+# Families (`config.model_type`) whose texts about images were compared, row by row, with those of each prompt alone.
+IMAGE_ROWS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+OF_IMAGES = {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
+OF_PROMPTS = PER_TOKEN | IMAGE_SIZES | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +58,10 @@ class Row:
     """A request that waits, is prefilled, or runs."""
 
     request: Request
-    inputs: dict[str, Any]  # keywords for the target's prefill, as `generate` prepared them
+    inputs: dict[
+        str, Any
+    ]  # keywords for the target's prefill, as `generate` prepared them; empty behind it
+    images: PromptImages
     seed: Tensor | None  # [], int64: of the sampling noise; greedy requests have none
     length: int  # tokens of prompt and answer, at most
     num_logprobs: int  # of the most likely tokens at each place; -1 for none at all
@@ -98,8 +109,9 @@ def prepare_row(
     require(is_number, what, num_logprobs, "pass a whole number")
     length = ids.shape[1] + max_new_tokens
     _check_length(model, length, max_tokens)
-    refused = [name for name in NOT_SETTINGS if settings.get(name) is not None]
-    require(not refused, "settings of one row of text", refused, "leave them out")
+    refused = [name for name in NOT_SETTINGS if is_given(settings, name)]
+    require(not refused, "settings of one row", refused, "leave them out")
+    _check_images(model, ids, settings)
     arguments = dict(settings)
     if stop_token_ids:
         # Setting end tokens replaces the target's own, and these are to be added.
@@ -112,17 +124,24 @@ def prepare_row(
         "max_new_tokens": max_new_tokens,
         "return_dict_in_generate": False,
     }
-    generate = cast(Any, model).generate
-    # Transformers prepares processors and limits as for `generate`; nothing runs yet.
+    generate = functools.partial(_generate_without_pixels, cast(Any, model).generate)
+    # Transformers prepares processors, limits and positions as for `generate`; nothing runs yet.
     request, inputs = answer_with(_prepared, generate, model, draft, arguments)
     _check_joins(request)
+    device = request.input_ids.device
+    # Images are encoded with the chunk that has their tokens, and not before the request has its turn.
+    inputs.pop("mm_encoder_outputs", None)
+    for name in ("pixel_values", "image_grid_thw"):
+        if is_given(arguments, name):
+            inputs[name] = arguments[name].to(device)
     noise: Tensor | None = None
     # Drawn now, so that seeds follow the order of requests and not that of their prefills.
     if request.config.do_sample:
-        noise = _seed_of(seed, request.input_ids.device)
+        noise = _seed_of(seed, device)
     row = Row(
         request=request,
         inputs=inputs,
+        images=PromptImages(inputs),
         seed=noise,
         length=length,
         num_logprobs=num_logprobs,
@@ -162,6 +181,38 @@ def _check_length(model: PreTrainedModel, length: int, max_tokens: int | None) -
         fits = limit is None or length <= limit
         what = f"a prompt and an answer of together at most {limit} tokens"
         require(fits, what, length, "shorten the prompt or lower max_new_tokens")
+
+
+def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any]) -> None:
+    """Refuses images that cannot be a row's: of an untried family, or without what tells where they stand."""
+    given = {name for name in OF_PROMPTS if is_given(settings, name)}
+    if not given:
+        return
+    alone = "generate it alone"
+    kind = str(model.config.model_type)
+    what = f"images for a target of {', '.join(IMAGE_ROWS)}"
+    require(kind in IMAGE_ROWS, what, kind, alone)
+    names = ", ".join(sorted(OF_IMAGES))
+    require(given <= OF_IMAGES, f"images as {names}", sorted(given), alone)
+    # Of text without images a processor makes types of tokens too.
+    missing = sorted(OF_IMAGES - given)
+    are_whole = not missing or given == {"mm_token_type_ids"}
+    do = "pass all that the processor made of text and images"
+    require(are_whole, f"{names} together", f"no {missing}", do)
+    if missing:
+        return
+    # Where the images stand is read from the types, and the target reads it from the ids.
+    config: Any = model.config
+    are_tokens = ids == config.image_token_id
+    are_marked = settings["mm_token_type_ids"].cpu() == 1
+    what = f"mm_token_type_ids that are 1 for the {int(are_tokens.sum())} image tokens alone"
+    require(are_marked.equal(are_tokens), what, f"{int(are_marked.sum())} marks", do)
+
+
+def _generate_without_pixels(generate: Callable[..., Any], **arguments: Any) -> Any:
+    """Calls `generate` without the pixels of images, which newer Transformers encode while they prepare a call."""
+    arguments.pop("pixel_values", None)
+    return generate(**arguments)
 
 
 def _prepared(request: Request, inputs: dict[str, Any]) -> tuple[Request, dict[str, Any]]:

@@ -48,7 +48,7 @@ class RunningBatch:
         max_rows (`int`): Rows that run at once, at most.
         max_tokens (`int`, *optional*): Tokens that the caches hold at once, at most: rows times the longest of them,
             its answer included. A request waits until it fits in beside those that run.
-        prefill_chunk_size (`int`): Tokens of prompts between two steps, at most.
+        prefill_chunk_size (`int`): Tokens of prompts between two steps, at most; an image is in one chunk.
         max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most. A request that
             begins with the tokens of one goes on from it; where the target has sliding windows, with all of them.
 
@@ -121,7 +121,9 @@ class RunningBatch:
         """Adds a request; it waits until [`step`] takes it in.
 
         Args:
-            input_ids (`torch.Tensor` of shape `[n]` or `[1, n]`, or sequence of `int`): The prompt.
+            input_ids (`torch.Tensor` of shape `[n]` or `[1, n]`, or sequence of `int`): The prompt. With images, for
+                the targets in `row_requests.IMAGE_ROWS`, pass what the processor makes beside them: `pixel_values`,
+                `image_grid_thw` and `mm_token_type_ids`.
             max_new_tokens (`int`): Tokens of the answer, at most.
             seed (`int`, *optional*): Of sampled text: that of `generate` behind `torch.manual_seed(seed)`. By default
                 it is drawn from torch's global generator.
@@ -232,7 +234,7 @@ class RunningBatch:
             self._prefilled = None
             filling = begun.filling
             num_seen = filling.seen
-            filling.run_chunk(num_left)
+            filling.run_chunk(num_left, row.images)
             num_left -= filling.seen - num_seen
             if filling.is_done:
                 self._join(row, begun)
@@ -259,8 +261,9 @@ class RunningBatch:
         except ValueError as error:
             self._fail(row, error)
             return
-        # Tokens of an earlier text need not go through the target again.
-        row.stats.num_kept_tokens = self._kept.go_on(begun)
+        # Tokens of an earlier text need not go through the target again; those of images do not say what they show.
+        if row.images.are_none:
+            row.stats.num_kept_tokens = self._kept.go_on(begun)
         row.end_ids = begun.prompts.eos_ids.tolist()
         self._prefilled = (row, begun)
 
@@ -280,8 +283,10 @@ class RunningBatch:
             return
         first = int(run.state.anchor[0])
         row.note_logprobs(begun.filling.last_logits, [first])
+        # The pixels of images are of no more use.
+        row.inputs = {}
         # Others may come with the same system prompt before this one ends.
-        self._kept.keep(run, 0, run.state.ids[0].tolist())
+        self._keep(row, run, 0)
         row.stats.first_token_seconds = time.perf_counter() - row.added
         is_last = bool(run.rows.reported.done[0])
         # An answer of one token joins nothing.
@@ -390,8 +395,13 @@ class RunningBatch:
             is_last = bool(run.rows.reported.done[place])
             # Kept before the row leaves: another one goes to its place.
             if is_last:
-                self._kept.keep(run, place, run.state.ids[place].tolist())
+                self._keep(row, run, place)
             self._report(row, new, is_last)
+
+    def _keep(self, row: Row, run: Run, place: int) -> None:
+        """Keeps the text of a row, at a place of a run, for requests that begin with it."""
+        if row.images.are_none:
+            self._kept.keep(run, place, run.state.ids[place].tolist())
 
     def _drop_finished(self) -> None:
         """Goes on without the rows that have ended."""

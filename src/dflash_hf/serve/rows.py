@@ -18,13 +18,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import InferenceThread
 
+from dflash_hf.errors import one_line
 from dflash_hf.generation.request_stats import NewTokens, RequestStats
 from dflash_hf.generation.running_batch import RunningBatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.serve.engine import Alone, Counts, Done, Ended, Job, Tokens, is_said, tell_end
 
 ROWS_ON_CPU = 8
-OF_TEXT = {"input_ids", "attention_mask"}  # inputs of a prompt without images
 
 
 def rows_for(target: PreTrainedModel) -> int:
@@ -182,11 +182,14 @@ class Rows:
 
     def _join(self, job: Job) -> None:
         """Adds a job to the batch, or to those that are answered alone."""
-        sampling = job.sampling
-        is_row = self.max_rows > 1 and job.inputs.keys() <= OF_TEXT
-        if not is_row:
+        if self.max_rows == 1:
             self.alone.append(job)
             return
+        sampling = job.sampling
+        # Beside the tokens there may be images; a single prompt has no padding.
+        inputs: dict[str, Any] = dict(job.inputs)
+        ids = inputs.pop("input_ids")
+        inputs.pop("attention_mask", None)
         options = dict(sampling.options)
         if sampling.processors:
             options["logits_processor"] = list(sampling.processors)
@@ -196,15 +199,17 @@ class Rows:
         row = Row(job, self.tokenizer)
         try:
             id = self.batch.add(
-                job.inputs["input_ids"],
+                ids,
                 max_new_tokens=sampling.max_new_tokens,
                 seed=seed,
                 on_tokens=row.take,
                 num_logprobs=sampling.num_logprobs,
+                **inputs,
                 **options,
             )
-        except ValueError:
+        except ValueError as error:
             # `generate` answers it, or says what is wrong with it.
+            self.note(f"{job.name}: alone, {one_line(error)}")
             self.alone.append(job)
         except Exception as error:
             tell_end(job, error, 0, 0.0, self.note)
@@ -220,6 +225,7 @@ class Rows:
             self._end_lost(error)
         for id, row in list(self.rows.items()):
             if row.is_refused:
+                self.note(f"{row.job.name}: alone, {row.stats.error}")
                 # It came before all that are to be answered alone.
                 self.alone.appendleft(row.job)
                 del self.rows[id]

@@ -1,0 +1,190 @@
+"""Chats with images are rows of a running batch: their texts, and those beside them, are those of each alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf import RunningBatch, generate_batch
+from dflash_hf.generation.prompt_images import PromptImages
+from helpers.running import END, Asked, answer_alone, batch_oracle, drive
+from helpers.vision import Grid, vision_prompts, vision_target
+from helpers.whole_blocks import use_whole_blocks
+from tiny import tiny_draft
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9}
+PENALISED: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3}
+PICTURES: list[list[Grid]] = [[], [(2, 2)], [(8, 8)], [(4, 4), (2, 6)], [(2, 4), (6, 4), (2, 2)]]
+OF_IMAGES = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
+
+
+def about_images(
+    target: Any,
+    name: str,
+    num: int,
+    seed: int,
+    kinds: tuple[dict[str, Any], ...] = (GREEDY,),
+    num_new: tuple[int, int] = (1, 30),
+) -> list[Asked]:
+    """Returns requests, some about images and some of text alone."""
+    chance = random.Random(seed)
+    found: list[Asked] = []
+    for number in range(num):
+        pictures = PICTURES[number % len(PICTURES)]
+        words = (chance.choice([1, 3, 9, 40]),)
+        inputs = vision_prompts(target, name, [pictures], 100 * seed + number, words)
+        # Of a chat without images a processor makes token types too.
+        images = {key: inputs[key] for key in OF_IMAGES if key in inputs}
+        if pictures:
+            images["pixel_values"] = images["pixel_values"].to(target.dtype)
+        settings = {"max_new_tokens": chance.randint(*num_new), "eos_token_id": [END, END + 1]}
+        settings |= kinds[number % len(kinds)]
+        found.append(Asked(inputs["input_ids"], settings, 50 * seed + number, images=images))
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5-vl"])
+def test_texts_are_those_of_each_prompt_alone(name: str) -> None:
+    target = vision_target(name)
+    requests = about_images(target, name, 12, 1, num_new=(20, 40))
+    answer_alone(target, requests)
+    draft = batch_oracle(target)
+    use_whole_blocks(draft)
+    found = drive(RunningBatch(target, draft, prefill_chunk_size=40), requests, 1)
+    assert found["answered"] == 12
+    assert found["most"] > 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
+    target: Any = vision_target("qwen3-vl")
+    target.to(torch.float32)
+    requests = about_images(target, "qwen3-vl", 20, seed, num_new=(20, 50))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, batch_oracle(target), max_rows=4, prefill_chunk_size=25)
+    found = drive(batch, requests, seed, cancelled=0.4)
+    assert found["broken"] > 1
+    assert found["most"] > 2
+
+
+def test_rows_about_images_have_settings_of_their_own() -> None:
+    target = vision_target("qwen3-vl")
+    requests = about_images(target, "qwen3-vl", 15, 3, (GREEDY, SAMPLED, PENALISED))
+    own = tiny_draft(target)
+    own.generation_config.proposal = "shared_noise"
+    answer_alone(target, requests, own)
+    draft = batch_oracle(target)
+    draft.generation_config.proposal = "shared_noise"
+    found = drive(RunningBatch(target, draft), requests, 3, cancelled=0.1)
+    assert found["most"] > 3
+
+
+@pytest.mark.usefixtures("whole_trees")
+def test_trees_about_images() -> None:
+    target = vision_target("qwen3-vl")
+    requests = about_images(target, "qwen3-vl", 8, 4)
+    answer_alone(target, requests)
+    draft = batch_oracle(target)
+    draft.generation_config.num_tree_nodes = 12
+    drive(RunningBatch(target, draft), requests, 4)
+
+
+def test_no_row_sees_what_another_left_on_the_model() -> None:
+    """The offset behind images is an attribute of the model, which any call may have set last."""
+    target: Any = vision_target("qwen3-vl")
+    requests = about_images(target, "qwen3-vl", 10, 5, num_new=(20, 30))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, batch_oracle(target), prefill_chunk_size=20)
+    step = batch.step
+
+    def spoiled() -> Any:
+        target.model.rope_deltas = torch.full((1, 1), 1000)
+        return step()
+
+    batch.step = spoiled
+    found = drive(batch, requests, 5)
+    assert found["most"] > 2
+
+
+def test_a_kept_text_is_for_the_same_image_alone() -> None:
+    target: Any = vision_target("qwen3-vl")
+    requests = about_images(target, "qwen3-vl", 8, 6, num_new=(20, 20))
+    # The same tokens, about another image.
+    first = next(one for one in requests if one.ids.shape[1] > 30 and "pixel_values" in one.images)
+    pixels = first.images["pixel_values"]
+    other = Asked(first.ids, first.settings, 0, images={**first.images, "pixel_values": -pixels})
+    requests = [first, other, *requests]
+    answer_alone(target, requests)
+    assert first.truth != other.truth
+    batch = RunningBatch(target, batch_oracle(target), max_kept_bytes=2**30)
+    drive(batch, requests, 6)
+    assert len(batch._kept.kept) > 0
+    for kept in batch._kept.kept:
+        begun_by = [one for one in requests if one.ids[0].equal(kept.ids[: one.ids.shape[1]])]
+        assert begun_by
+        assert not any("pixel_values" in one.images for one in begun_by)
+
+
+def test_a_chunk_ends_at_no_place_within_an_image() -> None:
+    types = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0]])
+    grids = torch.tensor([[1, 4, 4], [1, 2, 4]])
+    inputs = {"mm_token_type_ids": types, "image_grid_thw": grids}
+    inputs["pixel_values"] = torch.arange(24)[:, None]
+    images = PromptImages(inputs)
+    assert images.columns == [(2, 6), (7, 9)]
+    ends = [images.end_of_chunk(0, end) for end in range(1, 12)]
+    assert ends == [1, 2, 2, 2, 2, 6, 7, 7, 9, 10, 11]
+    # An image that is longer than a chunk is a chunk of its own.
+    assert images.end_of_chunk(2, 4) == 6
+    assert images.of_chunk(inputs, 0, 2) == {"pixel_values": None, "image_grid_thw": None}
+    second = images.of_chunk(inputs, 6, 11)
+    assert second["image_grid_thw"].tolist() == [[1, 2, 4]]
+    assert second["pixel_values"].flatten().tolist() == list(range(16, 24))
+    both = images.of_chunk(inputs, 0, 11)
+    assert both["pixel_values"].equal(inputs["pixel_values"])
+
+
+def test_many_prompts_with_images() -> None:
+    target = vision_target("qwen3-vl")
+    requests = about_images(target, "qwen3-vl", 6, 7)
+    answer_alone(target, requests)
+    inputs: list[Any] = []
+    for one in requests:
+        mask = torch.ones_like(one.ids)
+        inputs.append({"input_ids": one.ids, "attention_mask": mask, **one.images, **one.settings})
+    answers = list(generate_batch(target, tiny_draft(target), inputs, max_new_tokens=1))
+    assert sorted(answer.index for answer in answers) == list(range(6))
+    for answer in answers:
+        assert answer.token_ids == requests[answer.index].truth
+
+
+def test_images_that_are_refused() -> None:
+    target = vision_target("qwen3-vl")
+    one = about_images(target, "qwen3-vl", 3, 8)[2]
+    batch = RunningBatch(target, tiny_draft(target))
+    images = one.images
+    grids = images["image_grid_thw"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"image_grid_thw": None}, "together, got \"no \\['image_grid_thw'"),
+        ({"mm_token_type_ids": None}, "together, got \"no \\['mm_token_type_ids'"),
+        ({"mm_token_type_ids": 1 - images["mm_token_type_ids"]}, "1 for the 16 image tokens alone"),
+        ({"image_grid_thw": grids // 2}, "image tokens"),
+        ({"pixel_values": images["pixel_values"][:4]}, "pixel_values of 64 patches"),
+        ({"pixel_values_videos": images["pixel_values"]}, "images as image_grid_thw"),
+    ]
+    for changed, message in cases:
+        settings: dict[str, Any] = {**images, **changed}
+        with pytest.raises(ValueError, match=message):
+            batch.add(one.ids, max_new_tokens=5, **settings)
+    assert batch.ids == []
+    gemma = vision_target("gemma3")
+    inputs = vision_prompts(gemma, "gemma3", [[(4, 4)]], 0)
+    del inputs["attention_mask"]
+    batch = RunningBatch(gemma, tiny_draft(gemma))
+    settings = dict(inputs)
+    with pytest.raises(ValueError, match=r"images for a target of qwen2_5_vl, .* got 'gemma3'"):
+        batch.add(settings.pop("input_ids"), max_new_tokens=5, **settings)
