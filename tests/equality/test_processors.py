@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfi
 
 from helpers.half import half
 from helpers.static import Tape, tensor_oracle, use_tapes
-from tiny import oracle_draft, prompts, tiny_target, truth_of
+from tiny import VOCAB, oracle_draft, prompts, tiny_target, truth_of
 
 NEW = 24
 LENGTHS = [6, 4, 9, 5]
@@ -55,7 +55,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "min_new_tokens": {"min_new_tokens": 12},
     "bad words": {"bad_words_ids": [[5], [7, 8], [11, 12, 13]]},
     "sequence bias": {"sequence_bias": [[[4], 2.0], [[9, 10], -3.0]]},
-    "suppress": {"suppress_tokens": [1, 2, 4], "begin_suppress_tokens": [6, 7, 8, 9, 10, 11]},
+    # Ids that the target does not have are suppressed too: they hide nothing.
+    "suppress": {
+        "suppress_tokens": [1, 2, 4, -1, VOCAB],
+        "begin_suppress_tokens": [6, 7, 8, 9, 10, 11, VOCAB + 5],
+    },
     "forced eos": {"forced_eos_token_id": 9},
     "decay": {"exponential_decay_length_penalty": (3, 1.2)},
     "invalid values": {"remove_invalid_values": True},

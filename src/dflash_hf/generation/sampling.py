@@ -150,8 +150,13 @@ class HiddenTokens(NamedTuple):
         """Writes -inf into the logits of these tokens where the text has so many columns. No host sync."""
         is_hidden = (columns_BK >= self.first) & (columns_BK < self.end)
         tokens = self.tokens.to(logits_BKV.device)
-        of_tokens = logits_BKV[..., tokens]
-        logits_BKV[..., tokens] = of_tokens.masked_fill(is_hidden[..., None], -math.inf)
+        # An id that the target does not have hides nothing.
+        is_known = (tokens >= 0) & (tokens < logits_BKV.shape[-1])
+        tokens = torch.where(is_known, tokens, 0)
+        hides = is_hidden[..., None] & is_known
+        # The lower one of a logit and its bound, as an unknown id stands in for another token.
+        bounds = torch.where(hides, -math.inf, math.inf).to(logits_BKV.dtype)
+        logits_BKV.scatter_reduce_(-1, tokens.expand_as(bounds), bounds, reduce="amin")
 
 
 def _hidden_by(processor: Any) -> HiddenTokens | None:
