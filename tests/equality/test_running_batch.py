@@ -406,7 +406,7 @@ def answered(batch: RunningBatch, ids: list[int], **settings: Any) -> tuple[list
     return text, batch.ended[id].num_kept_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3", "gpt-oss", *RECURRENT])
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED | {"seed": 3}], ids=["greedy", "sampled"])
 def test_a_next_turn_goes_on_from_the_last_one(family: str, settings: dict[str, Any]) -> None:
     target = tiny_target(family, **LONG)
@@ -424,14 +424,41 @@ def test_a_next_turn_goes_on_from_the_last_one(family: str, settings: dict[str, 
         conversation += text + asked([5 + 40 * turn], 22 + turn)[0].ids[0].tolist()
 
 
-def test_a_hybrid_keeps_nothing_for_the_next_turn() -> None:
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
+def test_a_hybrid_goes_on_from_whole_texts_alone(family: str) -> None:
+    target = tiny_target(family, **LONG)
+    draft = tiny_draft(target)
+    batch = RunningBatch(target, draft, max_kept_bytes=2**30, prefill_chunk_size=30)
+    requests = asked([70, 9], 25, num_new=(20, 20))
+    first, more = (one.ids[0].tolist() for one in requests)
+    text, num_kept = answered(batch, first, **requests[0].settings)
+    assert num_kept == 0
+    # The state behind the prompt has become that behind the answer.
+    assert [len(kept.ids) for kept in batch._kept.kept] == [70 + len(text) - 1]
+    for prompt, num in (
+        (first, 0),
+        (first + text[:4] + more, 0),
+        (first + text, 70 + len(text) - 1),
+    ):
+        alone = asked([1], 0)
+        alone[0].ids = torch.tensor([prompt])
+        alone[0].settings = requests[0].settings
+        answer_alone(target, alone)
+        assert answered(batch, prompt, **requests[0].settings) == (alone[0].truth, num)
+
+
+def test_rows_of_a_hybrid_go_on_where_another_is_kept() -> None:
     target = tiny_target("qwen3.5", **LONG)
-    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30, prefill_chunk_size=30)
-    requests = asked([70], 25, num_new=(20, 20))
+    requests = asked([60, 30, 40, 50], 34, num_new=(10, 40))
     answer_alone(target, requests)
-    for _ in range(2):
-        ids = requests[0].ids[0].tolist()
-        assert answered(batch, ids, **requests[0].settings) == (requests[0].truth, 0)
+    turns = asked([5, 20, 1, 9], 35, num_new=(10, 40))
+    for one, before in zip(turns, requests, strict=True):
+        said = torch.tensor([before.truth])
+        one.ids = torch.cat([before.ids, said, one.ids], dim=1)
+    answer_alone(target, turns)
+    batch = RunningBatch(target, batch_oracle(target), max_kept_bytes=2**30)
+    found = drive(batch, requests + turns, 34)
+    assert found["most"] > 2
 
 
 def test_a_system_prompt_is_prefilled_once() -> None:

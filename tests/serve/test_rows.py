@@ -327,8 +327,9 @@ def test_an_error_of_nobody_ends_all_and_the_next_is_answered(
     assert after.ids == expected
 
 
-def test_the_next_turn_goes_on_from_the_last_one() -> None:
-    pair = Tiny(max_kept_bytes=2**30)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_the_next_turn_goes_on_from_the_last_one(family: str) -> None:
+    pair = Tiny(family, max_kept_bytes=2**30)
     first = Client("first", 200, 30, options=ENDLESS)
     pair.submit(first)
     end = first.end()

@@ -6,7 +6,7 @@ Transformers' own prefill runs them: the user's attention implementation, chunks
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -109,16 +109,31 @@ class Filling:
             for end in range(past + chunk_size, self.num_columns + chunk_size, chunk_size):
                 self._forward(min(end, self.num_columns))
 
-    def go_on_from(self, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Begins behind the first tokens of a single prompt, whose keys and values `[1, G, n, E]` are known.
+    def go_on_from(
+        self,
+        num: int,
+        kept: Mapping[int, tuple[Tensor, Tensor]],
+        windows: Mapping[int, Tensor],
+        states: Mapping[int, Tensor],
+    ) -> None:
+        """Begins behind the first `num` tokens of a single prompt, fewer than it has, of which all is known.
 
-        Those of each layer, of fewer tokens than the prompt has; zeros where a window has passed them.
+        Args:
+            num (`int`): The tokens.
+            kept (mapping): Keys and values `[1, G, num, E]` of each layer of attention by its index; zeros where a
+                window has passed them.
+            windows (mapping): The windows `[1, C, k]` of recurrent layers by their index.
+            states (mapping): The states `[1, ...]` of those that have one.
         """
         cache: Cache = self.inputs[CACHE_NAME]
-        # By the cache's own method: a layer with a window keeps its newest tokens alone.
-        for index, (keys, values) in enumerate(kept):
+        # By the cache's own methods: a layer with a window keeps its newest tokens alone.
+        for index, (keys, values) in kept.items():
             cache.update(keys, values, index)
-        self.seen = kept[0][0].shape[2]
+        for index, window in windows.items():
+            cache.update_conv_state(window, index)
+        for index, state in states.items():
+            cache.update_recurrent_state(state, index)
+        self.seen = num
 
     def run_chunk(self, num_tokens: int, images: PromptImages) -> None:
         """Runs the target over the next columns of prompts of token ids: at most so many, or one image."""

@@ -1,13 +1,13 @@
-"""Keys and values of texts that a running batch has decoded, for requests that begin with the same tokens.
+"""Keys, values and states of texts that a running batch has decoded, for requests that begin with the same tokens.
 
 The next turn of a conversation begins with the whole of the one before, and many conversations with one system prompt.
 Their tokens need not go through the target again: keys and values of both caches are copied in, and the prefill goes
-on behind them.
+on behind them. Windows and states of recurrent layers are there for the end of a text alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.rows import newest_of_row, with_gap
 from dflash_hf.errors import one_line
@@ -25,26 +26,63 @@ logger: Any = logging.get_logger(__name__)
 # Fewer tokens are sooner computed than looked up.
 SHORTEST = 16
 
+# Of layers, by their index: keys and values `[n, G, E]`, or `[1, G, n, E]` as caches of Transformers take them.
+Pairs = Mapping[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentStates:
+    """Windows and states of one row's recurrent layers, by their index; a layer may have a window alone."""
+
+    windows: dict[int, Tensor]  # [1, C, k]
+    states: dict[int, Tensor]  # [1, ...]
+
+    @classmethod
+    def of_row(cls, cache: RaggedCache, place: int) -> RecurrentStates:
+        """Returns views of a row's, at a place of a cache."""
+        one = slice(place, place + 1)
+        found = cls({}, {})
+        for group in cache.groups:
+            for slot, index in enumerate(group.indices):
+                found.windows[index] = group.windows[slot, one]
+                if group.states is not None:
+                    found.states[index] = group.states[slot, one]
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in (*self.windows.values(), *self.states.values()))
+
+    def copied(self) -> RecurrentStates:
+        """Returns copies."""
+        windows = {index: window.clone() for index, window in self.windows.items()}
+        states = {index: state.clone() for index, state in self.states.items()}
+        return RecurrentStates(windows, states)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptPrefix:
-    """A text whose keys and values are kept."""
+    """A text whose keys, values and states are kept."""
 
     ids: Tensor  # [n], int64, on the host
     # Keys and values `[m, G, E]` of each layer: of all tokens, or of the newest `m` in a window.
-    target: list[tuple[Tensor, Tensor]]
-    draft: list[tuple[Tensor, Tensor]]
+    target: Pairs
+    draft: Pairs
+    states: RecurrentStates  # of the target's recurrent layers, behind the last token
 
     @property
     def num_bytes(self) -> int:
         """Size of the copies in bytes."""
-        pairs = [*self.target, *self.draft]
-        return sum(keys.nbytes + values.nbytes for keys, values in pairs)
+        pairs = [*self.target.values(), *self.draft.values()]
+        num_bytes = sum(keys.nbytes + values.nbytes for keys, values in pairs)
+        return num_bytes + self.states.num_bytes
 
     @property
     def is_whole(self) -> bool:
         """Whether there are keys of every token in every layer of the target, so that a part of the text will do."""
-        return all(len(keys) == len(self.ids) for keys, _ in self.target)
+        has_all_keys = all(len(keys) == len(self.ids) for keys, _ in self.target.values())
+        return has_all_keys and not self.states.windows
 
     def num_shared(self, prompt: Tensor) -> int:
         """Returns how many of a prompt's first tokens `[n]` can be taken from here: the last one never is."""
@@ -52,18 +90,20 @@ class KeptPrefix:
         longest = min(len(self.ids), len(prompt) - 1)
         is_same = self.ids[:longest] == prompt[:longest]
         num_same = int(is_same.long().cumprod(dim=0).sum())
-        # In a window older keys are gone: only the end of the text can be gone on from.
+        # In a window older keys are gone, and a state is that of the end: only from there can be gone on.
         if num_same < len(self.ids) and not self.is_whole:
             return 0
         return num_same
 
-    def first(self, kept: list[tuple[Tensor, Tensor]], num: int) -> list[tuple[Tensor, Tensor]]:
+    def first(self, kept: Pairs, num: int) -> Pairs:
         """Returns `target` or `draft` of the first `num` tokens: `[1, G, num, E]`, zeros where nothing is kept."""
         length = len(self.ids)
-        return [
-            (with_gap(keys, length)[:, :, :num], with_gap(values, length)[:, :, :num])
-            for keys, values in kept
-        ]
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, (keys, values) in kept.items():
+            first_keys = with_gap(keys, length)[:, :, :num]
+            first_values = with_gap(values, length)[:, :, :num]
+            found[index] = (first_keys, first_values)
+        return found
 
 
 class KeptPrefixes:
@@ -86,21 +126,21 @@ class KeptPrefixes:
             place (`int`): The row's.
             ids (sequence of `int`): The row's text, one token longer at least.
         """
-        # The states of recurrent layers belong to one length, and are not kept.
-        if run.cache.groups:
-            return
         length = run.rows.reported.lengths[place]
         # Looked at before anything is copied: a text that is too long would push all others out.
         num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.cache, length)
+        num_bytes += RecurrentStates.of_row(run.cache, place).num_bytes
         if length < SHORTEST or num_bytes > self.max_bytes:
             return
-        # The newest tokens are no context of the draft yet.
+        # The newest tokens are no context of the draft yet, and the states lack those that the last step has kept.
         run.generator.flush()
+        run.cache.advance(RaggedBlock.at(run.state.lengths, 1))
         try:
             prefix = KeptPrefix(
                 ids=torch.tensor(ids[:length], device="cpu"),
                 target=_copies(run.cache, place, length),
                 draft=_copies(run.generator.cache, place, length),
+                states=RecurrentStates.of_row(run.cache, place).copied(),
             )
         # Rows that run need none of it.
         except torch.OutOfMemoryError as error:
@@ -129,19 +169,23 @@ class KeptPrefixes:
         index = shared.index(num)
         prefix = self.kept.pop(index)
         self.kept.append(prefix)
-        begun.filling.go_on_from(prefix.first(prefix.target, num))
-        begun.generator.take_context(prefix.first(prefix.draft, num))
+        states = prefix.states
+        begun.filling.go_on_from(
+            num, prefix.first(prefix.target, num), states.windows, states.states
+        )
+        context = prefix.first(prefix.draft, num)
+        begun.generator.take_context(list(context.values()))
         return num
 
 
-def _copies(cache: RaggedCache, place: int, length: int) -> list[tuple[Tensor, Tensor]]:
+def _copies(cache: RaggedCache, place: int, length: int) -> Pairs:
     """Returns copies of the keys and values of a row's first `length` tokens in every layer."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for layer in cache.attention.values():
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for index, layer in cache.attention.items():
         # Slots of a ring that are out of the window may hold rejected tokens.
         num = length if layer.shape.window is None else min(length, layer.shape.window)
         keys, values = (newest_of_row(buffer[place], length, num) for buffer in layer.buffers())
-        found.append((keys, values))
+        found[index] = (keys, values)
     return found
 
 

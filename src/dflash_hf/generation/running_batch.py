@@ -50,7 +50,8 @@ class RunningBatch:
             its answer included. A request waits until it fits in beside those that run.
         prefill_chunk_size (`int`): Tokens of prompts between two steps, at most; an image is in one chunk.
         max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most. A request that
-            begins with the tokens of one goes on from it; where the target has sliding windows, with all of them.
+            begins with the tokens of one goes on from it; where the target has sliding windows or recurrent layers,
+            with all of them.
 
     Raises:
         ValueError: If the target, the pair or an argument is refused.
