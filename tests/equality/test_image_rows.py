@@ -110,23 +110,73 @@ def test_no_row_sees_what_another_left_on_the_model() -> None:
     assert found["most"] > 2
 
 
-def test_a_kept_text_is_for_the_same_image_alone() -> None:
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl"])
+def test_a_next_turn_goes_on_where_the_images_are_the_same(name: str) -> None:
+    target: Any = vision_target(name)
+    first = about_images(target, name, 4, 6, num_new=(20, 20))[3]
+    first.settings["eos_token_id"] = None
+    answer_alone(target, [first])
+    said = torch.tensor([first.truth])
+    second = about_images(target, name, 3, 7)
+    text_alone = second[0]
+    text_alone.images["pixel_values"] = first.images["pixel_values"][:0]
+    text_alone.images["image_grid_thw"] = first.images["image_grid_thw"][:0]
+
+    def turn(changed: slice, new: Asked) -> Asked:
+        """The second turn, `new` behind the first one, of which some patches are changed."""
+        of_first = first.images["pixel_values"].clone()
+        of_first[changed] *= -1
+        types = (first.images["mm_token_type_ids"], torch.zeros_like(said).int())
+        images = {
+            "pixel_values": torch.cat([of_first, new.images["pixel_values"]]),
+            "image_grid_thw": torch.cat(
+                [first.images["image_grid_thw"], new.images["image_grid_thw"]]
+            ),
+            "mm_token_type_ids": torch.cat([*types, new.images["mm_token_type_ids"]], dim=1),
+        }
+        return Asked(torch.cat([first.ids, said, new.ids], dim=1), first.settings, 0, images=images)
+
+    same = turn(slice(0, 0), text_alone)
+    more = turn(slice(0, 0), second[2])
+    # The second image of the first turn has the last 12 patches.
+    other = turn(slice(20, None), text_alone)
+    answer_alone(target, [same, more, other])
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30, prefill_chunk_size=20)
+    num_whole = first.ids.shape[1] + len(first.truth) - 1
+    marks = first.images["mm_token_type_ids"][0].nonzero()[:, 0].tolist()
+    # The first image has four tokens.
+    num_before_second = marks[4]
+    assert num_before_second > 16
+    # Of a hybrid there is no state before the end of the text.
+    num_part = 0 if name == "qwen3.5-vl" else num_before_second
+    assert answered(batch, first) == (first.truth, 0)
+    of_first = batch._kept.kept.copy()
+    for one, num_kept in ((more, num_whole), (other, num_part), (same, num_whole)):
+        # Every second turn finds the first one alone.
+        batch._kept.kept = of_first.copy()
+        assert answered(batch, one) == (one.truth, num_kept)
+
+
+def answered(batch: RunningBatch, one: Asked) -> tuple[list[int], int]:
+    """Returns the answer to one request, and how many tokens of its prompt were taken from an earlier text."""
+    settings: dict[str, Any] = {**one.images, **one.settings}
+    id = batch.add(one.ids, **settings)
+    text: list[int] = []
+    while batch.ids:
+        for new in batch.step():
+            text += new.token_ids
+    return text, batch.ended[id].num_kept_tokens
+
+
+def test_tokens_of_an_image_that_are_text_are_not_taken_for_it() -> None:
     target: Any = vision_target("qwen3-vl")
-    requests = about_images(target, "qwen3-vl", 8, 6, num_new=(20, 20))
-    # The same tokens, about another image.
-    first = next(one for one in requests if one.ids.shape[1] > 30 and "pixel_values" in one.images)
-    pixels = first.images["pixel_values"]
-    other = Asked(first.ids, first.settings, 0, images={**first.images, "pixel_values": -pixels})
-    requests = [first, other, *requests]
+    seen = about_images(target, "qwen3-vl", 3, 8, num_new=(20, 20))[2]
+    read = Asked(seen.ids, seen.settings, 0)
+    longer = Asked(torch.cat([seen.ids, seen.ids], dim=1), seen.settings, 0)
+    requests = [seen, read, longer, *about_images(target, "qwen3-vl", 5, 9)]
     answer_alone(target, requests)
-    assert first.truth != other.truth
     batch = RunningBatch(target, batch_oracle(target), max_kept_bytes=2**30)
     drive(batch, requests, 6)
-    assert len(batch._kept.kept) > 0
-    for kept in batch._kept.kept:
-        begun_by = [one for one in requests if one.ids[0].equal(kept.ids[: one.ids.shape[1]])]
-        assert begun_by
-        assert not any("pixel_values" in one.images for one in begun_by)
 
 
 def test_a_chunk_ends_at_no_place_within_an_image() -> None:
@@ -135,7 +185,7 @@ def test_a_chunk_ends_at_no_place_within_an_image() -> None:
     inputs = {"mm_token_type_ids": types, "image_grid_thw": grids}
     inputs["pixel_values"] = torch.arange(24)[:, None]
     images = PromptImages(inputs)
-    assert images.columns == [(2, 6), (7, 9)]
+    assert [(image.first, image.end) for image in images.images] == [(2, 6), (7, 9)]
     ends = [images.end_of_chunk(0, end) for end in range(1, 12)]
     assert ends == [1, 2, 2, 2, 2, 6, 7, 7, 9, 10, 11]
     # An image that is longer than a chunk is a chunk of its own.

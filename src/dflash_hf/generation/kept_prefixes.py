@@ -2,7 +2,8 @@
 
 The next turn of a conversation begins with the whole of the one before, and many conversations with one system prompt.
 Their tokens need not go through the target again: keys and values of both caches are copied in, and the prefill goes
-on behind them. Windows and states of recurrent layers are there for the end of a text alone.
+on behind them. Windows and states of recurrent layers are there for the end of a text alone. Tokens of images are the
+same for all images: what these show has to be the same too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.rows import newest_of_row, with_gap
 from dflash_hf.errors import one_line
 from dflash_hf.generation.prefill import Prefill
+from dflash_hf.generation.prompt_images import PromptImage, PromptImages
 from dflash_hf.generation.run import Run
 
 logger: Any = logging.get_logger(__name__)
@@ -66,6 +68,7 @@ class KeptPrefix:
     """A text whose keys, values and states are kept."""
 
     ids: Tensor  # [n], int64, on the host
+    images: list[PromptImage]
     # Keys and values `[m, G, E]` of each layer: of all tokens, or of the newest `m` in a window.
     target: Pairs
     draft: Pairs
@@ -84,16 +87,30 @@ class KeptPrefix:
         has_all_keys = all(len(keys) == len(self.ids) for keys, _ in self.target.values())
         return has_all_keys and not self.states.windows
 
-    def num_shared(self, prompt: Tensor) -> int:
+    def num_shared(self, prompt: Tensor, images: list[PromptImage]) -> int:
         """Returns how many of a prompt's first tokens `[n]` can be taken from here: the last one never is."""
         # The last token goes through the target in any case: its logits give the first token of the answer.
         longest = min(len(self.ids), len(prompt) - 1)
         is_same = self.ids[:longest] == prompt[:longest]
         num_same = int(is_same.long().cumprod(dim=0).sum())
+        # What stands behind an image that only one of the two has follows from it.
+        only_of_one = {*self.images} ^ {*images}
+        num_same = min([num_same, *(image.first for image in only_of_one)])
+        # An image goes through the target as a whole.
+        for image in images:
+            if image.first < num_same < image.end:
+                num_same = image.first
         # In a window older keys are gone, and a state is that of the end: only from there can be gone on.
         if num_same < len(self.ids) and not self.is_whole:
             return 0
         return num_same
+
+    def begins_with(self, other: KeptPrefix) -> bool:
+        """Returns True if this text begins with all of another one, and shows the same."""
+        num = len(other.ids)
+        has_tokens = num <= len(self.ids) and bool((self.ids[:num] == other.ids).all())
+        images = [image for image in self.images if image.first < num]
+        return has_tokens and images == other.images
 
     def first(self, kept: Pairs, num: int) -> Pairs:
         """Returns `target` or `draft` of the first `num` tokens: `[1, G, num, E]`, zeros where nothing is kept."""
@@ -118,13 +135,14 @@ class KeptPrefixes:
         # The least recently used ones first.
         self.kept: list[KeptPrefix] = []
 
-    def keep(self, run: Run, place: int, ids: Sequence[int]) -> None:
+    def keep(self, run: Run, place: int, ids: Sequence[int], images: PromptImages) -> None:
         """Keeps the first tokens of the row at a place of a run, those that are in its caches.
 
         Args:
             run (`Run`): The run, between two steps.
             place (`int`): The row's.
             ids (sequence of `int`): The row's text, one token longer at least.
+            images (`PromptImages`): Those of its prompt.
         """
         length = run.rows.reported.lengths[place]
         # Looked at before anything is copied: a text that is too long would push all others out.
@@ -138,6 +156,7 @@ class KeptPrefixes:
         try:
             prefix = KeptPrefix(
                 ids=torch.tensor(ids[:length], device="cpu"),
+                images=images.images,
                 target=_copies(run.cache, place, length),
                 draft=_copies(run.generator.cache, place, length),
                 states=RecurrentStates.of_row(run.cache, place).copied(),
@@ -147,7 +166,7 @@ class KeptPrefixes:
             logger.warning_once(f"The text of a row is not kept for others: {one_line(error)}")
             return
         # What is the beginning of this text is of no more use.
-        self.kept = [one for one in self.kept if not _begins(prefix.ids, one.ids)]
+        self.kept = [one for one in self.kept if not prefix.begins_with(one)]
         self.kept.append(prefix)
         # The text itself fits, so that it is never the one that goes.
         while self.num_bytes > self.max_bytes:
@@ -158,10 +177,10 @@ class KeptPrefixes:
         """Size of all copies in bytes."""
         return sum(one.num_bytes for one in self.kept)
 
-    def go_on(self, begun: Prefill) -> int:
+    def go_on(self, begun: Prefill, images: PromptImages) -> int:
         """Has a prefill begin behind the tokens that are kept of its prompt; returns how many these are."""
         prompt = begun.generator.request.input_ids[0].cpu()
-        shared = [one.num_shared(prompt) for one in self.kept]
+        shared = [one.num_shared(prompt, images.images) for one in self.kept]
         num = max(shared, default=0)
         if num < SHORTEST:
             return 0
@@ -192,8 +211,3 @@ def _copies(cache: RaggedCache, place: int, length: int) -> Pairs:
 def _num_bytes(cache: RaggedCache, length: int) -> int:
     """Returns the size of [`_copies`] in bytes."""
     return sum(layer.shape.num_bytes(1, length, 0) for layer in cache.attention.values())
-
-
-def _begins(text: Tensor, other: Tensor) -> bool:
-    """Returns True if a text `[n]` begins with all of another one."""
-    return len(other) <= len(text) and bool((text[: len(other)] == other).all())

@@ -6,8 +6,20 @@ of its own images: the target wants as many patches as the tokens of a forward s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PromptImage(NamedTuple):
+    """An image among the tokens of a prompt. Two are equal where the same image stands at the same place."""
+
+    first: int  # column of its first token
+    end: int  # column behind its last token
+    digest: bytes  # of its grid and its patches
 
 
 class PromptImages:
@@ -21,8 +33,8 @@ class PromptImages:
     """
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
-        # First column of each image and the one behind its last, and the same for its patches.
-        self.columns: list[tuple[int, int]] = []
+        self.images: list[PromptImage] = []
+        # Of each image, its first patch and the one behind its last.
         self.patches: list[tuple[int, int]] = []
         grids = inputs.get("image_grid_thw")
         if grids is None:
@@ -35,30 +47,27 @@ class PromptImages:
         for size in sizes:
             end = first + size
             own = of_images[first // per_token : end // per_token]
-            self.columns.append((own[0], own[-1] + 1))
+            grid = grids[len(self.images)]
+            digest = _digest(grid, inputs["pixel_values"][first:end])
+            self.images.append(PromptImage(own[0], own[-1] + 1, digest))
             self.patches.append((first, end))
             first = end
-
-    @property
-    def are_none(self) -> bool:
-        """Whether the prompt is text alone."""
-        return not self.columns
 
     def end_of_chunk(self, begin: int, end: int) -> int:
         """Returns where a chunk from a column on ends that should end at another one: never within an image.
 
         Before the image, if something is left of the chunk then, else behind it.
         """
-        for first, last in self.columns:
-            if first < end < last:
-                return first if first > begin else last
+        for image in self.images:
+            if image.first < end < image.end:
+                return image.first if image.first > begin else image.end
         return end
 
     def of_chunk(self, inputs: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
         """Returns the images of `inputs` whose tokens are in the columns from `begin` to before `end`, as keywords."""
-        if self.are_none:
+        if not self.images:
             return {}
-        within = [begin <= first and last <= end for first, last in self.columns]
+        within = [begin <= image.first and image.end <= end for image in self.images]
         numbers = [number for number, is_within in enumerate(within) if is_within]
         if not numbers:
             # A forward is not given empty tensors: it would run the vision tower over nothing.
@@ -69,3 +78,11 @@ class PromptImages:
             "pixel_values": inputs["pixel_values"][patches],
             "image_grid_thw": inputs["image_grid_thw"][grids],
         }
+
+
+def _digest(grid: Tensor, patches: Tensor) -> bytes:
+    """Returns what tells an image `[patches, ...]` with its grid `[3]` from others."""
+    found = hashlib.blake2b(str(grid.tolist()).encode(), digest_size=32)
+    # As bytes: numpy has no bfloat16.
+    found.update(patches.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.digest()

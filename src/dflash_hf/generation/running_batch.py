@@ -262,9 +262,8 @@ class RunningBatch:
         except ValueError as error:
             self._fail(row, error)
             return
-        # Tokens of an earlier text need not go through the target again; those of images do not say what they show.
-        if row.images.are_none:
-            row.stats.num_kept_tokens = self._kept.go_on(begun)
+        # Tokens of an earlier text need not go through the target again.
+        row.stats.num_kept_tokens = self._kept.go_on(begun, row.images)
         row.end_ids = begun.prompts.eos_ids.tolist()
         self._prefilled = (row, begun)
 
@@ -287,7 +286,7 @@ class RunningBatch:
         # The pixels of images are of no more use.
         row.inputs = {}
         # Others may come with the same system prompt before this one ends.
-        self._keep(row, run, 0)
+        self._kept.keep(run, 0, run.state.ids[0].tolist(), row.images)
         row.stats.first_token_seconds = time.perf_counter() - row.added
         is_last = bool(run.rows.reported.done[0])
         # An answer of one token joins nothing.
@@ -396,13 +395,8 @@ class RunningBatch:
             is_last = bool(run.rows.reported.done[place])
             # Kept before the row leaves: another one goes to its place.
             if is_last:
-                self._keep(row, run, place)
+                self._kept.keep(run, place, run.state.ids[place].tolist(), row.images)
             self._report(row, new, is_last)
-
-    def _keep(self, row: Row, run: Run, place: int) -> None:
-        """Keeps the text of a row, at a place of a run, for requests that begin with it."""
-        if row.images.are_none:
-            self._kept.keep(run, place, run.state.ids[place].tolist())
 
     def _drop_finished(self) -> None:
         """Goes on without the rows that have ended."""
