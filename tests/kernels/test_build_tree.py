@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_hf.block.tree import FOLLOWS, GOES_ON
 from dflash_kernels import build_tree
+from helpers.half import half
 from helpers.kernel_checks import DEVICES, Guarded, ancestors_of, assert_same_writes, check_raises
 
 BATCH, TOKENS = 2, 200
@@ -38,7 +39,7 @@ def draft(
     return found
 
 
-def text(kind: str, vocab: int, seed: int) -> Given:
+def text(kind: str, vocab: int, seed: int, batch: int = BATCH) -> Given:
     """Rows of different lengths, of few tokens, so that ends come again, or of none that do."""
     generator = torch.Generator().manual_seed(seed)
     num_columns = 90
@@ -53,7 +54,7 @@ def text(kind: str, vocab: int, seed: int) -> Given:
         follows = torch.tensor([[0.0, 0.97, 0.98], [0.0, 0.99, 0.99]]).log()
     elif kind == "one token":
         follows = follows[:, :2]
-    return {"ids_BT": ids, "cursor_B": cursor, "follows_FM": follows}
+    return {"ids_BT": ids[:batch], "cursor_B": cursor[:batch], "follows_FM": follows}
 
 
 def agreed(num_nodes: int, given: Given, device: str) -> Tensor:
@@ -92,24 +93,41 @@ SHAPES = [
     (130, 5, 12),
     (256, 7, 9),
 ]
+# From so many on a shape is tested with tokens or with candidates, in turn; the others are `slow`.
+MANY = 60
+
+
+def shapes_and_states() -> list[Any]:
+    """Every shape with tokens and with candidates."""
+    found: list[Any] = []
+    for place, (num_nodes, depth, vocab) in enumerate(SHAPES):
+        for has_states in (False, True):
+            is_its_turn = has_states == bool(place % 2)
+            marks = [] if num_nodes < MANY or is_its_turn else [pytest.mark.slow]
+            kind = "candidates" if has_states else "tokens"
+            name = f"{num_nodes}-{depth}-{vocab}-{kind}"
+            found.append(pytest.param(num_nodes, depth, vocab, has_states, id=name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("has_states", [False, True], ids=["tokens", "candidates"])
-@pytest.mark.parametrize(("num_nodes", "depth", "vocab"), SHAPES)
+@pytest.mark.parametrize(("num_nodes", "depth", "vocab", "has_states"), shapes_and_states())
 def test_the_kernel_builds_what_the_definition_says(
     num_nodes: int, depth: int, vocab: int, has_states: bool, device: str
 ) -> None:
     # A row is a program of its own, and one of a large tree takes the interpreter seconds.
-    batch = 1 if num_nodes > 100 else BATCH
+    batch = 1 if num_nodes > 30 else BATCH
     given = draft(num_nodes, depth, vocab, has_states, num_nodes, batch=batch)
     agreed(num_nodes, given, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("has_states", [False, True], ids=["tokens", "candidates"])
 @pytest.mark.parametrize(
-    "kind", ["as usual", "likely", "one token", "nothing before", "at the beginning"]
+    ("kind", "has_states"),
+    half(
+        ["as usual", "likely", "one token", "nothing before", "at the beginning"],
+        {"tokens": False, "candidates": True},
+    ),
 )
 def test_and_with_what_the_text_has_said_before(kind: str, has_states: bool, device: str) -> None:
     changed = 0
@@ -118,15 +136,16 @@ def test_and_with_what_the_text_has_said_before(kind: str, has_states: bool, dev
     if kind == "as usual":
         shapes.append((70, 9, 12))
     for seed, (num_nodes, depth, vocab) in enumerate(shapes):
-        given = draft(num_nodes, depth, vocab, has_states, seed, spread=0.7 + seed % 2)
+        batch = 1 if num_nodes > 30 else BATCH
+        spread = 0.7 + seed % 2
+        given = draft(num_nodes, depth, vocab, has_states, seed, spread, batch)
         # Candidates among the text's few tokens too, so that both say the same in places
         if has_states:
-            given["candidates_BDC"] = torch.arange(vocab).expand(BATCH, depth, -1).contiguous()
-        without = torch.zeros(3 + -(-num_nodes // 64), BATCH, num_nodes, dtype=torch.long)
+            given["candidates_BDC"] = torch.arange(vocab).expand(batch, depth, -1).contiguous()
+        without = torch.zeros(3 + -(-num_nodes // 64), batch, num_nodes, dtype=torch.long)
         build_tree.reference(**given, nodes_XBN=without, block_BN=without[0].clone())
-        changed += not torch.equal(
-            agreed(num_nodes, given | text(kind, vocab, seed), device), without
-        )
+        nodes = agreed(num_nodes, given | text(kind, vocab, seed, batch), device)
+        changed += not torch.equal(nodes, without)
     assert (changed > 0) == (kind != "nothing before")
 
 

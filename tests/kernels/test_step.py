@@ -17,7 +17,7 @@ from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.generation import buffers
 from dflash_hf.generation.buffers import kept_buffers
 from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
-from helpers.half import half
+from helpers.half import half, pairs
 from helpers.kernel_checks import DEVICES, Calls, calls_of, find_out
 from helpers.static import Tape, TapeStep, TensorOracle, set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
@@ -127,7 +127,7 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "proposal", "engine"),
-    half(
+    pairs(
         {"dflash": {}, "dflash 2": DFLASH2, "dspark": DSPARK},
         ["argmax", "shared_noise", "sample"],
         ENGINES,
