@@ -251,7 +251,7 @@ def test_prompts_that_are_none(name: str, tmp_path: Path) -> None:
 # ---- what goes right
 
 
-@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow)])
 def test_tables_fit_the_terminal(columns: int) -> None:
     options = {"env": {"COLUMNS": str(columns)}}
     demo = CliRunner().invoke(app, ["demo", "--per-kind", "1", "--max-new-tokens", "6"], **options)
