@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from dflash_hf import RunningBatch
+from helpers.half import half
 from tiny import DSPARK, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 24
@@ -29,9 +30,14 @@ class Stairs(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, allowed, scores.gather(1, allowed))
 
 
-@pytest.mark.parametrize("kind", [{}, DSPARK], ids=["dflash", "dspark"])
-@pytest.mark.parametrize("num_tree_nodes", [0, 12], ids=["chain", "tree"])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("do_sample", "num_tree_nodes", "kind"),
+    half(
+        {"greedy": False, "sampled": True},
+        {"chain": 0, "tree": 12},
+        {"dflash": {}, "dspark": DSPARK},
+    ),
+)
 def test_the_text_is_the_same_in_fewer_verifies(
     num_tree_nodes: int, do_sample: bool, kind: dict[str, Any]
 ) -> None:
