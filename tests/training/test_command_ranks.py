@@ -103,7 +103,7 @@ def test_steps_of_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         of_eight = TrainSettings(target="org/x", output_dir=tmp_path)
         RunState(of_eight, [*STAGES], False).check()
         of_more = replace(settings, arguments={"gradient_accumulation_steps": 2})
-        what = f"whose {BATCHES_PER_STEP} was 8 and is 16; add --redo"
+        what = f"got a change: {BATCHES_PER_STEP} was 8 and is 16; add --redo"
         with pytest.raises(ValueError, match=what):
             RunState(of_more, [*STAGES], False).check()
 
