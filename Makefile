@@ -51,7 +51,7 @@ need = @for path in $(1); do test -e "$${path%%::*}" || { \
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz docs release-check test-types-browser-kernels test-kernels test-docs test-oldest test-latest versions
+.PHONY: fuzz docs release-check test-types-and-browser test-kernels test-docs test-oldest test-latest versions
 .PHONY: toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
@@ -65,18 +65,11 @@ chat: $(VENV)/.stamp-dev  ## a web page, on this machine only: SmolLM2 after mak
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
 
-test: lint test-types-browser-kernels test-cpu test-oldest test-latest  ## all checks
+test: lint test-types-and-browser test-cpu test-kernels test-oldest test-latest  ## all checks
 
-# Pyright has one thread, the browser tests often wait, and those of the kernels compute: at once they leave no processor
-# idle. What the kernels' say comes at the end.
-test-types-browser-kernels: $(VENV)/.stamp-dev
-	@log=$$(mktemp); \
-	$(MAKE) test-kernels >"$$log" 2>&1 & kernels=$$!; \
-	$(MAKE) types & types=$$!; \
-	$(MAKE) test-browser; failed=$$?; \
-	wait $$types || failed=1; \
-	wait $$kernels || failed=1; \
-	cat "$$log"; rm "$$log"; exit $$failed
+# Pyright has one thread, and the browser tests wait most of the time: at once they take as long as the longer one.
+test-types-and-browser:
+	$(MAKE) types & types=$$!; $(MAKE) test-browser; browser=$$?; wait $$types && exit $$browser
 
 lint: $(VENV)/.stamp-dev  ## ruff, rules and layout
 	$(BIN)/ruff check .
