@@ -46,7 +46,9 @@ ANSWERS = "answers"
 def train(recipe: Path, folder: Path, stages: str, *others: str) -> None:
     """Runs `dflash-hf train` of a recipe in a folder; a command that fails says why and ends the comparison."""
     options = ["--config", str(recipe), "--output-dir", str(folder), "--stages", stages, *others]
-    app(["train", *options], standalone_mode=False)
+    status = app(["train", *options], standalone_mode=False)
+    if status:
+        raise typer.Exit(status)
 
 
 def trained(recipe: Path, seed: int, folder: Path, answers: Path, others: Sequence[str]) -> Path:

@@ -80,6 +80,17 @@ def test_recipes_are_compared_on_the_same_answers(tmp_path: Path, options: list[
     assert json.loads((tmp_path / "objectives.json").read_text())["rows"] == rows
 
 
+def test_a_command_that_fails_ends_the_comparison(
+    tmp_path: Path, options: list[str], recipes: Path
+) -> None:
+    for file in recipes.glob("*.yaml"):
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        file.write_text(yaml.safe_dump({**content, "target": str(tmp_path / "none")}))
+    result = run(*options)
+    assert result.exit_code == 2
+    assert not (tmp_path / "runs" / "dflash-0").exists()
+
+
 def test_absent_files_are_a_sentence(tmp_path: Path, options: list[str], recipes: Path) -> None:
     result = run(*options, "--sets", "gsm8k")
     assert result.exit_code == 2

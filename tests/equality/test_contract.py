@@ -332,6 +332,16 @@ def test_unsupported_attention_is_refused_by_name(case: str) -> None:
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
 
 
+def test_a_config_changed_in_place_is_looked_at_again() -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    inputs = prompts([6], 0)
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    target.config.num_kv_shared_layers = 2
+    with pytest.raises(ValueError, match="shared-K/V"):
+        target.generate(**inputs, **GREEDY, assistant_model=draft)
+
+
 def test_a_soft_cap_that_plain_generate_leaves_out_is_refused() -> None:
     target = tiny_target("gemma2")
     target.config._attn_implementation = "sdpa"

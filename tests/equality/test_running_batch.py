@@ -11,6 +11,7 @@ import torch
 from dflash_hf import RunningBatch, generate_batch
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import running_batch
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from helpers.running import END, answer_alone, asked, batch_oracle, drive
 from helpers.whole_blocks import use_whole_blocks
 from tiny import VOCAB, tiny_draft, tiny_target
@@ -283,6 +284,60 @@ def test_a_step_that_fails_ends_what_ran(monkeypatch: pytest.MonkeyPatch) -> Non
         for new in batch.step():
             text += new.token_ids
     assert text == requests[1].truth
+
+
+def test_memory_that_ends_while_buffers_grow_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    (request,) = asked([3], 9, num_new=(20, 20))
+    answer_alone(target, [request])
+    batch = RunningBatch(target, tiny_draft(target))
+    for _ in range(2):
+        batch.add(request.ids, **request.settings)
+    batch.step()
+
+    def full(*given: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running_batch, "make_room", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            batch.step()
+    assert batch.ids == []
+    assert answered(batch, request.ids, **request.settings)[0] == request.truth
+
+
+def test_kept_texts_go_before_a_row_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3", **LONG)
+    draft = tiny_draft(target)
+    (request,) = asked([30], 9, num_new=(20, 20))
+    answer_alone(target, [request])
+    batch = RunningBatch(target, draft, max_kept_bytes=2**30)
+    answered(batch, [5] * 40, max_new_tokens=5)
+    room = running_batch.make_room
+
+    def full(run: Any) -> None:
+        if batch._kept.kept:
+            raise OutOfRoomError("expected room, got none")
+        room(run)
+
+    monkeypatch.setattr(running_batch, "make_room", full)
+    assert answered(batch, request.ids, **request.settings)[0] == request.truth
+
+
+def test_a_kept_text_without_room_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3", **LONG)
+    (request,) = asked([70], 9, num_new=(20, 20))
+    answer_alone(target, [request])
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
+    answered(batch, request.ids, **request.settings)
+
+    def full(generator: Any, context: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    # The target's keys are there by then.
+    with monkeypatch.context() as patch:
+        patch.setattr(DFlashCandidateGenerator, "take_context", full)
+        assert answered(batch, request.ids, **request.settings) == (request.truth, 0)
 
 
 def test_requests_that_are_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.generation import running_batch
@@ -256,6 +257,23 @@ def test_what_cannot_be_prefilled_is_answered_alone(monkeypatch: pytest.MonkeyPa
     pair.submit(*clients)
     assert all(isinstance(client.end(), Done) for client in clients)
     assert [client.ids for client in clients] == expected
+
+
+def test_those_without_room_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Tiny()
+    clients = [Client(f"{place}", 5 + place, 10) for place in range(4)]
+    expected = [client.alone(pair.target, pair.draft) for client in clients]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OutOfRoomError("expected room, got none")
+
+    monkeypatch.setattr(running_batch, "begin_prefill", full)
+    pair.submit(*clients)
+    assert all(isinstance(client.end(), Done) for client in clients)
+    assert [client.ids for client in clients] == expected
+    pair.engine.call(int)
+    ended = [note.partition(":")[0] for note in pair.notes if "expected room" not in note]
+    assert ended == ["0", "1", "2", "3"]
 
 
 def test_a_row_whose_tokens_cannot_be_told_ends_alone() -> None:

@@ -465,6 +465,7 @@ def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> Non
         "bench_data_dir",
         "chunk_blocks",
         "feature_cache",
+        "feature_server",
         "device",
         "threads",
         "logging_steps",

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3ForCausalLM
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, load_draft
 from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.pair.vocabulary import load_vocabulary
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, served_features
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.features import FeatureCache
@@ -179,6 +179,36 @@ def test_a_cache_folder_is_asked_for(rows: Path, tmp_path: Path) -> None:
     result = train(*given, "--output-dir", tmp_path / "run")
     assert result.exit_code == 2
     assert "expected --feature-cache with --feature-server" in said(result)
+
+
+def test_a_lock_that_is_never_let_go_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_features, "LONGEST_WRITE", 0.1)
+    path = tmp_path / "x.safetensors"
+    lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match=r"expected a file of hidden states within 0 s"):
+        read_file(path, "the server")
+    os.close(lock)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_whole_models_config_says_what_is_tied(is_tied: bool, tmp_path: Path) -> None:
+    source = TOY / "vision" / "target"
+    whole = AutoModelForImageTextToText.from_pretrained(source)
+    whole.config.tie_word_embeddings = is_tied
+    whole.config.text_config.tie_word_embeddings = not is_tied
+    if not is_tied:
+        whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach() * 2)
+    whole.save_pretrained(tmp_path)
+    for file in source.glob("*"):
+        if "token" in file.name or "processor" in file.name or "template" in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    model, _ = load_vocabulary(str(tmp_path))
+    target = find_target(model)
+    assert target.embedding.weight.equal(whole.get_input_embeddings().weight)
+    assert target.head.weight.equal(whole.lm_head.weight)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

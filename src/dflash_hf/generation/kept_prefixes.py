@@ -177,6 +177,12 @@ class KeptPrefixes:
         """Size of all copies in bytes."""
         return sum(one.num_bytes for one in self.kept)
 
+    def drop_all(self) -> bool:
+        """Gives back the memory of all copies; returns False if there are none."""
+        had_any = bool(self.kept)
+        self.kept.clear()
+        return had_any
+
     def go_on(self, begun: Prefill, images: PromptImages) -> int:
         """Has a prefill begin behind the tokens that are kept of its prompt; returns how many these are."""
         prompt = begun.generator.request.input_ids[0].cpu()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -126,7 +127,8 @@ def prepare_row(
     }
     generate = functools.partial(_generate_without_pixels, cast(Any, model).generate)
     # Transformers prepares processors, limits and positions as for `generate`; nothing runs yet.
-    request, inputs = answer_with(_prepared, generate, model, draft, arguments)
+    with _kept_rope_deltas(model):
+        request, inputs = answer_with(_prepared, generate, model, draft, arguments)
     _check_joins(request)
     device = request.input_ids.device
     # Images are encoded with the chunk that has their tokens, and not before the request has its turn.
@@ -199,14 +201,31 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
     are_whole = not missing or given == {"mm_token_type_ids"}
     do = "pass all that the processor made of text and images"
     require(are_whole, f"{names} together", f"no {missing}", do)
+    tensors = {name: type(settings[name]).__name__ for name in sorted(given)}
+    are_tensors = all(isinstance(settings[name], Tensor) for name in given)
+    require(are_tensors, "tensors of images", tensors, do)
     if missing:
         return
+    num_images = len(settings["image_grid_thw"])
+    require(num_images > 0, "an image_grid_thw of one image at least", num_images, do)
     # Where the images stand is read from the types, and the target reads it from the ids.
     config: Any = model.config
     are_tokens = ids == config.image_token_id
     are_marked = settings["mm_token_type_ids"].cpu() == 1
     what = f"mm_token_type_ids that are 1 for the {int(are_tokens.sum())} image tokens alone"
     require(are_marked.equal(are_tokens), what, f"{int(are_marked.sum())} marks", do)
+
+
+@contextmanager
+def _kept_rope_deltas(model: PreTrainedModel) -> Generator[None]:
+    """Restores the positions of images that Transformers notes on a model, for the next turn of a conversation."""
+    holders: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+    deltas = [module.rope_deltas for module in holders]
+    try:
+        yield
+    finally:
+        for module, delta in zip(holders, deltas, strict=True):
+            module.rope_deltas = delta
 
 
 def _generate_without_pixels(generate: Callable[..., Any], **arguments: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -259,11 +260,16 @@ class RunningBatch:
         request = replace(row.request, processors=own)
         try:
             begun = begin_prefill(request, row.inputs, NoUserCache(), seed=row.seed)
+            try:
+                # Tokens of an earlier text need not go through the target again.
+                row.stats.num_kept_tokens = self._kept.go_on(begun, row.images)
+            except torch.OutOfMemoryError:
+                # A part of the text may have been taken: the prefill begins anew, with the memory of the kept texts.
+                self._kept.drop_all()
+                begun = begin_prefill(request, row.inputs, NoUserCache(), seed=row.seed)
         except ValueError as error:
             self._fail(row, error)
             return
-        # Tokens of an earlier text need not go through the target again.
-        row.stats.num_kept_tokens = self._kept.go_on(begun, row.images)
         row.end_ids = begun.prompts.eos_ids.tolist()
         self._prefilled = (row, begun)
 
@@ -367,12 +373,20 @@ class RunningBatch:
             try:
                 make_room(self._run)
                 return
-            # Nothing has been changed then, and the other rows need less.
+            # No row has changed then.
             except OutOfRoomError as error:
+                # Kept texts are copies, and the rows can do without them.
+                if self._kept.drop_all():
+                    continue
+                # The other rows need less.
                 longest = lengths.index(max(lengths))
                 self._break_off(self._running[longest], error)
                 self._run.rows.reported.done[longest] = 1
                 self._drop_finished()
+            except BaseException:
+                # Some buffers may have grown, and others not.
+                self._end_all()
+                raise
 
     def _report_step(self, run: Run, logits: Tensor, committed: list[int]) -> None:
         """Reports what a step has brought every row; `logits` and `committed` are what it has returned."""

@@ -57,9 +57,10 @@ def load_vocabulary(
 def _fill_vocabulary(model: PreTrainedModel, target: str, place: torch.device) -> None:
     """Reads the weights of the embedding and the head."""
     embedding, head = vocabulary_of(model)
-    is_tied = bool(model.config.get_text_config(decoder=True).tie_word_embeddings)
     names = {module: name for name, module in model.named_modules()}
     files = _stored_names(target)
+    # As Transformers ties them: the config of the whole model counts, and that of its text part may say another thing
+    is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
     parts = [embedding] if is_tied else [embedding, head]
     for part in parts:
         for kind, weight in part.named_parameters(recurse=False):

@@ -223,14 +223,16 @@ class Rows:
             self.batch.step()
         except Exception as error:
             self._end_lost(error)
+        refused: list[Job] = []
         for id, row in list(self.rows.items()):
             if row.is_refused:
                 self.note(f"{row.job.name}: alone, {row.stats.error}")
-                # It came before all that are to be answered alone.
-                self.alone.appendleft(row.job)
+                refused.append(row.job)
                 del self.rows[id]
             elif row.has_ended:
                 self._leave(id, row.error or row.done())
+        # They came before all that are to be answered alone.
+        self.alone.extendleft(reversed(refused))
 
     def _end_lost(self, error: Exception) -> None:
         """Ends the rows that an error has taken out of the batch."""

@@ -22,7 +22,7 @@ from dflash_hf.errors import require
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.target_model.parts import Facts, Target, path_to
 
-# The facts of each model that was found to be supported, because to read its source code takes longer than a short
+# The facts of each model whose code was found to be supported, because to read source code takes longer than a short
 # answer. Other facts are made where a module changes. Weak: a model is freed as soon as the user lets go of it.
 _supported: weakref.WeakKeyDictionary[PreTrainedModel, Facts] = weakref.WeakKeyDictionary()
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
@@ -44,14 +44,15 @@ def check_target(target: Target) -> None:
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
             "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
         )
-    # An adapter may leave the modules as they are, so each call looks for one.
-    reason = _reason_in_adapters(target.model)
+    # A config may be changed in place, and an adapter may leave the modules as they are: each call looks at both.
+    _check_recurrences(target)
+    # The config comes first, because its words say more than those about the code.
+    reason = (
+        _reason_in_layers(target) or _reason_in_config(config) or _reason_in_adapters(target.model)
+    )
     is_known = _supported.get(target.model) is target.facts
     if reason is None and not is_known:
-        _check_recurrences(target)
-        # The config comes first: its words say more than those about the code.
-        reason = _reason_in_layers(target) or _reason_in_config(config)
-        reason = reason or unsupported_code(target)
+        reason = unsupported_code(target)
     if reason:
         raise ValueError(
             f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft"

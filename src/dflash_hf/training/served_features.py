@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
@@ -30,6 +29,8 @@ from dflash_hf.training.server_pool import Job, OtherPromptError, ServerPool, en
 
 # Files that a server writes and nobody has read yet: they may be in memory (/dev/shm).
 REQUESTS_AT_ONCE = 32
+LONGEST_WRITE = 60.0  # seconds that a server may take to write a file
+LOCK_CHECK = 0.02  # seconds between two looks at a lock
 # Tokens that every vocabulary has: a server is asked for their states to see whether it does what it should.
 SHORT_TEXT = (1, 2, 3, 4)
 
@@ -97,7 +98,8 @@ class ServedFeatures:
         """Asks each server for the states of a short text.
 
         Raises:
-            ValueError: If a server does not answer, stores no states, or stores others than the draft taps.
+            ValueError: If a server does not answer, stores no states, or stores another number of layers, or layers of
+                another width, than the draft taps. Which layers they are cannot be seen.
         """
 
         async def ask() -> None:
@@ -189,24 +191,36 @@ def read_file(path: Path, url: str) -> dict[str, Tensor]:
     """
     lock = path.with_name(f"{path.name}.lock")
     try:
-        with _written(lock):
-            tensors = load_file(path)
+        wait_for_writer(lock)
+        tensors = load_file(path)
+        path.unlink()
+        lock.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise OtherPromptError(
             f"expected the file {path} that {url} has written, got {one_line(error)}; run the training where the "
-            "server's shared_storage_path can be read"
+            "server's shared_storage_path can be read and written"
         ) from error
-    path.unlink()
-    lock.unlink(missing_ok=True)
     return tensors
 
 
-def _written(lock: Path) -> Any:
-    """A context that is entered when the server has let go of a lock; at once where there is none."""
+def wait_for_writer(lock: Path) -> None:
+    """Waits until a server lets go of a lock; returns at once where there is none.
+
+    Raises:
+        ValueError: If it holds the lock for a minute, so that the example is asked for again.
+    """
     if not lock.exists():
-        return nullcontext()
+        return
     import fcntl
 
-    file = lock.open()
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
+    deadline = time.monotonic() + LONGEST_WRITE
+    with lock.open() as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                is_late = time.monotonic() > deadline
+                what = f"a file of hidden states within {LONGEST_WRITE:.0f} s"
+                require(not is_late, what, f"a lock on {lock}", "look at the server's log")
+                time.sleep(LOCK_CHECK)
