@@ -37,6 +37,8 @@ class Fails(LogitsProcessor):
             return scores
         if self.how == "no row":
             return scores[:, :5]
+        if self.how == "one column":
+            return scores[:, :1]
         if self.how == "nothing":
             return None
         raise KeyError("what it looked for")
@@ -86,6 +88,7 @@ def texts_beside(batch: RunningBatch, requests: list[Asked], bad: dict[str, Any]
     [
         ("qwen3-sliding", "raises", False),
         ("qwen3-sliding", "no row", True),
+        ("qwen3", "one column", True),
         ("qwen3", "nothing", False),
         ("qwen3.5", "raises", True),
     ],
@@ -99,9 +102,17 @@ def test_a_processor_that_fails_ends_its_row_alone(family: str, how: str, do_sam
     # What was there before the step that fails.
     assert 0 < len(text) < 16
     assert stats.num_new_tokens == len(text)
-    kinds = {"raises": KeyError, "no row": RuntimeError, "nothing": TypeError}
-    assert type(stats.exception) is kinds[how]
-    assert stats.error == f"{kinds[how].__name__}: {one_line(stats.exception)}"
+    sentence = "expected scores of shape (1, 64) of a row's logits processors, got {}; return"
+    errors = {
+        "raises": (KeyError, "KeyError: 'what it looked for'"),
+        "no row": (ValueError, sentence.format("torch.Size([1, 5])")),
+        "one column": (ValueError, sentence.format("torch.Size([1, 1])")),
+        "nothing": (ValueError, sentence.format("'NoneType'")),
+    }
+    kind, begins = errors[how]
+    assert type(stats.exception) is kind
+    assert stats.error.startswith(begins)
+    assert one_line(stats.exception) in stats.error
 
 
 @pytest.mark.usefixtures("whole_trees")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Generator
@@ -26,9 +27,10 @@ from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, served_fe
 from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.features import FeatureCache
-from dflash_hf.training.served_features import ServedFeatures, layer_ids, read_file, server_options
+from dflash_hf.training.served_features import ServedFeatures, layer_ids, read_file
 from helpers.hidden_states_server import HiddenStatesServer, serving
 from helpers.serving import function_of, installed
+from helpers.source_tree import ROOT
 from helpers.training_command import TOY, said, train
 
 STAGES = "prepare,regenerate,run"
@@ -248,14 +250,15 @@ def test_features_that_are_missing_are_named(
         trainer.train()
 
 
-def test_the_servers_options_name_the_layers() -> None:
-    config = DFlashConfig(target_layer_ids=[0, 7], num_target_layers=9)
-    words = server_options(config, "/dev/shm/states")
-    speculative = json.loads(words[1])
-    layers = {"eagle_aux_hidden_state_layer_ids": [1, 8]}
-    assert speculative["draft_model_config"]["hf_config"] == layers
-    connector = json.loads(words[3])["kv_connector_extra_config"]
-    assert connector == {"shared_storage_path": "/dev/shm/states"}
+def test_the_guides_command_names_the_layers() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (speculative,) = re.findall(r"--speculative-config '(.*)'", page)
+    fields = json.loads(speculative)["draft_model_config"]["hf_config"]
+    # Qwen3-32B has 64 layers, and a fresh draft five taps.
+    config = DFlashConfig(target_layer_ids=build_target_layer_ids(64, 5), num_target_layers=64)
+    assert fields == {"eagle_aux_hidden_state_layer_ids": layer_ids(config)}
+    (transfer,) = re.findall(r"--kv-transfer-config '(.*)'", page)
+    assert json.loads(transfer)["kv_connector"] == "ExampleHiddenStatesConnector"
 
 
 def test_vllms_own_code_writes_and_reads_the_files(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from transformers.generation.logits_process import (
 
 from dflash_hf import ops
 from dflash_hf.block.tree import along
+from dflash_hf.errors import require
 
 STATELESS = (
     TemperatureLogitsWarper,
@@ -315,12 +316,14 @@ class RowProcessors(BlockProcessors):
         if row in self.failed:
             return scores
         try:
-            found = own(ids, scores)
-            # What is no row of scores fails here too.
-            return torch.empty_like(scores).copy_(found)
+            found: Any = own(ids, scores)
+            got = getattr(found, "shape", type(found).__name__)
+            what = f"scores of shape {tuple(scores.shape)} of a row's logits processors"
+            require(got == scores.shape, what, got, "return what they were given, changed")
         except Exception as error:
             self.failed[row] = error
             return scores
+        return found
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
         """Returns logits without the tokens that each row's own processors hide; see [`BlockProcessors.hide`]."""

@@ -73,9 +73,11 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
     longest = run.longest
     tree = state.tree
     generator = run.generator
-    verified = RaggedBlock(positions[:, :width], bound or longest + width, is_exact)
+    indices = positions[:, :width]
+    last = bound or longest + width
+    verified = RaggedBlock(indices, last, is_exact)
     if tree is not None:
-        verified = TreeBlock(verified.positions, verified.bound, is_exact, tree=tree)
+        verified = TreeBlock(indices, last, is_exact, tree=tree)
     if width == 1:
         generator.pass_over(is_static=bound is not None)
         return verified

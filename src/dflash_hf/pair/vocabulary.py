@@ -78,8 +78,11 @@ def _stored_names(target: str) -> dict[str, str]:
     """Names of a target's stored weights, and the file of each."""
     index = find_file(target, SAFE_WEIGHTS_INDEX_NAME, {})
     if index is not None:
+        # Larger than an index of a draft may be, so that `read_json` would refuse it.
         content = json.loads(index.read_text(encoding="utf-8"))
-        return dict(content["weight_map"])
+        files = content.get("weight_map")
+        require(isinstance(files, dict), f"weight_map in {index}", files, "download it again")
+        return dict(files)
     whole = find_file(target, SAFE_WEIGHTS_NAME, {})
     if whole is None:
         raise ValueError(

@@ -1,15 +1,14 @@
 """Hidden states of a target that vLLM servers run: a target that is larger than the GPUs of the training.
 
 A server is started with `--speculative-config '{"method": "extract_hidden_states", ...}'` and the connector
-`ExampleHiddenStatesConnector`: see [`server_options`]. A request whose prompt is an example's tokens leaves a
-safetensors file with `hidden_states` `[T, L, D]` and `token_ids` `[T]`, which the reply names. The server keeps a lock
-on the file `PATH.lock` beside it until it is written.
+`ExampleHiddenStatesConnector` (docs/training.md has the whole command). A request whose prompt is an example's tokens
+leaves a safetensors file with `hidden_states` `[T, L, D]` and `token_ids` `[T]`, which the reply names. The server
+keeps a lock on the file `PATH.lock` beside it until it is written.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,32 +32,6 @@ LONGEST_WRITE = 60.0  # seconds that a server may take to write a file
 LOCK_CHECK = 0.02  # seconds between two looks at a lock
 # Tokens that every vocabulary has: a server is asked for their states to see whether it does what it should.
 SHORT_TEXT = (1, 2, 3, 4)
-
-
-def server_options(config: DFlashConfig, folder: str) -> list[str]:
-    """Returns the options with which `vllm serve` stores the states that a draft taps.
-
-    Args:
-        config ([`DFlashConfig`]): The draft's.
-        folder (`str`): Where the server puts the files; the training reads them there.
-    """
-    layers = {"eagle_aux_hidden_state_layer_ids": layer_ids(config)}
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": layers},
-    }
-    transfer = {
-        "kv_connector": "ExampleHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": folder},
-    }
-    return [
-        "--speculative-config",
-        json.dumps(speculative),
-        "--kv-transfer-config",
-        json.dumps(transfer),
-    ]
 
 
 def layer_ids(config: DFlashConfig) -> list[int]:
@@ -116,7 +89,7 @@ class ServedFeatures:
         """Has the states of all examples computed, in any order.
 
         Args:
-            examples (sequence of [`Example`]): Without images.
+            examples (iterable of [`Example`]): Without images.
             keep (callable): Is given each example with its states, `[T, L * D]`, on the CPU.
 
         Raises:
@@ -151,7 +124,8 @@ class ServedFeatures:
         if self._refused:
             raise ValueError(
                 f"expected the states of {num_jobs} examples, got {len(self._refused)} refusals "
-                f"({self._refused[0]}); start the server with a larger --max-model-len, or lower --max-length"
+                f"({self._refused[0]}); if they are too long, start the server with a larger --max-model-len, or "
+                "lower --max-length"
             )
 
     def _give_up(self, job: FeatureJob, reason: str) -> None:
