@@ -46,7 +46,7 @@ def bench(
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with the files of the sets. With it nothing is read from the Hub."
+            help="Folder with the files of the sets. With this option nothing is read from the Hub."
         ),
     ] = None,
     template: Annotated[
@@ -126,7 +126,9 @@ def bench(
     seed: Annotated[
         int, typer.Option(help="Seed for drawing the questions and for sampling the answers.")
     ] = 0,
-    repeats: Annotated[int, typer.Option(help="How often each question is asked.", min=1)] = 1,
+    repeats: Annotated[
+        int, typer.Option(help="Number of times that each question is asked.", min=1)
+    ] = 1,
     run_code: Annotated[
         bool,
         typer.Option(
@@ -142,7 +144,7 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Answer sets of questions by several ways of decoding, in turns; write answers, a summary and a report.
+    """Answer sets of questions by several ways of decoding. Write the answers, a summary and a report.
 
     Some options take several values, separated by commas: --batch 1,8 --temperature 0,1 compares four settings.
     """

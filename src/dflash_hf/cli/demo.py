@@ -23,7 +23,7 @@ def demo(
     pair: Annotated[
         Path,
         typer.Option(
-            help="Folder with target/, draft/ and held_out.jsonl. It may also have vision/, the folder of a pair "
+            help="Folder with target/, draft/ and held_out.jsonl. The folder may also have vision/, with a pair "
             "for images."
         ),
     ] = BUNDLED,

@@ -66,7 +66,7 @@ def drafts(
         bool, typer.Option("--json", help="Print one JSON list and nothing else.")
     ] = False,
 ) -> None:
-    """List published drafts with their targets. The list is a file of the package and needs no network."""
+    """List published drafts with their targets. The list is a file in the package, so the command needs no network."""
     found = published_drafts(target)
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found]))

@@ -117,7 +117,7 @@ def generate(
         bool,
         typer.Option(
             "--compare",
-            help="Answer also without the draft. If a token differs, the exit status is 1.",
+            help="Answer again without the draft. If a token differs, the exit status is 1.",
         ),
     ] = False,
     as_json: Annotated[

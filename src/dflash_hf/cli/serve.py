@@ -64,7 +64,7 @@ def serve(
         float,
         typer.Option(
             help="GiB for the keys and values of earlier texts. A request that begins with an earlier text uses "
-            "them again. 0 keeps nothing.",
+            "these keys and values again. 0 keeps nothing.",
             min=0.0,
             max=4096.0,
         ),

@@ -56,7 +56,7 @@ class TrainSettings:
 
     target: str = option(TRAINING, "Folder or Hub id of the target.")
     draft: str | None = option(
-        TRAINING, "Draft to train further. Without it a fresh draft is trained.", None
+        TRAINING, "Draft to train further. Without this option a fresh draft is trained.", None
     )
     loss: str = option(TRAINING, "Training loss: dpace, cross_entropy, kl, tv, or lk.", "dpace")
     algorithm: str = option(
@@ -180,7 +180,9 @@ class TrainSettings:
         (),
     )
     bench_data_dir: str | None = option(
-        OUTPUT, "Folder with the files of these sets. With it nothing is read from the Hub.", None
+        OUTPUT,
+        "Folder with the files of these sets. With this option nothing is read from the Hub.",
+        None,
     )
     bench_prompts: int = option(OUTPUT, "Number of questions of each set.", 32)
     formats: tuple[FormatName, ...] = option(
@@ -200,7 +202,7 @@ class TrainSettings:
     )
     feature_server: tuple[str, ...] = option(
         MACHINE,
-        "URLs of vLLM servers that compute the target's hidden states, with commas between. The training then loads "
+        "URLs of vLLM servers that compute the target's hidden states, separated by commas. The training then loads "
         "only the embedding and the head of the target.",
         (),
     )
