@@ -63,6 +63,7 @@ LEVELS = {
     "dflash_hf.generation.row_requests": 7,
     "dflash_hf.generation.running_batch": 7,
     "dflash_hf.generation.batches": 7,
+    "dflash_hf.generation.tune": 7,
     "dflash_hf.bench": 7,
     "dflash_hf.chat": 7,
     "dflash_hf.doctor": 7,

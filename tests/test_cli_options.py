@@ -172,6 +172,15 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--turns",
         "--warmup-steps",
     ],
+    "tune": [
+        "--device",
+        "--draft",
+        "--dtype",
+        "--json",
+        "--pair",
+        "--rows",
+        "--target",
+    ],
 }
 
 

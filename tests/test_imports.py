@@ -106,6 +106,7 @@ COMMANDS = (
     "push",
     "serve",
     "train",
+    "tune",
 )
 GROUPED = ("bench", "bench prepare", "bench compare")
 COMMAND_LINES = [

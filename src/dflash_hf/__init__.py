@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_hf.generation.iterate import DFlashStep, iterate
     from dflash_hf.generation.running_batch import RunningBatch
     from dflash_hf.generation.stats import DFlashGenerateOutput, SpeculativeStats
+    from dflash_hf.generation.tune import tune
     from dflash_hf.generation_config import DFlashGenerationConfig
     from dflash_hf.modeling_dflash import DFlashDraftModel
 else:
@@ -40,6 +41,7 @@ else:
         "iterate": "generation.iterate",
         "load_draft": "checkpoints.drafts",
         "save_draft": "checkpoints.drafts",
+        "tune": "generation.tune",
     }
 
     def __getattr__(name: str) -> Any:
@@ -77,4 +79,5 @@ __all__ = [
     "iterate",
     "load_draft",
     "save_draft",
+    "tune",
 ]

@@ -6,9 +6,12 @@ own carries as `_hf_hook`, bring them in around its forward.
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +108,25 @@ def accelerator() -> torch.device | None:
     A build of torch for an accelerator names it also where none can be used: there is no card, or no driver.
     """
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def device_name(device: torch.device) -> str:
+    """Returns what a device calls itself: the model of a card or of a processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    if device.type == "cpu" and info.is_file():
+        return _cpu_model(info)
+    return f"{device.type} {platform.processor() or platform.machine()}"
+
+
+@functools.cache
+def _cpu_model(info: Path) -> str:
+    """Returns the model of the processor by the file in which Linux describes it."""
+    for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def free_memory(device: torch.device) -> int | None:

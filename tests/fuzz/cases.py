@@ -47,6 +47,7 @@ class Turn:
     draft: str = "mixed"
     block: int = 4
     width: int | str | None = None
+    costs: int | None = None
     nodes: int | None = None
     window: int | None = None
     rule: str | None = None
@@ -131,6 +132,7 @@ def turns(first: bool, more: bool) -> st.SearchStrategy[Turn]:
             streamer=draw(st.sampled_from([False, False, True])),
             outputs=tuple(name for name in OUTPUTS if draw(st.integers(0, 5)) == 5),
             whole=draw(st.booleans()),
+            costs=draw(st.sampled_from([None, None, 0, 1, 2, 3])),
         )
 
     return draw()

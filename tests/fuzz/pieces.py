@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,8 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import run
+from dflash_hf.generation import options, run
+from dflash_hf.generation.cost_table import CostTable
 from dflash_hf.target_model.parts import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
 from helpers.static import set_engine, use_tapes
@@ -141,6 +143,15 @@ def settings_of(turn: Turn) -> tuple[dict[str, Any], Seen]:
     return settings, seen
 
 
+def lying_table(seed: int) -> CostTable:
+    """Returns drawn costs of steps, for one row and for five."""
+    source = random.Random(seed)
+    steps: dict[int, dict[int, float]] = {}
+    for num_rows in (1, 5):
+        steps[num_rows] = {width: source.uniform(0.01, 1.0) for width in (1, 2, 3, 5, 128)}
+    return CostTable(steps, {num_rows: source.uniform(0.01, 1.0) for num_rows in steps})
+
+
 @contextmanager
 def on_engine(turn: Turn, context: str | None, draft: DFlashDraftModel) -> Generator[None]:
     """Gives a draft the engine of a turn."""
@@ -152,6 +163,11 @@ def on_engine(turn: Turn, context: str | None, draft: DFlashDraftModel) -> Gener
         if context == "room":
             patches.setattr(run, "FIRST_ROOM", 2)
             patches.setattr(run, "FIXED_ROOM", 5)
+        if turn.costs is not None:
+            table = lying_table(turn.costs)
+            # As in half precision, in the dtype in which texts are equal at all widths.
+            patches.setattr(options, "computes_in_half", lambda target: True)
+            patches.setattr(options, "read_table", lambda about: table)
         set_engine(draft, "cuda_graph" if engine == "tape" else engine)
         try:
             yield

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dflash_hf.generation.step_costs import StepCosts
-from dflash_hf.generation.widths import CHAIN, ModelledWidths
+from dflash_hf.generation.widths import CHAIN, KnownCostWidths
 from dflash_hf.target_model.parts import find_target
 from tiny import tiny_draft, tiny_target
 
@@ -25,7 +25,7 @@ SMOLLM2 = StepCosts(
 
 def play(rows: int, share: float, seed: int, steps: int = 60) -> tuple[list[int], float, float]:
     """Returns the choices of a run on a clock that lies, its tokens per row, and its cost in plain steps."""
-    chooser = ModelledWidths(SMOLLM2, 8)
+    chooser = KnownCostWidths(SMOLLM2, 8)
     chooser.use_rows(rows)
     texts = random.Random(1)
     clock = random.Random(seed)
@@ -63,11 +63,11 @@ def test_a_run_costs_hardly_more_than_plain_decoding(rows: int, share: float) ->
 
 
 def test_no_run_begins_with_what_another_has_seen() -> None:
-    assert not ModelledWidths(SMOLLM2, 8).is_kept
+    assert not KnownCostWidths(SMOLLM2, 8).is_kept
 
 
 def test_a_chain_costs_what_a_tree_of_as_many_tokens_does() -> None:
-    chooser = ModelledWidths(SMOLLM2, 16, is_tree=True, chain=8)
+    chooser = KnownCostWidths(SMOLLM2, 16, is_tree=True, chain=8)
     chooser.use_rows(3)
     assert chooser.costs()[CHAIN] == chooser.costs()[8]
 

@@ -17,6 +17,7 @@ import torch
 
 from dflash_hf import __version__
 from dflash_hf.bench.methods import Models
+from dflash_hf.devices import device_name
 from dflash_hf.training.identity import target_identity, text_identity
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash", "tokenizers")
@@ -41,7 +42,7 @@ def conditions() -> dict[str, Any]:
         "commit": _commit(),
         "versions": versions(),
         "machine": {
-            "cpu": _cpu_model(),
+            "cpu": device_name(torch.device("cpu")),
             "cores": os.cpu_count(),
             "gpus": [
                 torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
@@ -85,16 +86,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    """Returns what the processor calls itself."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

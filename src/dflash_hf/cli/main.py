@@ -22,6 +22,7 @@ from dflash_hf.cli.inspect import inspect
 from dflash_hf.cli.push import push
 from dflash_hf.cli.serve import serve
 from dflash_hf.cli.train import CONTEXT, train
+from dflash_hf.cli.tune import tune
 from dflash_hf.errors import one_line
 
 # Exit statuses; 0 is success, and 1 what a command found out: answers differ, or the doctor has findings.
@@ -106,7 +107,7 @@ def main(
     """DFlash speculative decoding inside Transformers' generate."""
 
 
-for command in (generate, demo, chat, serve, convert, doctor, inspect, drafts, push):
+for command in (generate, demo, chat, serve, convert, doctor, inspect, drafts, push, tune):
     app.command()(command)
 app.command(context_settings=CONTEXT)(train)
 app.add_typer(bench_app)

@@ -12,6 +12,7 @@ from dflash_hf import ops
 from dflash_hf.block.tree import max_nodes
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
+from dflash_hf.generation.cost_table import CostTable, about_pair, read_table
 from dflash_hf.generation.cuda_graph import EAGER, why_not
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
@@ -20,7 +21,7 @@ from dflash_hf.generation.widths import (
     CAPTURED_WIDTHS,
     WHOLE_BLOCK_ROWS,
     FixedWidth,
-    ModelledWidths,
+    KnownCostWidths,
     WidthChooser,
     take_chooser,
     width_of_rows,
@@ -116,47 +117,88 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     return "eager"
 
 
+class Choices(NamedTuple):
+    """What a run may choose among, step by step."""
+
+    width: int  # tokens that are verified at most
+    is_tree: bool  # whether they may be a tree
+    chain: int  # tokens of the chain that may be verified in place of a tree; 0 where none may be
+
+
+def choices_of(generator: DFlashCandidateGenerator, keeps_buffers: bool) -> Choices:
+    """Returns what a run may choose among, where its widths are left open."""
+    width = generator.verify_width
+    is_tree = generator.trees is not None
+    longest = generator.num_proposals + 1
+    # A number asks for trees; captured, each choice would be a graph more.
+    is_asked_for = generator.draft.generation_config.num_tree_nodes not in (None, "auto")
+    may_be_chain = is_tree and longest <= width and not is_asked_for and not keeps_buffers
+    return Choices(width, is_tree, longest if may_be_chain else 0)
+
+
 def choose_widths(
     generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool
 ) -> WidthChooser | FixedWidth:
-    """Returns what chooses the width of each verify; costs of captured steps are measured anew.
+    """Returns what chooses the width of each verify.
 
     Where nothing is said about it, the width follows the run, unless steps are to be captured, a graph per width.
-    In half precision near ties turn with the width, so the clock may not decide: on a CPU modelled costs do
-    ([`StepCosts`]), and on a GPU, where nothing has been measured, every verify is as wide as may be. So it is by
-    rejection, which draws another text at another width: a row's text does not depend on the rows beside it.
+    In half precision near ties turn with the width, so the clock of the run may not decide: measured costs do where
+    there are any ([`CostTable`]), else on a CPU modelled ones ([`StepCosts`]), and on a GPU every verify is as wide as
+    may be. So it is by rejection, which draws another text at another width: a row's text does not depend on the rows
+    beside it.
     """
     draft = generator.draft
-    width = generator.verify_width
     options = draft.generation_config
     asked = "auto" if options.num_tree_nodes == "auto" else options.asked_width
     is_by_rejection = state.host.is_sampled and generator.proposal == "sample"
     is_left_open = asked is None and not keeps_buffers and not is_by_rejection
-    is_half = _computes_in_half(generator.target)
-    by_model = is_left_open and is_half and state.ids.device.type == "cpu"
-    by_clock = asked == "auto" or (is_left_open and not is_half)
-    if width < 2 or not (by_model or by_clock):
-        return FixedWidth(width)
-    rows = state.ids.shape[0]
-    is_tree = generator.trees is not None
-    longest = generator.num_proposals + 1
-    # A number asks for trees; captured, each choice would be a graph more.
-    is_asked_for = options.num_tree_nodes not in (None, "auto")
-    may_be_chain = is_tree and longest <= width and not is_asked_for and not keeps_buffers
-    chain = longest if may_be_chain else 0
-    chooser: WidthChooser | None = None
-    if by_model:
-        costs = StepCosts.of(generator.target, draft, generator.block_size)
-        chooser = ModelledWidths(costs, width, is_tree, chain)
-    elif not keeps_buffers:
-        chooser = take_chooser(draft, generator.target.model, rows, width, is_tree, chain)
-    if chooser is None:
-        chooser = WidthChooser(width, is_tree, longest, chain)
-    chooser.use_rows(rows)
+    is_half = computes_in_half(generator.target)
+    is_on_cpu = state.ids.device.type == "cpu"
+    choices = choices_of(generator, keeps_buffers)
+    if choices.width < 2 or not (asked == "auto" or is_left_open):
+        return FixedWidth(choices.width)
+    costs = None
+    if is_half and not keeps_buffers:
+        costs = _known_costs(generator, choices.width, may_be_modelled=is_left_open and is_on_cpu)
+    if costs is not None:
+        chooser = KnownCostWidths(costs, *choices)
+    elif is_half and is_left_open:
+        return FixedWidth(choices.width)
+    else:
+        chooser = _clocked_widths(generator, choices, len(state.ids), keeps_buffers)
+    chooser.use_rows(len(state.ids))
     return chooser
 
 
-def _computes_in_half(target: Target) -> bool:
+def _clocked_widths(
+    generator: DFlashCandidateGenerator, choices: Choices, rows: int, keeps_buffers: bool
+) -> WidthChooser:
+    """Returns what chooses by the seconds that steps take; eager ones go on with what an earlier run has seen."""
+    kept = None
+    if not keeps_buffers:
+        kept = take_chooser(generator.draft, generator.target.model, rows, *choices)
+    if kept is not None:
+        return kept
+    longest = generator.num_proposals + 1
+    return WidthChooser(choices.width, choices.is_tree, longest, choices.chain)
+
+
+def _known_costs(
+    generator: DFlashCandidateGenerator, width: int, may_be_modelled: bool
+) -> CostTable | StepCosts | None:
+    """Returns the measured costs of a pair's steps of up to `width` tokens, else modelled ones, else `None`."""
+    target = generator.target
+    draft = generator.draft
+    modelled = StepCosts.of(target, draft, generator.block_size)
+    table = read_table(about_pair(target, draft, modelled))
+    if table is not None and table.covers(width):
+        return table
+    if may_be_modelled:
+        return modelled
+    return None
+
+
+def computes_in_half(target: Target) -> bool:
     """Returns True if a target computes in half precision, where another width may give another text."""
     weights = [*target.embedding.parameters(), *target.layers[0].parameters()]
     has_half = any(each.is_floating_point() and each.dtype.itemsize < 4 for each in weights)

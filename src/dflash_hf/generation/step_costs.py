@@ -77,6 +77,10 @@ class StepCosts:
         cost += num_heads * _of_products(self.markov, rows)
         return cost
 
+    def of_chain(self, num_tokens: int, rows: int) -> float:
+        """Returns the cost of a step that verifies a chain, which is that of a tree of as many tokens."""
+        return self.of_step(num_tokens, rows)
+
 
 def _of_products(num_weights: int, num_tokens: int) -> float:
     """Returns the cost of multiplying `num_weights` weights with each of `num_tokens` tokens."""

@@ -17,11 +17,9 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
-
-from dflash_hf.generation.step_costs import StepCosts
 
 # Rows, tokens verified at most, whether trees, and tokens of the chain beside them (0 for none).
 _Kind = tuple[int, int, bool, int]
@@ -519,31 +517,43 @@ class WidthChooser:
         )
 
 
-class ModelledWidths(WidthChooser):
-    """Chooses by the costs that a model gives for steps, and not by the clock.
+class CostsOfSteps(Protocol):
+    """What a step costs, in any unit: measured before the run, or modelled."""
+
+    def of_step(self, width: int, rows: int) -> float:
+        """Returns the cost of a step that verifies `width` tokens in each of `rows` rows."""
+        ...
+
+    def of_chain(self, num_tokens: int, rows: int) -> float:
+        """Returns the cost of a step that verifies a chain of so many tokens where others verify trees."""
+        ...
+
+
+class KnownCostWidths(WidthChooser):
+    """Chooses by costs that are known before the run, and not by the clock.
 
     Each choice is a function of what the run has accepted: two runs of a call choose alike, whatever else the machine
     does, and neither begins with what another one has seen.
 
     Args:
-        costs (`StepCosts`): The model.
+        costs ([`CostsOfSteps`]): The costs, measured before or modelled.
         widest, is_tree, chain: As for [`WidthChooser`].
     """
 
     is_kept = False
 
     def __init__(
-        self, costs: StepCosts, widest: int, is_tree: bool = False, chain: int = 0
+        self, costs: CostsOfSteps, widest: int, is_tree: bool = False, chain: int = 0
     ) -> None:
         super().__init__(widest, is_tree, chain=chain)
-        self._model = costs
+        self._known = costs
 
     def use_rows(self, rows: int) -> None:
         """Goes on with so many rows, and with the costs of steps of as many."""
         super().use_rows(rows)
-        costs = {width: self._model.of_step(width, rows) for width in self.widths}
+        costs = {width: self._known.of_step(width, rows) for width in self.widths}
         if self.may_choose_chain:
-            costs[CHAIN] = self._model.of_step(self.chain, rows)
+            costs[CHAIN] = self._known.of_chain(self.chain, rows)
         self.set_costs(costs)
 
     def _best(self, costs: Mapping[int, float]) -> int:

@@ -1,0 +1,92 @@
+"""`dflash-hf tune`: the seconds of a step on this machine, measured and kept for later calls of `generate`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from dflash_hf.cli.pair import check_one_pair, given_or_bundled, load_pair
+from dflash_hf.tables import make_table
+
+if TYPE_CHECKING:
+    from dflash_hf.generation.cost_table import CostTable
+
+DEFAULT_ROWS = "1,2,4,8,16,32"
+
+
+def tune(
+    target: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hub id of the target; default: the bundled target."),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hub id of the draft; default: the bundled draft."),
+    ] = None,
+    pair: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2."
+        ),
+    ] = None,
+    rows: Annotated[
+        str, typer.Option(help="Numbers of rows to measure, separated by commas.")
+    ] = DEFAULT_ROWS,
+    dtype: Annotated[
+        str, typer.Option(help="torch dtype of the models: bfloat16, float16, or auto.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Measure how long steps take in half precision, and keep the result for later calls.
+
+    The result decides how many tokens a step verifies.
+    Stop other programs first, because they make the measured times longer.
+    """
+    check_one_pair(pair, target, draft)
+    numbers = _numbers(rows)
+    target, draft = given_or_bundled(target, draft, pair or "text", dtype)
+    with Console(stderr=True).status("loading the pair") as status:
+        model, assistant, _ = load_pair(target, draft, dtype, device)
+        from dflash_hf.generation.tune import tune as measure
+
+        measured = measure(
+            model,
+            assistant,
+            rows=numbers,
+            on_progress=lambda what: status.update(escape(what)),
+        )
+    if as_json:
+        written = {"steps": measured.table.steps, "chains": measured.table.chains}
+        typer.echo(json.dumps({"file": str(measured.path), **written}))
+        return
+    _show(Console(), measured.table)
+    typer.echo(f"Later calls of this pair use these times. They are stored in {measured.path}.")
+
+
+def _numbers(text: str) -> list[int]:
+    """Returns the numbers of an option; raises `ValueError` for anything else."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"expected numbers separated by commas as --rows, got {text!r}; write for example --rows 1,8"
+        )
+    return [int(part) for part in parts]
+
+
+def _show(console: Console, measured: CostTable) -> None:
+    """Prints the milliseconds of a step by rows and tokens."""
+    widths = sorted(max(measured.steps.values(), key=len))
+    headings = [f"{width} tokens" for width in widths]
+    headings[0] = "1 token"
+    table = make_table("milliseconds of a step", ["rows"], [*headings, "chain"])
+    for num_rows, seconds in measured.steps.items():
+        cells = [f"{1000 * seconds[width]:.1f}" for width in widths]
+        table.add_row(str(num_rows), *cells, f"{1000 * measured.chains[num_rows]:.1f}")
+    console.print(table)

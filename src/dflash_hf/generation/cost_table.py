@@ -1,0 +1,189 @@
+"""Costs of steps that were measured once on this machine, and are kept in a file.
+
+[`tune`](tune.py) measures the seconds of a step for some numbers of rows and of verified tokens, and writes them. From
+then on the width of a verify follows from this table and from the tokens that the text has accepted, and not from a
+clock: two runs of one call give the same text. Where there is no table, costs are modelled (`step_costs.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+from bisect import bisect_left
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants
+from transformers.utils import logging
+
+from dflash_hf.devices import device_name
+from dflash_hf.errors import one_line
+from dflash_hf.generation.step_costs import StepCosts
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.parts import Target
+
+logger: Any = logging.get_logger(__name__)
+
+# Raised when the same numbers would mean something else.
+VERSION = 1
+# A file of a few kB; one that is larger was not written here.
+MAX_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Seconds of a step by its rows and its verified tokens.
+
+    Args:
+        steps (`dict[int, dict[int, float]]`): For each number of rows, the seconds of a step by the tokens that it
+            verifies in each row: 1 is a step without a draft, the others are trees where the pair verifies trees.
+        chains (`dict[int, float]`): For each number of rows, the seconds of a step that verifies the chain of all
+            proposals.
+    """
+
+    steps: Mapping[int, Mapping[int, float]]
+    chains: Mapping[int, float]
+
+    def of_step(self, width: int, rows: int) -> float:
+        """Returns the seconds of a step that verifies `width` tokens in each of `rows` rows."""
+        by_rows = {num: interpolated(seconds, width) for num, seconds in self.steps.items()}
+        return interpolated(by_rows, rows)
+
+    def of_chain(self, num_tokens: int, rows: int) -> float:
+        """Returns the seconds of a step that verifies the chain of all proposals, which are `num_tokens - 1`."""
+        return interpolated(self.chains, rows)
+
+    def covers(self, width: int) -> bool:
+        """Returns True if steps of so many tokens were measured, or such of more."""
+        return all(max(seconds) >= width for seconds in self.steps.values())
+
+
+def interpolated(points: Mapping[int, float], at: int) -> float:
+    """Returns the value at a number, on straight lines between known points.
+
+    Below the first point and beyond the last one, the line of the nearest two goes on, but never below the least
+    known value: a step of more tokens is not for free because the clock had a hiccup.
+    """
+    known = sorted(points)
+    if at in points or len(known) == 1:
+        return points.get(at, points[known[0]])
+    # The two points around the number, or the two at the end that it lies beyond.
+    right = min(max(bisect_left(known, at), 1), len(known) - 1)
+    low = known[right - 1]
+    high = known[right]
+    slope = (points[high] - points[low]) / (high - low)
+    return max(points[low] + slope * (at - low), min(points.values()))
+
+
+def about_pair(target: Target, draft: DFlashDraftModel, costs: StepCosts) -> dict[str, Any]:
+    """Returns what the costs of a pair's steps depend on; a table is for this and nothing else."""
+    device = target.device
+    layer = target.layers[0]
+    # Quantised layers and weights have classes of their own.
+    modules = {type(part).__name__ for part in layer.modules()}
+    weights = {f"{type(weight).__name__} {weight.dtype}" for weight in layer.parameters()}
+    return {
+        "version": VERSION,
+        "target": type(target.model).__name__,
+        "num_layers": len(target.layers),
+        "modules": sorted(modules),
+        "weights": sorted(weights),
+        "attention": target.config._attn_implementation,
+        "draft_layers": len(draft.layers),
+        "draft_dtype": str(draft.dtype),
+        "is_dflash2": draft.config.is_dflash2,
+        "autocast": _autocast_dtype(device.type),
+        **asdict(costs),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _autocast_dtype(device_type: str) -> str:
+    """Returns the dtype that autocast computes in at the moment, or an empty text."""
+    if not torch.is_autocast_enabled(device_type):
+        return ""
+    return str(torch.get_autocast_dtype(device_type))
+
+
+def table_path(about: Mapping[str, Any]) -> Path:
+    """Returns the file of a pair's table, in the cache folder of Hugging Face (`HF_HOME`)."""
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+    return Path(constants.HF_HOME) / "dflash_hf" / "step_costs" / f"{key}.json"
+
+
+def read_table(about: Mapping[str, Any]) -> CostTable | None:
+    """Returns the table that was measured for a pair on this machine, or `None`.
+
+    A file that cannot be read, or that is for something else, is as good as none; the log says so once.
+    """
+    path = table_path(about)
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        return _checked(text, about)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning_once(
+            f"{path} holds no costs of steps for this pair ({one_line(error)}), so modelled costs are used; "
+            "dflash-hf tune writes it anew"
+        )
+        return None
+
+
+def _checked(text: bytes, about: Mapping[str, Any]) -> CostTable:
+    """Returns the table that a file's text holds; raises `ValueError` for anything else."""
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    try:
+        read: Any = json.loads(text)
+        about_read = read["about"]
+        steps = {int(rows): _seconds(by_width) for rows, by_width in read["steps"].items()}
+        chains = _seconds(read["chains"])
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its form is another one: {type(error).__name__}") from error
+    if about_read != about:
+        raise ValueError("it was measured for another pair or machine")
+    has_plain_step = all(1 in by_width for by_width in steps.values())
+    if not steps or not has_plain_step or chains.keys() != steps.keys():
+        raise ValueError("some of its numbers are missing")
+    return CostTable(steps, chains)
+
+
+def _seconds(read: Mapping[str, Any]) -> dict[int, float]:
+    """Returns numbers by numbers from JSON, whose keys are strings; raises `ValueError` for what is no time."""
+    seconds = {int(key): float(value) for key, value in read.items()}
+    are_times = all(math.isfinite(value) and value > 0.0 for value in seconds.values())
+    if not are_times or min(seconds, default=1) < 1:
+        raise ValueError("some of its numbers are no times")
+    return seconds
+
+
+def write_table(table: CostTable, about: Mapping[str, Any]) -> Path:
+    """Writes a table, whole or not at all, and returns its file; raises `ValueError` if it cannot be written."""
+    path = table_path(about)
+    written = {"about": about, "steps": table.steps, "chains": table.chains}
+    # Of the thread alone: two that measure at once each write a whole file, and the later one stays.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(written, indent=1), encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink()
+        raise ValueError(
+            f"expected to write {path}, got {one_line(error.strerror or error)}; make room or set HF_HOME"
+        ) from error
+    return path

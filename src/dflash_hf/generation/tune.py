@@ -1,0 +1,188 @@
+"""Measuring what steps of a pair cost on this machine: `dflash_hf.tune(target, draft)`.
+
+In half precision the width of a verify may not follow the clock of the run (`step_costs.py`). What is measured here
+stands in a table, which later calls of the same pair read (`cost_table.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from dflash_hf.devices import eagerly
+from dflash_hf.errors import require
+from dflash_hf.generation.cost_table import CostTable, about_pair, write_table
+from dflash_hf.generation.decode import no_gradients, tapped_between_steps, whole_run
+from dflash_hf.generation.generate import answer_with, unwrapped
+from dflash_hf.generation.options import choices_of, choose_engine, computes_in_half
+from dflash_hf.generation.prefill import prefill
+from dflash_hf.generation.request import Request
+from dflash_hf.generation.run import Run
+from dflash_hf.generation.step import step
+from dflash_hf.generation.step_costs import StepCosts
+from dflash_hf.generation.user_cache import NoUserCache
+from dflash_hf.generation.widths import CHAIN, FixedWidth, candidate_widths
+from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.parts import find_target
+
+logger: Any = logging.get_logger(__name__)
+
+# Rows that are measured; the costs of other numbers of rows lie between them.
+ROWS = (1, 2, 4, 8, 16, 32)
+# Tokens of the prompts. A step reads their keys too, which is little beside the weights.
+PROMPT_LENGTH = 128
+# The quickest of so many steps counts: the clock also sees whatever else the machine does.
+NUM_TIMES = 4
+
+
+class _OneChoice(FixedWidth):
+    """Verifies so many tokens, or the chain of all proposals."""
+
+    def __init__(self, width: int, is_chain: bool) -> None:
+        super().__init__(width)
+        self.is_chain = is_chain
+
+
+class Tuned(NamedTuple):
+    """What was measured, and the file that it was written to."""
+
+    table: CostTable
+    path: Path
+
+
+class _Measured(NamedTuple):
+    """What a run of some rows has shown."""
+
+    about: dict[str, Any]  # what the costs depend on
+    seconds: dict[int, float]  # of a step of each choice, `CHAIN` for the chain of all proposals
+
+
+def tune(
+    model: PreTrainedModel,
+    draft: DFlashDraftModel,
+    *,
+    rows: Sequence[int] = ROWS,
+    on_progress: Callable[[str], None] = logger.info,
+) -> Tuned:
+    """Measures the seconds of a step for each number of rows and tokens, and writes them for later calls.
+
+    The steps are those of `generate` with the draft's own settings, over prompts of 128 drawn tokens. Nothing else
+    should run on the machine meanwhile. SmolLM2-135M takes about a minute on one core.
+
+    Args:
+        model (`PreTrainedModel`): The target, in half precision.
+        draft (`DFlashDraftModel`): Its draft.
+        rows (sequence of `int`): Numbers of rows to measure.
+        on_progress (callable, *optional*): Called with a sentence before each number of rows.
+
+    Returns:
+        [`Tuned`]: What was measured, and its file, in the cache folder of Hugging Face (`HF_HOME`).
+
+    Raises:
+        ValueError: For a pair that `generate` refuses; for a target in float32 or float64, whose runs time their own
+            steps; where steps are captured; for a draft whose settings fix the width; if the file cannot be written.
+    """
+    draft = unwrapped(draft)
+    rows = sorted(set(rows))
+    are_rows = len(rows) > 0 and rows[0] > 0
+    require(are_rows, "numbers of rows from 1 on", rows, "pass for example rows=(1, 8)")
+    about: dict[str, Any] = {}
+    steps: dict[int, dict[int, float]] = {}
+    chains: dict[int, float] = {}
+    for num_rows in rows:
+        on_progress(f"measuring steps of {num_rows} rows")
+        about, seconds = _measure_rows(model, draft, num_rows)
+        chains[num_rows] = seconds.pop(CHAIN)
+        steps[num_rows] = seconds
+    table = CostTable(steps, chains)
+    return Tuned(table, write_table(table, about))
+
+
+def _measure_rows(model: PreTrainedModel, draft: DFlashDraftModel, num_rows: int) -> _Measured:
+    """Returns the seconds of steps over so many rows."""
+    target = find_target(model)
+    source = torch.Generator().manual_seed(0)
+    # Drawn tokens, because experts of a model are chosen by tokens.
+    shape = (num_rows, PROMPT_LENGTH)
+    input_ids = torch.randint(0, target.vocab_size, shape, generator=source, device="cpu").to(
+        target.device
+    )
+    num_choices = len(candidate_widths(draft.config.block_size)) + 1
+    arguments: dict[str, Any] = {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        # Where every proposal is accepted, the first rounds use it up, and rows that have ended cost the same.
+        "max_new_tokens": draft.config.block_size * num_choices * NUM_TIMES,
+        "do_sample": False,
+    }
+    return answer_with(_measure, cast(Any, model).generate, model, draft, arguments)
+
+
+def _measure(request: Request, inputs: dict[str, Any]) -> _Measured:
+    """Stands where `decode` stands, and goes round all choices in place of decoding an answer."""
+    target = request.target
+    draft = request.draft
+    engine = choose_engine(target, draft)
+    _check(request, engine)
+    with (
+        eagerly(target.parts, request.draft_parts),
+        whole_run(request, engine),
+        no_gradients(target),
+    ):
+        run = prefill(request, inputs, NoUserCache())
+        costs = StepCosts.of(target, draft, run.generator.block_size)
+        about = about_pair(target, draft, costs)
+        with tapped_between_steps(run):
+            seconds = _time_steps(run)
+    return _Measured(about, seconds)
+
+
+def _check(request: Request, engine: str) -> None:
+    """Raises `ValueError` for a pair whose widths would not follow from a table."""
+    require(
+        computes_in_half(request.target),
+        "a target in half precision",
+        str(request.target.model.dtype),
+        "load it in bfloat16; in float32 a run times its own steps, and nothing has to be measured before",
+    )
+    require(
+        engine == "eager",
+        'engine="eager" for a table of costs',
+        engine,
+        'set verify_width="auto": captured steps are then timed before the first one',
+    )
+    options = request.draft.generation_config
+    is_left_open = options.asked_width in (None, "auto")
+    require(
+        is_left_open and options.num_tree_nodes in (None, "auto"),
+        "a draft whose generation_config leaves verify_width and num_tree_nodes open",
+        f"verify_width={options.asked_width}, num_tree_nodes={options.num_tree_nodes}",
+        "set them to None",
+    )
+
+
+def _time_steps(run: Run) -> dict[int, float]:
+    """Returns the quickest seconds of a step of each choice, `CHAIN` for the chain of all proposals."""
+    choices = choices_of(run.generator, run.keeps_buffers)
+    longest = run.generator.num_proposals + 1
+    # In the order of the choices a narrow step comes behind a narrow one, as in a run.
+    plan = {width: _OneChoice(width, is_chain=False) for width in candidate_widths(choices.width)}
+    plan[CHAIN] = _OneChoice(min(longest, choices.width), is_chain=choices.is_tree)
+    seconds = dict.fromkeys(plan, float("inf"))
+    for _ in range(NUM_TIMES):
+        for choice, chooser in plan.items():
+            run.chooser = chooser
+            started = time.perf_counter()
+            step(run)
+            seconds[choice] = min(seconds[choice], time.perf_counter() - started)
+    # No step costs more than one of more tokens: that was a hiccup of the clock. The widest come first.
+    for wide, narrow in itertools.pairwise(candidate_widths(choices.width)):
+        seconds[narrow] = min(seconds[narrow], seconds[wide])
+    return seconds
