@@ -40,6 +40,7 @@ LEVELS = {
     "dflash_hf.checkpoints.names": 1,
     "dflash_hf.generation.tested_versions": 1,
     "dflash_hf.ops": 2,
+    "dflash_hf.packed_weights": 2,
     "dflash_hf.generation_config": 2,
     "dflash_hf.block": 2,
     "dflash_hf.checkpoints": 2,

@@ -29,6 +29,7 @@ from dflash_hf.generation.newest_context import NewestContext
 from dflash_hf.generation.state import BufferShape, DecodeState
 from dflash_hf.layer_configs import attention_sizes
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.packed_weights import forget_packed
 from dflash_hf.target_model.parts import Target
 
 T = TypeVar("T")
@@ -333,10 +334,12 @@ def kept_buffers(draft: DFlashDraftModel) -> Sequence[FixedBuffers]:
 def free_buffers(draft: DFlashDraftModel) -> None:
     """Frees the buffers, CUDA graphs and copies in FP8 that calls with this draft have left for the next call.
 
-    Later calls make and capture them again. Buffers of a call that is running in another thread stay.
+    It also frees the copies of weights that were laid out for a CPU, of all models. Later calls make and capture all
+    of it again. Buffers of a call that is running in another thread stay.
 
     Args:
         draft (`DFlashDraftModel`): The draft.
     """
     _pool.pop(draft, None)
     free_float8(draft)
+    forget_packed()

@@ -16,11 +16,13 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.devices import is_compiled
 from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
+from dflash_hf.packed_weights import PackedWeights, packing
 from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import outermost
@@ -71,6 +73,7 @@ class Filling:
         else:
             inputs[CACHE_NAME] = empty_cache(request, inputs)
         self._outputs: CausalLMOutputWithPast | None = None
+        self.packed = packed_weights_of(request)
 
     @property
     def num_columns(self) -> int:
@@ -190,7 +193,7 @@ class Filling:
                 after_deepstack=config.tap_after_deepstack,
                 counts=lambda kwargs: is_ours(),
             )
-            with taps.open():
+            with taps.open(), packing(self.packed):
                 yield
 
     def _observe(self, states: Tensor) -> None:
@@ -221,6 +224,15 @@ class Filling:
             if value is not None:
                 cut[name] = value[..., : value.shape[-1] - num_left]
         self._outputs = model._prefill(chunk, config, cut)
+
+
+def packed_weights_of(request: Request) -> PackedWeights:
+    """Returns the weights of both models, to be laid out as they are used; none of compiled models."""
+    models = (request.target.parts, request.draft_parts)
+    # What torch.compile has traced is not to be traced again.
+    if any(map(is_compiled, models)):
+        return PackedWeights([])
+    return PackedWeights([module for parts in models for module in parts.modules])
 
 
 def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:

@@ -172,6 +172,7 @@ class Prefill:
             recorder=recorder,
             watch=self.watch,
             chooser=choose_widths(generator, state, self.keeps_buffers),
+            packed=self.filling.packed,
             user_cache=self.user_cache,
             taps=taps_of_verifies(request, cache),
             extra=extra,

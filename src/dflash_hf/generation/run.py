@@ -25,6 +25,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
+from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.target_model.fast_layers import fast_layers, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
@@ -79,6 +80,7 @@ class Run:
     recorder: Recorder
     watch: Stopwatch
     chooser: WidthChooser | FixedWidth
+    packed: PackedWeights  # weights that are laid out for a CPU
     user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
     taps: Taps  # of the verifies: they record what the target runs over the run's cache
     extra: dict[str, Any]  # keywords of the caller's own for the target's forward

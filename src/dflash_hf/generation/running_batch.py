@@ -210,8 +210,9 @@ class RunningBatch:
                 device_errors_explained(),
                 # Compiled parts run as they were before torch.compile: they call no hooks.
                 eagerly(target.parts, rows[0].request.draft_parts),
-                fast_whole_run(target),
+                # Before the fast forms, which have no gradients and ask for them.
                 no_gradients(target),
+                fast_whole_run(target),
             ):
                 self._take_in()
                 self._advance()

@@ -21,6 +21,7 @@ from dflash_hf.generation.accept import commit
 from dflash_hf.generation.run import Reported, Run, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED, TreeReport
 from dflash_hf.generation.widths import along_chain
+from dflash_hf.packed_weights import packing
 from dflash_hf.target_model.reentry import KEYWORD
 
 logger: Any = logging.get_logger(__name__)
@@ -31,7 +32,7 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
     # 1. Begin: room in the buffers, and how many tokens are verified.
     make_room(run)
     begin(run)
-    with run.request.ranks.forward():
+    with run.request.ranks.forward(), packing(run.packed):
         # 2. Draft: `[anchor, MASK, ...]` becomes proposals behind the anchor.
         block = draft(run)
         run.watch.lap("draft")

@@ -32,8 +32,8 @@ from dflash_hf.target_model.fast_on_cpu import (
     prepare,
 )
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.user_code import MARK, Code, has_own_forward, is_harmless, is_unmodified
-from dflash_hf.undo import Current, shared, undoing
+from dflash_hf.target_model.user_code import Code, has_own_forward, is_harmless, is_unmodified
+from dflash_hf.undo import MARK, Current, shared, undoing
 
 # A forward for a module, to be bound to it.
 Forward = Callable[..., Any]

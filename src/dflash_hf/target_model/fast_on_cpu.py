@@ -24,6 +24,7 @@ from dflash_hf.block.attention import attend, mask_repeats
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.layer_configs import layer_config
+from dflash_hf.packed_weights import linear
 from dflash_hf.target_model.known_layers import (
     attention_agrees,
     epsilon_of,
@@ -391,24 +392,24 @@ def _run_gated_mlp(gate: Projection, up: Projection, down: Projection, states: T
     return _project(gated * _project(states, up), down)
 
 
-def _projection(linear: Any, is_unmodified: bool) -> Projection:
+def _projection(layer: Any, is_unmodified: bool) -> Projection:
     """Returns the parameters of torch's own projection, which is not worth a call of a module; else the module."""
     # Adapters and quantised weights are classes of their own.
-    if type(linear) is not nn.Linear or linear._parameters.keys() != _LINEAR:
-        return linear
+    if type(layer) is not nn.Linear or layer._parameters.keys() != _LINEAR:
+        return layer
     if is_unmodified:
-        return linear._parameters
+        return layer._parameters
     # Some libraries put a forward of their own on the class, for all models.
     defined_in = nn.Linear.forward.__globals__["__name__"]
     is_torchs = defined_in == nn.Linear.__module__
-    if is_torchs and runs_its_class(linear):
-        return linear._parameters
-    return linear
+    if is_torchs and runs_its_class(layer):
+        return layer._parameters
+    return layer
 
 
 def _project(states: Tensor, by: Projection) -> Tensor:
     if isinstance(by, dict):
-        return nn.functional.linear(states, **by)
+        return linear(states, **by)
     return by(states)
 
 

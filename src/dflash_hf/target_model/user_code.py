@@ -14,9 +14,7 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 
 from dflash_hf.devices import Inventory
-
-# An attribute of the forwards that this package puts on modules.
-MARK = "_dflash_fast"
+from dflash_hf.undo import MARK
 
 
 def is_unmodified(parts: Inventory) -> bool:
