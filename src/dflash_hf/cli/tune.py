@@ -83,9 +83,10 @@ def _numbers(text: str) -> list[int]:
 def _show(console: Console, measured: CostTable) -> None:
     """Prints the milliseconds of a step by rows and tokens."""
     widths = sorted(max(measured.steps.values(), key=len))
-    headings = [f"{width} tokens" for width in widths]
-    headings[0] = "1 token"
-    table = make_table("milliseconds of a step", ["rows"], [*headings, "chain"])
+    headings = [str(width) for width in widths]
+    table = make_table(
+        "milliseconds of a step by rows and verified tokens", [], ["rows", *headings, "chain"]
+    )
     for num_rows, seconds in measured.steps.items():
         cells = [f"{1000 * seconds[width]:.1f}" for width in widths]
         table.add_row(str(num_rows), *cells, f"{1000 * measured.chains[num_rows]:.1f}")

@@ -18,10 +18,9 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
 # Tokens of all rows for which a step takes twice the time, in half precision. Fitted to whole steps of SmolLM2 in
-# bfloat16 with its draft, 8 rows of 2 to 8 tokens, on an AMD EPYC with avx512_bf16 and one thread (docs/log.md). Its
-# linear layers alone say 28; attention and the host's own work are much the same for one token and for several. CPUs
-# differ; threads change little, since they read and multiply faster alike.
-TOKENS_PER_READING = 38.0
+# bfloat16 with its draft over laid-out weights, 4 to 16 rows of 1 to 8 tokens, on an AMD EPYC with avx512_bf16 and one
+# thread (docs/log.md). CPUs differ; threads change little, since they read and multiply faster alike.
+TOKENS_PER_READING = 24.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
