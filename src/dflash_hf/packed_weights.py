@@ -30,11 +30,11 @@ logger: Any = logging.get_logger(__name__)
 
 # A weight is laid out at this use of a run: the first is the prefill, and an answer may end soon.
 PACKED_AT = 3
-# Numbers in a weight below which a product takes less time than the call of it.
-MIN_SIZE = 2**14
+# Numbers in a weight, by dtype, from which on a product is faster: oneDNN's own call takes some 10 us, and torch's
+# product in float32 hardly more for a small weight that is in the processor's cache (docs/log.md).
+MIN_SIZES = {torch.float32: 2**18, torch.bfloat16: 2**14, torch.float16: 2**14}
 # Laid-out weights take at most this share of the machine's memory.
 SHARE_OF_MEMORY = 1 / 8
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,16 @@ class PackedWeights:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.layers = [
-            module for module in modules if type(module) is nn.Linear and module.weight.is_cpu
+            module
+            for module in modules
+            if type(module) is nn.Linear and _is_large(module.weight) and module.weight.is_cpu
         ]
         self._uses = dict[int, _Use]()
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
+        if not _is_large(weight):
+            return nn.functional.linear(states, weight, bias)
         # Autocast casts, and gradients need torch's own operation.
         is_tried = states.dtype == weight.dtype and not torch.is_grad_enabled()
         num_vectors = states.numel() // weight.shape[-1]
@@ -197,10 +201,16 @@ def _pack(weight: Tensor) -> _Packed | None:
     return packed
 
 
+def _is_large(weight: Tensor) -> bool:
+    """Returns True for a weight that is large enough, in a dtype in which oneDNN multiplies."""
+    least = MIN_SIZES.get(weight.dtype)
+    return least is not None and weight.numel() >= least
+
+
 def _is_packable(weight: Tensor) -> bool:
-    """Returns True for a plain weight that is large enough, in a dtype for which it pays."""
+    """Returns True for a large plain weight whose product is as torch's own."""
     is_plain = type(weight) is nn.Parameter and weight.is_cpu and not weight.is_inference()
-    if not is_plain or weight.dtype not in DTYPES or weight.numel() < MIN_SIZE:
+    if not is_plain or not _is_large(weight):
         return False
     # Rows are read as numbers of 64 bits.
     has_whole_rows = weight.shape[-1] * weight.element_size() % 8 == 0

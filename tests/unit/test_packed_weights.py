@@ -18,9 +18,10 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
-    """No weight of another test is laid out."""
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight of another test is laid out, and small ones are, too."""
     packed_weights.forget_packed()
+    monkeypatch.setattr(packed_weights, "MIN_SIZES", dict.fromkeys(packed_weights.MIN_SIZES, 2**14))
 
 
 def layer_of(
