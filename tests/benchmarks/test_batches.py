@@ -1,0 +1,38 @@
+"""`batches.py` compares ways of decoding in batches, on the bundled pair."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import batches
+
+from helpers.scripts import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = ROOT / "demos" / "toy"
+run = partial(run_script, batches.main)
+
+
+def test_a_table_of_two_numbers_of_rows(tmp_path: Path) -> None:
+    rows = [
+        {"question_id": number, "category": "sums", "turns": [f"Compute {number} + 4."]}
+        for number in range(3)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "sums.jsonl").write_text(text, encoding="utf-8")
+    done = run(
+        *("--target", str(TOY / "target"), "--draft", str(TOY / "draft")),
+        *("--data", str(tmp_path), "--sets", "sums", "--rows", "1,2", "--questions", "3"),
+        *("--rounds", "1", "--max-new-tokens", "12", "--out", str(tmp_path / "batches.json")),
+    )
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "batches.json").read_text(encoding="utf-8"))
+    assert [row["rows"] for row in record["rows"]] == [1, 2]
+    for row in record["rows"]:
+        assert row["plain_seconds"] > 0
+        assert row["default_over_plain"] > 0
+        assert row["one_token_over_plain"] > 0
+        assert row["tokens_per_verify"] > 1
+    assert record["provenance"]["max_new_tokens"] == 12
