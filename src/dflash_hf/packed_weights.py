@@ -1,111 +1,139 @@
 """Weights of linear layers in oneDNN's own layout, for the forwards of a run on a CPU.
 
 `torch.nn.functional.linear` lays a weight out anew in every call, which takes as long as the product itself where
-there are few tokens. Here this is done once. A product over the laid-out weight has the same bits in half precision;
-in float32 it adds in another order (docs/numerics.md).
+there are few tokens. Here this is done once, and the copy is kept as long as the model is. A product over it has the
+same bits in half precision; in float32 it adds in another order (docs/numerics.md).
 
-Laid-out weights are copies. They are kept as long as the weight is, for the next call, and looked at before they are
-used again: the address and version of a weight at each use, and the sums of its rows once per run, because libraries
-change weights in ways that no version counts. torch's own `inductor` uses the same two operations.
+A copy must not outlive its weight. The address, version and form of a weight are compared at each use. The sums of its
+rows and columns are compared at the first use of a run, and wherever code of the user's may have run since, because
+libraries change weights by `weight.data`, which no version counts. torch's own `inductor` has the same two operations.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterable
+import threading
+import weakref
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.utils import logging
 
-from dflash_hf.devices import total_memory
-from dflash_hf.undo import MARK, Current, undoing
+from dflash_hf.devices import Inventory, total_memory
+from dflash_hf.undo import Current
 
 logger: Any = logging.get_logger(__name__)
 
-# A weight is laid out at this use of a run: the first is the prefill, and an answer may end soon.
-PACKED_AT = 3
 # Numbers in a weight, by dtype, from which on a product is faster: oneDNN's own call takes some 10 us, and torch's
 # product in float32 hardly more for a small weight that is in the processor's cache (docs/log.md).
 MIN_SIZES = {torch.float32: 2**18, torch.bfloat16: 2**14, torch.float16: 2**14}
-# Laid-out weights take at most this share of the machine's memory.
+# Copies take at most this share of the machine's memory.
 SHARE_OF_MEMORY = 1 / 8
 
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A weight in oneDNN's layout, and what the weight was when it was laid out."""
-
-    tensor: Tensor  # opaque
-    num_bytes: int
-    place: tuple[int, int]  # address and version
-    row_sums: Tensor
-
-
-# Of all models. A weight that is gone takes its copy along.
-_kept: Any = WeakIdKeyDictionary()
+# Address, version, shape, strides and dtype of a weight.
+_Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(slots=True)
-class _Use:
-    """A weight in a run."""
+class _Packed:
+    """A copy of a weight in oneDNN's layout, and what the weight was when it was made."""
 
     weight: Tensor  # held, so that no other one gets its id
-    packed: _Packed | None
-    num_uses: int = 0
+    copy: Tensor  # opaque
+    num_bytes: int
+    place: _Place
+    sums: tuple[Tensor, Tensor]
+    is_looked_at: bool = True  # whether the sums have been compared since code of the user's ran
+
+    def is_current(self) -> bool:
+        """Returns True if the copy is still one of the weight."""
+        if self.place != _place_of(self.weight):
+            return False
+        if self.is_looked_at:
+            return True
+        self.is_looked_at = all(map(torch.equal, self.sums, _sums_of(self.weight)))
+        return self.is_looked_at
+
+
+# The copies of each model, by the ids of the weights.
+_kept = weakref.WeakKeyDictionary[nn.Module, dict[int, _Packed]]()
+# Two threads may run models at once.
+_lock = threading.Lock()
 
 
 class PackedWeights:
-    """The laid-out weights of a run; of a running batch, until the next request joins.
+    """The copies of a model's weights in a run.
 
     Args:
-        modules (iterable of `nn.Module`): The modules of the target and the draft. Those of torch's own class for
-            linear layers compute by laid-out weights within [`packing`].
+        parts (`Inventory`): The model and its weights.
+        is_on (`bool`): Whether there are to be any.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.layers = [
-            module
-            for module in modules
-            if type(module) is nn.Linear and _is_large(module.weight) and module.weight.is_cpu
-        ]
-        self._uses = dict[int, _Use]()
+    def __init__(self, parts: Inventory, is_on: bool) -> None:
+        self.is_on = is_on and torch.backends.mkldnn.is_available()
+        self._copies = dict[int, _Packed]()
+        self._is_full = False
+        if self.is_on:
+            with _lock:
+                self._copies = _kept.setdefault(parts.modules[0], {})
+                self._forget_replaced(parts)
+        self.look_again()
+
+    def _forget_replaced(self, parts: Inventory) -> None:
+        """Frees copies of weights that the model does not have any more, or that have another form now."""
+        ids = set(map(id, parts.weights))
+        for number, packed in list(self._copies.items()):
+            if number not in ids or packed.place != _place_of(packed.weight):
+                del self._copies[number]
+
+    def look_again(self) -> None:
+        """Has the sums of each weight compared at its next use: code of the user's may have changed weights."""
+        for packed in list(self._copies.values()):
+            packed.is_looked_at = False
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
-        if not _is_large(weight):
+        if not _is_large(weight) or not _takes(states, weight, bias):
             return nn.functional.linear(states, weight, bias)
-        # Autocast casts, and gradients need torch's own operation.
-        is_tried = states.dtype == weight.dtype and not torch.is_grad_enabled()
-        num_vectors = states.numel() // weight.shape[-1]
-        # With one vector in float32 torch's own product is as fast.
-        is_one_of_float32 = num_vectors == 1 and weight.dtype == torch.float32
-        if not is_tried or num_vectors == 0 or is_one_of_float32:
+        packed = self._copies.get(id(weight))
+        if packed is None or not packed.is_current():
+            packed = self._pack(weight)
+        if packed is None:
             return nn.functional.linear(states, weight, bias)
-        use = self._uses.get(id(weight))
-        if use is None:
-            use = _Use(weight, _kept_for(weight))
-            self._uses[id(weight)] = use
-        use.num_uses += 1
-        if use.packed is not None and use.packed.place != _place_of(weight):
-            use.packed = None
-        if use.packed is None and use.num_uses == PACKED_AT:
-            use.packed = _pack(weight)
-        if use.packed is None:
-            return nn.functional.linear(states, weight, bias)
-        return _product(states, use.packed.tensor, bias)
+        return _product(states, packed.copy, bias)
+
+    def _pack(self, weight: Tensor) -> _Packed | None:
+        """Copies a weight and keeps the copy; `None` where it stays as it is."""
+        with _lock:
+            self._copies.pop(id(weight), None)
+            if self._is_full or not _is_packable(weight):
+                return None
+            num_bytes = weight.numel() * weight.element_size()
+            memory = total_memory(weight.device) or 0
+            num_kept = sum(each.num_bytes for copies in _kept.values() for each in copies.values())
+            if num_kept + num_bytes > SHARE_OF_MEMORY * memory:
+                # Asked once in a run: later weights would find as little room.
+                self._is_full = True
+                logger.warning_once(
+                    "some weights are not copied into the layout in which this CPU multiplies faster: copies may take "
+                    f"an eighth of the memory, and {num_kept / 1e9:.1f} of {memory / 1e9:.1f} GB are copies"
+                )
+                return None
+            copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+            packed = _Packed(weight, copy, num_bytes, _place_of(weight), _sums_of(weight))
+            self._copies[id(weight)] = packed
+            return packed
 
 
 _current = Current()
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns what `torch.nn.functional.linear` does; within [`packing`] by laid-out weights."""
+    """Returns what `torch.nn.functional.linear` does; within [`packing`] by copies of weights."""
     scope = _current.scope
     if scope is None:
         return nn.functional.linear(states, weight, bias)
@@ -115,90 +143,49 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @contextmanager
 def packing(packed: PackedWeights) -> Generator[None]:
-    """Has this thread compute the linear layers of a run by laid-out weights.
-
-    The layers have a forward of this file for as long as it is open. Where it is open already, nothing is done.
-    """
-    is_open = _current.scope is not None and _current.scope[0] is packed
-    if is_open or not packed.layers:
+    """Has [`linear`] multiply by copies of weights, in this thread."""
+    # A function mode of the user's sees torch's own operation, and a switch of the user's turns oneDNN off.
+    is_watched = torch._C._len_torch_function_stack() > 0
+    if not packed.is_on or is_watched or not torch.backends.mkldnn.enabled:
         yield
         return
-
-    def detach() -> None:
-        for layer in packed.layers:
-            # A forward that a user has put there meanwhile stays.
-            if hasattr(layer.__dict__.get("forward"), MARK):
-                del layer.forward
-
-    with undoing(detach), _current.doing(packed):
-        for layer in packed.layers:
-            # Bound, so that a copy of the module has its own.
-            if "forward" not in layer.__dict__:
-                layer.__dict__["forward"] = MethodType(_forward, layer)
+    with _current.doing(packed):
         yield
 
 
 def forget_packed() -> None:
-    """Frees the laid-out weights of all models."""
-    _kept.clear()
+    """Frees the copies of all models' weights."""
+    with _lock:
+        for copies in _kept.values():
+            copies.clear()
 
 
-def _forward(self: nn.Linear, states: Tensor) -> Tensor:
-    """A forward for a linear layer, to be bound; in another thread it is the class's own."""
-    if _current.scope is None:
-        return nn.Linear.forward(self, states)
-    return linear(states, self.weight, self.bias)
+def _takes(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Returns True for operands over which both products have been compared, and over which ours is faster."""
+    # Gradients need torch's own operation, and other strides another one of torch's.
+    is_tried = states.dtype == weight.dtype and states.is_contiguous()
+    if not is_tried or torch.is_grad_enabled():
+        return False
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        return False
+    num_vectors = states.numel() // weight.shape[-1]
+    # With one vector in float32 torch's own product is as fast.
+    least = 2 if weight.dtype == torch.float32 else 1
+    return num_vectors >= least
 
 
-setattr(_forward, MARK, True)
+def _place_of(weight: Tensor) -> _Place:
+    """Returns where a weight is, how often torch has counted a change of it, and how it is laid out."""
+    return weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
 
 
-def _kept_for(weight: Tensor) -> _Packed | None:
-    """Returns the laid-out weight of an earlier run, if it is still that weight."""
-    kept: _Packed | None = _kept.get(weight)
-    if kept is None:
-        return None
-    is_same = kept.place == _place_of(weight) and torch.equal(kept.row_sums, _row_sums(weight))
-    if is_same:
-        return kept
-    del _kept[weight]
-    return None
+def _sums_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sums of a weight's rows and of its columns, read as whole numbers of 64 bits.
 
-
-def _place_of(weight: Tensor) -> tuple[int, int]:
-    """Returns where a weight is, and how often it was changed in place as far as torch counts it."""
-    return weight.data_ptr(), weight._version
-
-
-def _row_sums(weight: Tensor) -> Tensor:
-    """Returns the sums of a weight's rows `[out_features]`, read as whole numbers of 64 bits.
-
-    A change of a weight that leaves all of them as they were is no change that anybody makes.
+    Rows that change places change the first, columns that do the second.
     """
-    return weight.detach().view(torch.int64).sum(dim=1)
-
-
-def _pack(weight: Tensor) -> _Packed | None:
-    """Lays a weight out and keeps it; `None` where it stays as it is."""
-    if not _is_packable(weight):
-        return None
-    num_bytes = weight.numel() * weight.element_size()
-    memory = total_memory(weight.device)
-    num_kept = sum(kept.num_bytes for kept in _kept.values())
-    if memory is None or num_kept + num_bytes > SHARE_OF_MEMORY * memory:
-        logger.warning_once(
-            "some weights are not copied into the layout in which this CPU multiplies faster, because copies may take "
-            f"an eighth of the memory at most; {num_kept / 1e9:.1f} GB are copied"
-        )
-        return None
-    packed = _Packed(
-        torch.ops.mkldnn._reorder_linear_weight(weight.detach()),
-        num_bytes,
-        _place_of(weight),
-        _row_sums(weight),
-    )
-    _kept[weight] = packed
-    return packed
+    words = weight.detach().view(torch.int64)
+    return words.sum(dim=1), words.sum(dim=0)
 
 
 def _is_large(weight: Tensor) -> bool:
@@ -208,14 +195,13 @@ def _is_large(weight: Tensor) -> bool:
 
 
 def _is_packable(weight: Tensor) -> bool:
-    """Returns True for a large plain weight whose product is as torch's own."""
+    """Returns True for a plain matrix of a model, over which the product is as torch's own."""
     is_plain = type(weight) is nn.Parameter and weight.is_cpu and not weight.is_inference()
-    if not is_plain or not _is_large(weight):
+    if not is_plain or weight.dim() != 2 or not weight.is_contiguous():
         return False
     # Rows are read as numbers of 64 bits.
     has_whole_rows = weight.shape[-1] * weight.element_size() % 8 == 0
-    is_matrix = weight.dim() == 2 and weight.is_contiguous()
-    return is_matrix and has_whole_rows and _computes_alike(weight.dtype)
+    return has_whole_rows and _computes_alike(weight.dtype)
 
 
 @functools.cache
@@ -225,22 +211,29 @@ def _computes_alike(dtype: torch.dtype) -> bool:
     In half precision bit for bit; in float32 sums are rounded, and the order of adding is another one.
     """
     source = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        weight = torch.randn(160, 192, generator=source, device="cpu").to(dtype)
-        states = torch.randn(2, 3, 192, generator=source, device="cpu").to(dtype)
-        expected = nn.functional.linear(states, weight)
-        try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            found = _product(states, packed, None)
-        # Builds without oneDNN have no such operation, and some CPUs no such dtype.
-        except (RuntimeError, AttributeError) as error:
-            logger.info(f"weights in {dtype} stay in torch's layout: {error}")
-            return False
-    if dtype == torch.float32:
-        return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    return torch.equal(found, expected)
+    try:
+        for num_vectors, width, has_bias in ((1, 192, True), (6, 192, False), (37, 76, True)):
+            weight, states, bias = (
+                torch.randn(shape, generator=source, device="cpu").to(dtype)
+                for shape in ((165, width), (num_vectors, width), (165,))
+            )
+            given = bias if has_bias else None
+            copy = torch.ops.mkldnn._reorder_linear_weight(weight)
+            found = _product(states, copy, given)
+            expected = nn.functional.linear(states, weight, given)
+            is_alike = torch.equal(found, expected)
+            if dtype == torch.float32:
+                is_alike = torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+            if not is_alike:
+                logger.info(f"oneDNN's product in {dtype} is not torch's own, so weights stay")
+                return False
+    # Builds without oneDNN have no such operation, and some CPUs no such dtype.
+    except (RuntimeError, AttributeError) as error:
+        logger.info(f"weights in {dtype} stay in torch's layout: {error}")
+        return False
+    return True
 
 
-def _product(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the product with a laid-out weight."""
-    return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+def _product(states: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the product with a copy."""
+    return torch.ops.mkldnn._linear_pointwise(states, copy, bias, "none", [], "")

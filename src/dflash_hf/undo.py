@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
 
-# An attribute of the forwards that this package puts on modules.
-MARK = "_dflash_fast"
 # Where torch keeps forward hooks and what it knows about them, by ids that no two hooks share.
 _TABLES = (
     "_forward_hooks",

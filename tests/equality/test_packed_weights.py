@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from dflash_hf import DFlashDraftModel, RunningBatch, free_buffers, generate_batch, packed_weights
+from dflash_hf import (
+    DFlashDraftModel,
+    RunningBatch,
+    free_buffers,
+    generate_batch,
+    iterate,
+    packed_weights,
+)
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NEW = 24
@@ -28,8 +38,8 @@ def target_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def is_packed(model: torch.nn.Module) -> bool:
-    """Returns True if some weight of a model is laid out."""
-    return any(weight in packed_weights._kept for weight in model.parameters())
+    """Returns True if some weight of a model is copied."""
+    return bool(packed_weights._kept.get(model))
 
 
 @pytest.mark.parametrize("lengths", [[9], [4, 11, 7]])
@@ -44,7 +54,6 @@ def test_texts_are_plain_generates(family: str, lengths: list[int]) -> None:
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), plain)
     assert is_packed(target)
-    assert is_packed(draft)
 
 
 def test_sampled_texts_are_the_same_at_every_width() -> None:
@@ -117,35 +126,166 @@ def test_a_running_batch_has_the_weights_of_a_requests_day() -> None:
 
 
 def test_freed_buffers_take_laid_out_weights_along() -> None:
-    target = target_of("qwen3", torch.bfloat16)
+    target = target_of("qwen3")
     draft = tiny_draft(target, 8)
+    draft.generation_config.verify_width = 4
     list(generate_batch(target, draft, [prompts([5], seed=7)["input_ids"]], max_new_tokens=NEW))
     assert is_packed(target)
     free_buffers(draft)
     assert not is_packed(target)
-    assert not is_packed(draft)
 
 
-def test_hooks_and_streamers_find_the_model_as_it_was() -> None:
-    target = target_of("qwen3")
-    draft: DFlashDraftModel = tiny_draft(target, 8)
+SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def drafted(target: Any, draft: DFlashDraftModel, inputs: Any, **others: Any) -> Any:
+    """Returns a text with the draft, every verify of four tokens."""
     draft.generation_config.verify_width = 4
+    return target.generate(**inputs, **SETTINGS, assistant_model=draft, **others)
+
+
+def test_models_with_hooks_compute_by_their_own_weights() -> None:
+    target = target_of("qwen3")
     inputs = prompts([6], seed=8)
-    forwards: list[bool] = []
-    layer = target.model.layers[0].mlp.down_proj
+    num_calls = 0
 
-    class Looking(BaseStreamer):
-        def put(self, value: Any) -> None:
-            forwards.append("forward" in layer.__dict__)
+    def hook(*args: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        # Within a forward, where no look at the weights would come in time.
+        target.model.layers[2].mlp.up_proj.weight.data += 0.01
 
-        def end(self) -> None:
-            pass
-
-    target.model.layers[0].register_forward_hook(lambda *args: None)
-    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-    plain = target.generate(**inputs, **settings)
-    found = target.generate(**inputs, **settings, assistant_model=draft, streamer=Looking())
+    before = copy.deepcopy(target.state_dict())
+    target.model.layers[0].register_forward_pre_hook(hook)
+    plain = target.generate(**inputs, **SETTINGS)
+    target.load_state_dict(before)
+    draft = tiny_draft(target, 8)
+    draft.generation_config.verify_width = 1
+    found = target.generate(**inputs, **SETTINGS, assistant_model=draft)
+    assert num_calls > NEW
     assert torch.equal(found, plain)
-    assert len(forwards) > 2
-    assert not any(forwards)
+    assert not is_packed(target)
+
+
+class Changing(LogitsProcessor):
+    """Writes other weights into a target at one of its calls."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.num_calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 8:
+            torch.manual_seed(0)
+            change(self.target)
+        return scores
+
+
+def test_weights_that_a_processor_changes_are_seen() -> None:
+    target = target_of("qwen3")
+    inputs = prompts([4, 9], seed=9)
+    before = copy.deepcopy(target.state_dict())
+    plain = target.generate(**inputs, **SETTINGS, logits_processor=[Changing(target)])
+    target.load_state_dict(before)
+    draft = tiny_draft(target, 8)
+    draft.generation_config.verify_width = 1
+    found = target.generate(
+        **inputs, **SETTINGS, assistant_model=draft, logits_processor=[Changing(target)]
+    )
+    assert torch.equal(found, plain)
     assert is_packed(target)
+
+
+def test_weights_that_a_pause_changes_are_seen() -> None:
+    texts: list[list[int]] = []
+    for is_on in (True, False):
+        target = target_of("qwen3")
+        draft = tiny_draft(target, 8)
+        inputs = prompts([6, 9], seed=10)
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_on:
+                patch.setattr(packed_weights, "_is_packable", lambda weight: False)
+            tokens: list[int] = []
+            for step in iterate(target, draft, **inputs, **SETTINGS):
+                tokens += step.committed[0].tolist()
+                if step.index == 4:
+                    torch.manual_seed(0)
+                    change(target)
+        assert is_packed(target) == is_on
+        texts.append(tokens)
+    assert texts[0] == texts[1]
+
+
+class Streamer(BaseStreamer):
+    """Looks at a layer whenever it gets tokens."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.had_forward: list[bool] = []
+
+    def put(self, value: Any) -> None:
+        self.had_forward.append("forward" in self.layer.__dict__)
+
+    def end(self) -> None:
+        pass
+
+
+def test_streamers_find_the_model_as_it_was() -> None:
+    target = target_of("qwen3")
+    inputs = prompts([6], seed=8)
+    plain = target.generate(**inputs, **SETTINGS)
+    for layer in (target.lm_head, target.model.layers[0].mlp.down_proj):
+        streamer = Streamer(layer)
+        found = drafted(target, tiny_draft(target, 8), inputs, streamer=streamer)
+        assert torch.equal(found, plain)
+        assert len(streamer.had_forward) > 2
+        assert not any(streamer.had_forward)
+    assert is_packed(target)
+
+
+def test_a_forward_put_on_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("qwen3")
+    inputs = prompts([6, 9], seed=11)
+    drafted(target, tiny_draft(target, 8), inputs)
+    assert is_packed(target)
+    own = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: 1.5 * own(self, input))
+    plain = target.generate(**inputs, **SETTINGS)
+    assert torch.equal(drafted(target, tiny_draft(target, 8), inputs), plain)
+
+
+def test_autocast_computes_as_plain_generate_does() -> None:
+    target = target_of("qwen3")
+    inputs = prompts([6, 9], seed=12)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = target.generate(
+            **inputs, **SETTINGS, output_logits=True, return_dict_in_generate=True
+        )
+        found = drafted(
+            target, tiny_draft(target, 8), inputs, output_logits=True, return_dict_in_generate=True
+        )
+    assert torch.equal(found.logits[0], plain.logits[0])
+    assert not is_packed(target)
+
+
+def test_threads_have_the_texts_of_calls_alone() -> None:
+    target = target_of("qwen3")
+    inputs = [prompts([5 + row, 8], seed=20 + row) for row in range(3)]
+    plain = [target.generate(**each, **SETTINGS) for each in inputs]
+    errors: list[BaseException] = []
+
+    def call(number: int) -> None:
+        try:
+            for _ in range(4):
+                found = drafted(target, tiny_draft(target, 8), inputs[number])
+                assert torch.equal(found, plain[number])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors

@@ -104,6 +104,12 @@ DAMAGES: dict[str, Callable[[], bytes]] = {
     "not a number": lambda: changed(lambda written: written["steps"]["8"].update({"2": None})),
     "a time of zero": lambda: changed(lambda written: written["steps"]["8"].update({"2": 0.0})),
     "nan": lambda: changed(lambda written: written["chains"].update({"8": float("nan")})),
+    "a time without an end": lambda: changed(
+        lambda written: written["steps"]["8"].update({"2": 10**400})
+    ),
+    "tokens without an end": lambda: changed(
+        lambda written: written["steps"]["8"].update({"1" + 400 * "0": 1.0})
+    ),
     "tokens below one": lambda: changed(lambda written: written["steps"]["8"].update({"0": 1.0})),
     "words for rows": lambda: changed(lambda written: written["chains"].update(many=1.0)),
 }
@@ -192,12 +198,14 @@ def test_a_table_is_for_one_pair_and_dtype() -> None:
 
     def about(**kind: Any) -> dict[str, Any]:
         draft = tiny_draft(model, 6, **kind)
-        return about_pair(target, draft, StepCosts.of(target, draft, 6))
+        return about_pair(target, draft, StepCosts.of(target, draft, 6), is_tree=True)
 
     found = about()
     assert found == about()
     json.dumps(found)
     assert found != about(**DFLASH2)
     assert found != about(markov_rank=4)
-    model.float()
+    assert found["target_class"] == "Qwen3ForCausalLM"
+    # One layer in another dtype is enough, wherever it is.
+    model.model.layers[2].mlp.float()
     assert found != about()

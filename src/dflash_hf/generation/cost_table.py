@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import constants
+from torch import nn
 from transformers.utils import logging
 
 from dflash_hf.devices import device_name
@@ -36,6 +37,8 @@ logger: Any = logging.get_logger(__name__)
 VERSION = 1
 # A file of a few kB; one that is larger was not written here.
 MAX_BYTES = 1_000_000
+# Rows and tokens of a step, at most.
+MAX_COUNT = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +86,21 @@ def interpolated(points: Mapping[int, float], at: int) -> float:
     return max(points[low] + slope * (at - low), min(points.values()))
 
 
-def about_pair(target: Target, draft: DFlashDraftModel, costs: StepCosts) -> dict[str, Any]:
+def about_pair(
+    target: Target, draft: DFlashDraftModel, costs: StepCosts, is_tree: bool
+) -> dict[str, Any]:
     """Returns what the costs of a pair's steps depend on; a table is for this and nothing else."""
     device = target.device
-    layer = target.layers[0]
-    # Quantised layers and weights have classes of their own.
-    modules = {type(part).__name__ for part in layer.modules()}
-    weights = {f"{type(weight).__name__} {weight.dtype}" for weight in layer.parameters()}
     return {
         "version": VERSION,
-        "target": type(target.model).__name__,
+        "target_class": type(target.model).__name__,
         "num_layers": len(target.layers),
-        "modules": sorted(modules),
-        "weights": sorted(weights),
+        "target_parts": _kinds_in(target.model),
         "attention": target.config._attn_implementation,
         "draft_layers": len(draft.layers),
-        "draft_dtype": str(draft.dtype),
+        "draft_parts": _kinds_in(draft),
         "is_dflash2": draft.config.is_dflash2,
+        "is_tree": is_tree,
         "autocast": _autocast_dtype(device.type),
         **asdict(costs),
         "device": device_name(device),
@@ -109,6 +110,13 @@ def about_pair(target: Target, draft: DFlashDraftModel, costs: StepCosts) -> dic
     }
 
 
+def _kinds_in(model: nn.Module) -> list[str]:
+    """Returns the classes of a model's modules and weights, and the dtypes: quantised ones have others."""
+    modules = {type(part).__name__ for part in model.modules()}
+    weights = {f"{type(weight).__name__} {weight.dtype}" for weight in model.parameters()}
+    return sorted(modules | weights)
+
+
 def _autocast_dtype(device_type: str) -> str:
     """Returns the dtype that autocast computes in at the moment, or an empty text."""
     if not torch.is_autocast_enabled(device_type):
@@ -116,10 +124,20 @@ def _autocast_dtype(device_type: str) -> str:
     return str(torch.get_autocast_dtype(device_type))
 
 
+def has_tables() -> bool:
+    """Returns True if costs of some pair were measured on this machine."""
+    return _folder().is_dir()
+
+
+def _folder() -> Path:
+    """Returns the folder of all tables, in the cache folder of Hugging Face (`HF_HOME`)."""
+    return Path(constants.HF_HOME) / "dflash_hf" / "step_costs"
+
+
 def table_path(about: Mapping[str, Any]) -> Path:
-    """Returns the file of a pair's table, in the cache folder of Hugging Face (`HF_HOME`)."""
+    """Returns the file of a pair's table."""
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
-    return Path(constants.HF_HOME) / "dflash_hf" / "step_costs" / f"{key}.json"
+    return _folder() / f"{key}.json"
 
 
 def read_table(about: Mapping[str, Any]) -> CostTable | None:
@@ -151,7 +169,7 @@ def _checked(text: bytes, about: Mapping[str, Any]) -> CostTable:
         about_read = read["about"]
         steps = {int(rows): _seconds(by_width) for rows, by_width in read["steps"].items()}
         chains = _seconds(read["chains"])
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"its form is another one: {type(error).__name__}") from error
     if about_read != about:
         raise ValueError("it was measured for another pair or machine")
@@ -165,7 +183,8 @@ def _seconds(read: Mapping[str, Any]) -> dict[int, float]:
     """Returns numbers by numbers from JSON, whose keys are strings; raises `ValueError` for what is no time."""
     seconds = {int(key): float(value) for key, value in read.items()}
     are_times = all(math.isfinite(value) and value > 0.0 for value in seconds.values())
-    if not are_times or min(seconds, default=1) < 1:
+    are_counts = all(1 <= key <= MAX_COUNT for key in seconds)
+    if not are_times or not are_counts:
         raise ValueError("some of its numbers are no times")
     return seconds
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dflash_hf import ops
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.devices import is_compiled
 from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.prompt_images import PromptImages
@@ -26,6 +26,7 @@ from dflash_hf.packed_weights import PackedWeights, packing
 from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import outermost
+from dflash_hf.target_model.user_code import is_unmodified
 
 # Inputs of a forward that go along with the tokens, column by column.
 PER_TOKEN = {
@@ -73,7 +74,11 @@ class Filling:
         else:
             inputs[CACHE_NAME] = empty_cache(request, inputs)
         self._outputs: CausalLMOutputWithPast | None = None
-        self.packed = packed_weights_of(request)
+        # Nothing of the user's may run within a forward, where no look at the weights could come in time.
+        target = request.target
+        weight: Any = target.embedding.weight
+        may_pack = ops.use_short_forwards(weight) and is_unmodified(target.parts)
+        self.packed = PackedWeights(target.parts, may_pack)
 
     @property
     def num_columns(self) -> int:
@@ -224,15 +229,6 @@ class Filling:
             if value is not None:
                 cut[name] = value[..., : value.shape[-1] - num_left]
         self._outputs = model._prefill(chunk, config, cut)
-
-
-def packed_weights_of(request: Request) -> PackedWeights:
-    """Returns the weights of both models, to be laid out as they are used; none of compiled models."""
-    models = (request.target.parts, request.draft_parts)
-    # What torch.compile has traced is not to be traced again.
-    if any(map(is_compiled, models)):
-        return PackedWeights([])
-    return PackedWeights([module for parts in models for module in parts.modules])
 
 
 def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:

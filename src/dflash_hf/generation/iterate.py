@@ -175,6 +175,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             # Copies of what the commit moves on: a step is shown as it was verified.
             anchor = state.anchor.clone()
             lengths = state.lengths.clone()
+            # The user may have changed weights in the pause.
+            run.packed.look_again()
             logits, committed = step(run)
         optional: dict[str, Tensor] = {}
         if output_logits:

@@ -12,7 +12,7 @@ from dflash_hf import ops
 from dflash_hf.block.tree import max_nodes
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
-from dflash_hf.generation.cost_table import CostTable, about_pair, read_table
+from dflash_hf.generation.cost_table import CostTable, about_pair, has_tables, read_table
 from dflash_hf.generation.cuda_graph import EAGER, why_not
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
@@ -142,10 +142,10 @@ def choose_widths(
     """Returns what chooses the width of each verify.
 
     Where nothing is said about it, the width follows the run, unless steps are to be captured, a graph per width.
-    In half precision near ties turn with the width, so the clock of the run may not decide: measured costs do where
-    there are any ([`CostTable`]), else on a CPU modelled ones ([`StepCosts`]), and on a GPU every verify is as wide as
-    may be. So it is by rejection, which draws another text at another width: a row's text does not depend on the rows
-    beside it.
+    In half precision near ties turn with the width, so the clock of the run decides only where `"auto"` is asked for:
+    measured costs do where there are any ([`CostTable`]), else on a CPU modelled ones ([`StepCosts`]), and on a GPU
+    every verify is as wide as may be. So it is by rejection, which draws another text at another width: a row's text
+    does not depend on the rows beside it.
     """
     draft = generator.draft
     options = draft.generation_config
@@ -159,7 +159,7 @@ def choose_widths(
         return FixedWidth(choices.width)
     costs = None
     if is_half and not keeps_buffers:
-        costs = _known_costs(generator, choices.width, may_be_modelled=is_left_open and is_on_cpu)
+        costs = _known_costs(generator, choices, may_be_modelled=is_left_open and is_on_cpu)
     if costs is not None:
         chooser = KnownCostWidths(costs, *choices)
     elif is_half and is_left_open:
@@ -184,15 +184,18 @@ def _clocked_widths(
 
 
 def _known_costs(
-    generator: DFlashCandidateGenerator, width: int, may_be_modelled: bool
+    generator: DFlashCandidateGenerator, choices: Choices, may_be_modelled: bool
 ) -> CostTable | StepCosts | None:
-    """Returns the measured costs of a pair's steps of up to `width` tokens, else modelled ones, else `None`."""
+    """Returns the measured costs of a pair's steps, for all that may be chosen; else modelled ones, else `None`."""
+    if not may_be_modelled and not has_tables():
+        return None
     target = generator.target
     draft = generator.draft
     modelled = StepCosts.of(target, draft, generator.block_size)
-    table = read_table(about_pair(target, draft, modelled))
-    if table is not None and table.covers(width):
-        return table
+    if has_tables():
+        table = read_table(about_pair(target, draft, modelled, choices.is_tree))
+        if table is not None and table.covers(choices.width):
+            return table
     if may_be_modelled:
         return modelled
     return None

@@ -46,6 +46,13 @@ class Request:
         return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
 
     @property
+    def calls_own_code(self) -> bool:
+        """Whether code that is neither Transformers' nor this package's runs between two forwards."""
+        package = type(self.streamer).__module__.partition(".")[0]
+        has_known_streamer = self.streamer is None or package in ("transformers", "dflash_hf")
+        return bool(self.own_criteria) or not has_known_streamer or not self.processors.is_stateless
+
+    @property
     def calls_out(self) -> bool:
         """Whether code of the user's runs between two forwards, which may want to use the target itself."""
         return (

@@ -36,6 +36,7 @@ logger: Any = logging.get_logger(__name__)
 
 # Rows that are measured; the costs of other numbers of rows lie between them.
 ROWS = (1, 2, 4, 8, 16, 32)
+MAX_ROWS = 4096
 # Tokens of the prompts. A step reads their keys too, which is little beside the weights.
 PROMPT_LENGTH = 128
 # The quickest of so many steps counts: the clock also sees whatever else the machine does.
@@ -91,8 +92,8 @@ def tune(
     """
     draft = unwrapped(draft)
     rows = sorted(set(rows))
-    are_rows = len(rows) > 0 and rows[0] > 0
-    require(are_rows, "numbers of rows from 1 on", rows, "pass for example rows=(1, 8)")
+    are_rows = len(rows) > 0 and rows[0] > 0 and rows[-1] <= MAX_ROWS
+    require(are_rows, f"numbers of rows from 1 to {MAX_ROWS}", rows, "pass for example rows=(1, 8)")
     about: dict[str, Any] = {}
     steps: dict[int, dict[int, float]] = {}
     chains: dict[int, float] = {}
@@ -138,7 +139,8 @@ def _measure(request: Request, inputs: dict[str, Any]) -> _Measured:
     ):
         run = prefill(request, inputs, NoUserCache())
         costs = StepCosts.of(target, draft, run.generator.block_size)
-        about = about_pair(target, draft, costs)
+        is_tree = choices_of(run.generator, run.keeps_buffers).is_tree
+        about = about_pair(target, draft, costs, is_tree)
         with tapped_between_steps(run):
             seconds = _time_steps(run)
     return _Measured(about, seconds)

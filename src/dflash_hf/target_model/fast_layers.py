@@ -32,8 +32,8 @@ from dflash_hf.target_model.fast_on_cpu import (
     prepare,
 )
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.user_code import Code, has_own_forward, is_harmless, is_unmodified
-from dflash_hf.undo import MARK, Current, shared, undoing
+from dflash_hf.target_model.user_code import MARK, Code, has_own_forward, is_harmless, is_unmodified
+from dflash_hf.undo import Current, shared, undoing
 
 # A forward for a module, to be bound to it.
 Forward = Callable[..., Any]
@@ -76,6 +76,7 @@ class Plan:
             self._add_forms_by_kernels(target)
         else:
             self._add_forms_on_cpu(target.decoder)
+            self._add_forms_on_cpu(target.head)
 
     def is_for(self, target: Target, dtype: torch.dtype, by_kernels: bool) -> bool:
         """Returns True if it still holds for a target."""

@@ -39,7 +39,7 @@ from dflash_hf.target_model.known_layers import (
     norm_agrees,
 )
 from dflash_hf.target_model.reentry import KEYWORD, mask_of_layer
-from dflash_hf.target_model.user_code import is_recorder, runs_its_class
+from dflash_hf.target_model.user_code import is_published, is_recorder, runs_its_class
 
 # The class's forward, the module, and what it is called with.
 FastForward = Callable[..., Any]
@@ -69,7 +69,7 @@ class LayerForm(NamedTuple):
 
 
 def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
-    """Returns the fast forward of a norm or an attention, else `None`.
+    """Returns the fast forward of a norm, an attention or a linear layer, else `None`.
 
     It is called with the class's forward, the module, and what the module is called with.
     """
@@ -79,6 +79,8 @@ def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
         # The epsilons of the trial: a call with others runs the class's forward.
         epsilons = [epsilon_of(norm) for norm in head_norms(module)]
         return functools.partial(_attention_forward, epsilons)
+    if type(module) is nn.Linear and is_published(module):
+        return _linear_forward
     return None
 
 
@@ -363,6 +365,12 @@ def _attention_forward(
     if epsilons_now != epsilons:
         return plain(module, **kwargs)
     return _run_attention(module, states, cache, kwargs)
+
+
+def _linear_forward(plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or module._parameters.keys() != _LINEAR:
+        return plain(module, *args, **kwargs)
+    return linear(args[0], **module._parameters)
 
 
 def _run_norm(norm: Any, states: Tensor) -> Tensor:
