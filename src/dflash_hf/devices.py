@@ -146,8 +146,19 @@ def total_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(of_machine, _container_memory() or of_machine)
     return None
+
+
+def _container_memory() -> int | None:
+    """Returns the bytes of memory that a container of Linux may have; `None` where there is no such limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    # "max" where there is none.
+    return int(limit) if limit.isdecimal() else None
 
 
 def plain_tensors() -> AbstractContextManager[Any]:

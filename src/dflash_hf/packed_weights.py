@@ -5,8 +5,9 @@ there are few tokens. Here this is done once, and the copy is kept as long as th
 same bits in half precision; in float32 it adds in another order (docs/numerics.md).
 
 A copy must not outlive its weight. The address, version and form of a weight are compared at each use. The sums of its
-rows and columns are compared at the first use of a run, and wherever code of the user's may have run since, because
-libraries change weights by `weight.data`, which no version counts. torch's own `inductor` has the same two operations.
+rows and columns are compared at the first use of a run, because libraries change weights by `weight.data`, which no
+version counts. Where code of the user's runs within the run there are no copies. torch's own `inductor` has the same
+two operations.
 """
 
 from __future__ import annotations
@@ -42,27 +43,27 @@ _Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 class _Packed:
     """A copy of a weight in oneDNN's layout, and what the weight was when it was made."""
 
-    weight: Tensor  # held, so that no other one gets its id
     copy: Tensor  # opaque
     num_bytes: int
     place: _Place
     sums: tuple[Tensor, Tensor]
-    is_looked_at: bool = True  # whether the sums have been compared since code of the user's ran
+    is_looked_at: bool = True  # whether the sums have been compared in this run
 
-    def is_current(self) -> bool:
-        """Returns True if the copy is still one of the weight."""
-        if self.place != _place_of(self.weight):
+    def is_of(self, weight: Tensor) -> bool:
+        """Returns True if this is a copy of a weight as it is now."""
+        if self.place != _place_of(weight):
             return False
         if self.is_looked_at:
             return True
-        self.is_looked_at = all(map(torch.equal, self.sums, _sums_of(self.weight)))
+        self.is_looked_at = all(map(torch.equal, self.sums, _sums_of(weight)))
         return self.is_looked_at
 
 
-# The copies of each model, by the ids of the weights.
+# The copies of each model, by the ids of the weights. Weights are not held: another one of the same id, place and sums
+# is the same.
 _kept = weakref.WeakKeyDictionary[nn.Module, dict[int, _Packed]]()
-# Two threads may run models at once.
-_lock = threading.Lock()
+# Two threads may run models at once. What runs here may collect garbage, and with it what frees copies.
+_lock = threading.RLock()
 
 
 class PackedWeights:
@@ -75,23 +76,22 @@ class PackedWeights:
 
     def __init__(self, parts: Inventory, is_on: bool) -> None:
         self.is_on = is_on and torch.backends.mkldnn.is_available()
-        self._copies = dict[int, _Packed]()
         self._is_full = False
-        if self.is_on:
-            with _lock:
-                self._copies = _kept.setdefault(parts.modules[0], {})
-                self._forget_replaced(parts)
+        with _lock:
+            self._copies = _kept.setdefault(parts.modules[0], {})
+            self._forget_replaced(parts)
         self.look_again()
 
     def _forget_replaced(self, parts: Inventory) -> None:
         """Frees copies of weights that the model does not have any more, or that have another form now."""
-        ids = set(map(id, parts.weights))
+        weights = {id(weight): weight for weight in parts.weights if weight is not None}
         for number, packed in list(self._copies.items()):
-            if number not in ids or packed.place != _place_of(packed.weight):
+            weight = weights.get(number)
+            if weight is None or packed.place != _place_of(weight):
                 del self._copies[number]
 
     def look_again(self) -> None:
-        """Has the sums of each weight compared at its next use: code of the user's may have changed weights."""
+        """Has the sums of each weight compared at its next use: a user may have changed weights."""
         for packed in list(self._copies.values()):
             packed.is_looked_at = False
 
@@ -100,7 +100,7 @@ class PackedWeights:
         if not _is_large(weight) or not _takes(states, weight, bias):
             return nn.functional.linear(states, weight, bias)
         packed = self._copies.get(id(weight))
-        if packed is None or not packed.is_current():
+        if packed is None or not packed.is_of(weight):
             packed = self._pack(weight)
         if packed is None:
             return nn.functional.linear(states, weight, bias)
@@ -108,25 +108,26 @@ class PackedWeights:
 
     def _pack(self, weight: Tensor) -> _Packed | None:
         """Copies a weight and keeps the copy; `None` where it stays as it is."""
+        self._copies.pop(id(weight), None)
+        if self._is_full or not _is_packable(weight):
+            return None
+        num_bytes = weight.numel() * weight.element_size()
+        memory = total_memory(weight.device)
         with _lock:
-            self._copies.pop(id(weight), None)
-            if self._is_full or not _is_packable(weight):
-                return None
-            num_bytes = weight.numel() * weight.element_size()
-            memory = total_memory(weight.device) or 0
-            num_kept = sum(each.num_bytes for copies in _kept.values() for each in copies.values())
-            if num_kept + num_bytes > SHARE_OF_MEMORY * memory:
-                # Asked once in a run: later weights would find as little room.
-                self._is_full = True
-                logger.warning_once(
-                    "some weights are not copied into the layout in which this CPU multiplies faster: copies may take "
-                    f"an eighth of the memory, and {num_kept / 1e9:.1f} of {memory / 1e9:.1f} GB are copies"
-                )
-                return None
-            copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-            packed = _Packed(weight, copy, num_bytes, _place_of(weight), _sums_of(weight))
-            self._copies[id(weight)] = packed
-            return packed
+            every = [each for copies in list(_kept.values()) for each in list(copies.values())]
+        num_kept = sum(each.num_bytes for each in every)
+        if memory is None or num_kept + num_bytes > SHARE_OF_MEMORY * memory:
+            # Asked once in a run: later weights would find as little room.
+            self._is_full = True
+            logger.warning_once(
+                "some weights are not copied into the layout in which this CPU multiplies faster, because copies may "
+                "take an eighth of the memory at most"
+            )
+            return None
+        copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        packed = _Packed(copy, num_bytes, _place_of(weight), _sums_of(weight))
+        self._copies[id(weight)] = packed
+        return packed
 
 
 _current = Current()
@@ -156,7 +157,7 @@ def packing(packed: PackedWeights) -> Generator[None]:
 def forget_packed() -> None:
     """Frees the copies of all models' weights."""
     with _lock:
-        for copies in _kept.values():
+        for copies in list(_kept.values()):
             copies.clear()
 
 

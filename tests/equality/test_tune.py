@@ -141,6 +141,14 @@ def test_a_table_of_small_trees_is_none_for_larger_ones(monkeypatch: pytest.Monk
     assert widths_of(target, draft, [5])[0] > 1
 
 
+def test_chains_have_a_table_of_their_own() -> None:
+    target, draft = half_pair()
+    of_trees = dflash_hf.tune(target, draft, rows=(1,))
+    draft.generation_config.num_tree_nodes = 0
+    of_chains = dflash_hf.tune(target, draft, rows=(1,))
+    assert of_trees.path != of_chains.path
+
+
 def test_tune_measures_chains_of_a_hybrid() -> None:
     target, draft = half_pair("qwen3.5")
     tuned = dflash_hf.tune(target, draft, rows=(2,))
@@ -171,7 +179,7 @@ def test_fixed_widths_need_no_table(settings: dict[str, int]) -> None:
     target, draft = half_pair()
     for name, value in settings.items():
         setattr(draft.generation_config, name, value)
-    with pytest.raises(ValueError, match="leaves verify_width and num_tree_nodes open"):
+    with pytest.raises(ValueError, match="leaves verify_width and the size of a tree open"):
         dflash_hf.tune(target, draft)
 
 

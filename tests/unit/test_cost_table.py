@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,19 @@ def test_a_damaged_file_is_as_good_as_none(damage: str, warnings: list[str]) -> 
 def test_a_folder_in_place_of_the_file(warnings: list[str]) -> None:
     table_path(ABOUT).mkdir(parents=True)
     assert read_table(ABOUT) is None
+    assert len(warnings) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_cache_folder_of_another_user(cache_folder: Path, warnings: list[str]) -> None:
+    write_table(TABLE, ABOUT)
+    cache_folder.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert not cost_table.has_tables()
+        assert read_table(ABOUT) is None
+    finally:
+        os.seteuid(0)
     assert len(warnings) == 1
 
 

@@ -126,7 +126,8 @@ def _autocast_dtype(device_type: str) -> str:
 
 def has_tables() -> bool:
     """Returns True if costs of some pair were measured on this machine."""
-    return _folder().is_dir()
+    # No error where the folder above it may not be entered, as a path's own method raises.
+    return os.path.isdir(_folder())
 
 
 def _folder() -> Path:

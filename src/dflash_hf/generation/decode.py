@@ -104,14 +104,11 @@ def advance(run: Run, engine: Engine = "eager") -> None:
             return
         # Asked once, and before the taps are on the target: they look like a user's hooks.
         drops = drops_rows(run)
-        may_change_weights = run.request.calls_own_code
         with tapped_between_steps(run):
             while not run.finished:
                 # Between two steps nothing refers to a row by its place.
                 if drops:
                     drop_finished(run)
-                if may_change_weights:
-                    run.packed.look_again()
                 step(run)
 
 

@@ -74,11 +74,11 @@ class Filling:
         else:
             inputs[CACHE_NAME] = empty_cache(request, inputs)
         self._outputs: CausalLMOutputWithPast | None = None
-        # Nothing of the user's may run within a forward, where no look at the weights could come in time.
+        # Code of the user's within a forward or between two may change weights, and looks would cost what copies save.
         target = request.target
         weight: Any = target.embedding.weight
-        may_pack = ops.use_short_forwards(weight) and is_unmodified(target.parts)
-        self.packed = PackedWeights(target.parts, may_pack)
+        is_ours = is_unmodified(target.parts) and not request.calls_own_code
+        self.packed = PackedWeights(target.parts, ops.use_short_forwards(weight) and is_ours)
 
     @property
     def num_columns(self) -> int:

@@ -30,6 +30,7 @@ from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.undo import calling
 
 
@@ -138,6 +139,8 @@ def _start(
     if request.draft.generation_config.asked_width is None:
         # To be looked at, a run drafts at every step.
         run.chooser = FixedWidth(run.generator.verify_width)
+    # The user may change weights in a pause.
+    run.packed = PackedWeights(request.target.parts, is_on=False)
     if propose is not None:
         vocab_size = request.target.vocab_size
         run.generator.iterated.propose = _checked_propose(propose, vocab_size)
@@ -175,8 +178,6 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             # Copies of what the commit moves on: a step is shown as it was verified.
             anchor = state.anchor.clone()
             lengths = state.lengths.clone()
-            # The user may have changed weights in the pause.
-            run.packed.look_again()
             logits, committed = step(run)
         optional: dict[str, Tensor] = {}
         if output_logits:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, GenerationConfig, StoppingCriteriaList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -21,6 +26,8 @@ from dflash_hf.target_model.parts import Target
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
+# Whose processors, criteria and streamers change no weights.
+OWN_PACKAGES = {"transformers", "dflash_hf"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +55,13 @@ class Request:
     @property
     def calls_own_code(self) -> bool:
         """Whether code that is neither Transformers' nor this package's runs between two forwards."""
-        package = type(self.streamer).__module__.partition(".")[0]
-        has_known_streamer = self.streamer is None or package in ("transformers", "dflash_hf")
-        return bool(self.own_criteria) or not has_known_streamer or not self.processors.is_stateless
+        called = [*self.processors.processors, *self.criteria]
+        if self.streamer is not None:
+            called.append(self.streamer)
+        # This one is Transformers', and calls a function of the user's.
+        kinds = set(map(type, called))
+        packages = {kind.__module__.partition(".")[0] for kind in kinds}
+        return not packages <= OWN_PACKAGES or PrefixConstrainedLogitsProcessor in kinds
 
     @property
     def calls_out(self) -> bool:

@@ -163,8 +163,8 @@ def _check(request: Request, engine: str) -> None:
     options = request.draft.generation_config
     is_left_open = options.asked_width in (None, "auto")
     require(
-        is_left_open and options.num_tree_nodes in (None, "auto"),
-        "a draft whose generation_config leaves verify_width and num_tree_nodes open",
+        is_left_open and options.num_tree_nodes in (None, "auto", 0),
+        "a draft whose generation_config leaves verify_width and the size of a tree open",
         f"verify_width={options.asked_width}, num_tree_nodes={options.num_tree_nodes}",
         "set them to None",
     )
