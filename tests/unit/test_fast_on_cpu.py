@@ -73,7 +73,9 @@ def fast_form_of(module: Any, dtype: torch.dtype) -> LayerForm | FastForward | N
 def test_which_modules_have_a_fast_form(family: str, wanted: set[str]) -> None:
     modules = list(tiny_target(family).modules())
     for dtype in (torch.float32, torch.float64):
-        assert {type(m).__name__ for m in modules if fast_form_of(m, dtype) is not None} == wanted
+        found = {type(m).__name__ for m in modules if fast_form_of(m, dtype) is not None}
+        # A linear layer of torch's own has one in every family.
+        assert found == wanted | {"Linear"}
 
 
 class AnotherNorm(Qwen3RMSNorm):

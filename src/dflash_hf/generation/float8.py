@@ -29,6 +29,7 @@ from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DF
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.user_code import has_own_forward
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
@@ -240,7 +241,9 @@ def _is_altered(module: nn.Module) -> bool:
     """Returns True if a call of a module runs hooks, or a forward of its own (compiled, offloaded)."""
     own = module.__dict__
     has_hooks = bool(own["_forward_hooks"] or own["_forward_pre_hooks"])
-    return has_hooks or "forward" in own or own.get("_compiled_call_impl") is not None
+    is_compiled = own.get("_compiled_call_impl") is not None
+    # A fast form of this package computes what the class does.
+    return has_hooks or has_own_forward(module) or is_compiled
 
 
 def _is_plain(weight: Tensor) -> bool:
