@@ -114,6 +114,11 @@ def main(
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "batches.json",
 ) -> None:
     """Compare plain decoding with the default in batches of several sizes."""
+    sizes = [int(size) for size in rows.split(",")]
+    if max(sizes) > questions:
+        raise typer.BadParameter(
+            f"expected at least {max(sizes)} --questions for {max(sizes)} rows, got {questions}; ask more"
+        )
     torch.set_num_threads(1)
     model, assistant, tokenizer = load_pair(str(target), str(draft), dtype, "cpu")
     tokenizer.padding_side = "left"
@@ -129,9 +134,13 @@ def main(
             str(data / f"{name}.jsonl"), data_dir=None, num_prompts=questions, seed=0
         )
         texts = [question.turns[0] for question in asked]
-        for num_rows in map(int, rows.split(",")):
-            # A batch that is not full would be one of fewer rows.
-            firsts = range(0, max(len(texts) - num_rows, 0) + 1, num_rows)
+        if len(texts) < max(sizes):
+            raise typer.BadParameter(
+                f"expected {max(sizes)} questions in {name}, got {len(texts)}; ask fewer rows"
+            )
+        for num_rows in sizes:
+            # Questions that fill no batch are left out: it would be one of fewer rows.
+            firsts = range(0, len(texts) - num_rows + 1, num_rows)
             batches = [encoded(tokenizer, texts[first : first + num_rows]) for first in firsts]
             row = measured(model, assistant, batches, rounds, settings)
             found.append({"set": name, "rows": num_rows, **row})

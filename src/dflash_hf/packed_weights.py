@@ -79,7 +79,8 @@ class PackedWeights:
         self._is_full = False
         with _lock:
             self._copies = _kept.setdefault(parts.modules[0], {})
-            self._forget_replaced(parts)
+            if self._copies:
+                self._forget_replaced(parts)
         self.look_again()
 
     def _forget_replaced(self, parts: Inventory) -> None:
@@ -213,15 +214,15 @@ def _computes_alike(dtype: torch.dtype) -> bool:
     """
     source = torch.Generator().manual_seed(0)
     try:
-        for num_vectors, width, has_bias in ((1, 192, True), (6, 192, False), (37, 76, True)):
-            weight, states, bias = (
-                torch.randn(shape, generator=source, device="cpu").to(dtype)
-                for shape in ((165, width), (num_vectors, width), (165,))
-            )
-            given = bias if has_bias else None
+        for num_vectors, width in ((1, 192), (6, 192), (37, 76)):
+            weight = torch.randn(165, width, generator=source, device="cpu").to(dtype)
+            states = torch.randn(num_vectors, width, generator=source, device="cpu").to(dtype)
+            bias = torch.randn(165, generator=source, device="cpu").to(dtype)
             copy = torch.ops.mkldnn._reorder_linear_weight(weight)
-            found = _product(states, copy, given)
-            expected = nn.functional.linear(states, weight, given)
+            found = torch.stack([_product(states, copy, each) for each in (None, bias)])
+            expected = torch.stack(
+                [nn.functional.linear(states, weight, each) for each in (None, bias)]
+            )
             is_alike = torch.equal(found, expected)
             if dtype == torch.float32:
                 is_alike = torch.allclose(found, expected, rtol=1e-4, atol=1e-4)

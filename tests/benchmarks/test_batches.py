@@ -15,6 +15,12 @@ TOY = ROOT / "demos" / "toy"
 run = partial(run_script, batches.main)
 
 
+def test_a_batch_that_cannot_be_filled_is_refused() -> None:
+    done = run("--rows", "1,8", "--questions", "4")
+    assert done.exit_code == 2
+    assert "expected at least 8 --questions" in " ".join(done.output.split())
+
+
 def test_a_table_of_two_numbers_of_rows(tmp_path: Path) -> None:
     rows = [
         {"question_id": number, "category": "sums", "turns": [f"Compute {number} + 4."]}

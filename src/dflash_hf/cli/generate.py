@@ -18,6 +18,9 @@ from rich.status import Status
 from dflash_hf.cli.pair import (
     MAX_SEED,
     MAX_TOKENS,
+    DraftOption,
+    PairOption,
+    TargetOption,
     about,
     check_one_pair,
     given_or_bundled,
@@ -67,20 +70,9 @@ def generate(
         str,
         typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.'),
     ] = "{}",
-    target: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of the target; default: the bundled target."),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of the draft; default: the bundled draft."),
-    ] = None,
-    pair: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2."
-        ),
-    ] = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    pair: PairOption = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
     ] = 256,

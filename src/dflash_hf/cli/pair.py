@@ -10,7 +10,9 @@ import logging
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from dflash_hf.errors import require
 from dflash_hf.pair.loading import has_bfloat16_instructions, load_pair
@@ -37,6 +39,22 @@ ABOUT = {
     "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
     "smollm2": "A very small real language model. Its answers are often wrong, with the draft and without it.",
 }
+# Options of subcommands that take a pair, or the bundled one of a name
+TargetOption = Annotated[
+    str | None,
+    typer.Option("--target", help="Folder or Hub id of the target; default: the bundled target."),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option("--draft", help="Folder or Hub id of the draft; default: the bundled draft."),
+]
+PairOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pair",
+        help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2.",
+    ),
+]
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from dflash_hf.cli.pair import (
     BUNDLED,
+    PairOption,
     check_one_pair,
     given_or_bundled,
     load_pair,
@@ -25,12 +26,7 @@ from dflash_hf.errors import one_line
 def serve(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of the draft.")] = None,
-    pair: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2."
-        ),
-    ] = None,
+    pair: PairOption = None,
     host: Annotated[
         str,
         typer.Option(help="Address to listen on. With the default only this machine can connect."),

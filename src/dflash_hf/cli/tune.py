@@ -9,7 +9,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.cli.pair import check_one_pair, given_or_bundled, load_pair
+from dflash_hf.cli.pair import (
+    DraftOption,
+    PairOption,
+    TargetOption,
+    check_one_pair,
+    given_or_bundled,
+    load_pair,
+)
 from dflash_hf.tables import make_table
 
 if TYPE_CHECKING:
@@ -19,20 +26,9 @@ DEFAULT_ROWS = "1,2,4,8,16,32"
 
 
 def tune(
-    target: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of the target; default: the bundled target."),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of the draft; default: the bundled draft."),
-    ] = None,
-    pair: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2."
-        ),
-    ] = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    pair: PairOption = None,
     rows: Annotated[
         str, typer.Option(help="Numbers of rows to measure, separated by commas.")
     ] = DEFAULT_ROWS,

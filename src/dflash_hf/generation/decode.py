@@ -28,7 +28,6 @@ from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import WidthChooser, give_chooser
 from dflash_hf.generation_config import Engine
-from dflash_hf.packed_weights import packing
 from dflash_hf.target_model.fast_layers import fast_whole_run, in_whole_run
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
@@ -159,7 +158,7 @@ def tapped_between_steps(run: Run) -> Generator[None]:
     if run.request.calls_out:
         yield
         return
-    with tapped(run), packing(run.packed):
+    with tapped(run):
         yield
 
 

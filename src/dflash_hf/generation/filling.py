@@ -77,8 +77,13 @@ class Filling:
         # Code of the user's within a forward or between two may change weights, and looks would cost what copies save.
         target = request.target
         weight: Any = target.embedding.weight
-        is_ours = is_unmodified(target.parts) and not request.calls_own_code
-        self.packed = PackedWeights(target.parts, ops.use_short_forwards(weight) and is_ours)
+        # Asked in this order: a target that is not on a CPU is not walked through.
+        is_on = (
+            ops.use_short_forwards(weight)
+            and not request.calls_own_code
+            and is_unmodified(target.parts)
+        )
+        self.packed = PackedWeights(target.parts, is_on)
 
     @property
     def num_columns(self) -> int:

@@ -83,8 +83,10 @@ def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> No
         reach=run.rows.reach + other.rows.reach,
         reported=Reported(*map(list.__add__, run.rows.reported, other.rows.reported)),
     )
+    # One request with code of the user's is enough for none of them to have copies.
+    if run.packed.is_on:
+        run.packed = other.packed
     # Weights may have been changed since the new request's prefill began.
-    run.packed = other.packed
     run.packed.look_again()
     # A step over more rows costs more, which may make another width the best.
     run.chooser.use_rows(len(rows))

@@ -187,12 +187,13 @@ def _known_costs(
     generator: DFlashCandidateGenerator, choices: Choices, may_be_modelled: bool
 ) -> CostTable | StepCosts | None:
     """Returns the measured costs of a pair's steps, for all that may be chosen; else modelled ones, else `None`."""
-    if not may_be_modelled and not has_tables():
+    was_tuned = has_tables()
+    if not may_be_modelled and not was_tuned:
         return None
     target = generator.target
     draft = generator.draft
     modelled = StepCosts.of(target, draft, generator.block_size)
-    if has_tables():
+    if was_tuned:
         table = read_table(about_pair(target, draft, modelled, choices.is_tree))
         if table is not None and table.covers(choices.width):
             return table
