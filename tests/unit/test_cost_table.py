@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -72,7 +73,7 @@ def test_a_written_table_is_read_again() -> None:
     assert read_table(ABOUT) is None
     assert write_table(TABLE, ABOUT) == table_path(ABOUT)
     assert read_table(ABOUT) == TABLE
-    assert read_table({**ABOUT, "device": "another one"}) is None
+    assert read_table({**ABOUT, "version": 2}) is None
 
 
 def test_a_later_table_takes_the_place_of_an_earlier_one(cache_folder: Path) -> None:
@@ -152,6 +153,28 @@ def test_a_cache_folder_of_another_user(cache_folder: Path, warnings: list[str])
 def test_no_file_is_no_reason_for_a_word(warnings: list[str]) -> None:
     assert read_table(ABOUT) is None
     assert not warnings
+
+
+def test_other_circumstances_are_told_once(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    # A file of another pair, and one that is damaged, are no reason for a word.
+    write_table(TABLE, {**ABOUT, "threads": 2, "version": 2})
+    damaged = write_table(TABLE, {**ABOUT, "threads": 4})
+    damaged.write_bytes(b"[1, 2]")
+    assert read_table({**ABOUT, "threads": 1}) is None
+    assert not warnings
+    write_table(TABLE, {**ABOUT, "threads": 2})
+    run = {**ABOUT, "threads": 1, "device": "that one"}
+    about_of = functools.cache(cost_table._about_of)
+    monkeypatch.setattr(cost_table, "_about_of", about_of)
+    for _ in range(2):
+        assert read_table(run) is None
+    (sentence,) = warnings
+    assert "device='this one', threads=2, and this run has device='that one', threads=1" in sentence
+    assert "dflash_hf.tune(target, draft)" in sentence
+    # The files were looked at once, not at every call.
+    assert about_of.cache_info().hits == 0
 
 
 def test_a_full_disk_leaves_the_table_before(

@@ -50,8 +50,11 @@ def tune(
     target, draft = given_or_bundled(target, draft, pair or "text", dtype)
     with Console(stderr=True).status("loading the pair") as status:
         model, assistant, _ = load_pair(target, draft, dtype, device)
+        import torch
+
         from dflash_hf.generation.tune import tune as measure
 
+        num_threads = torch.get_num_threads()
         measured = measure(
             model,
             assistant,
@@ -63,7 +66,10 @@ def tune(
         typer.echo(json.dumps({"file": str(measured.path), **written}))
         return
     _show(Console(), measured.table)
-    typer.echo(f"Later calls of this pair use these times. They are stored in {measured.path}.")
+    typer.echo(
+        f"Later calls of this pair use these times, if torch has as many threads ({num_threads}). "
+        f"They are stored in {measured.path}."
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -7,6 +7,7 @@ clock: two runs of one call give the same text. Where there is no table, costs a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -39,6 +40,8 @@ VERSION = 1
 MAX_BYTES = 1_000_000
 # Rows and tokens of a step, at most.
 MAX_COUNT = 2**16
+# What may be another in a run than it was when the costs of its pair were measured.
+CIRCUMSTANCES = frozenset(("threads", "device", "torch", "transformers", "attention", "autocast"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +140,19 @@ def _folder() -> Path:
 
 def table_path(about: Mapping[str, Any]) -> Path:
     """Returns the file of a pair's table."""
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+    key = hashlib.sha256(_sorted_json(about).encode()).hexdigest()[:32]
     return _folder() / f"{key}.json"
+
+
+def _sorted_json(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True)
 
 
 def read_table(about: Mapping[str, Any]) -> CostTable | None:
     """Returns the table that was measured for a pair on this machine, or `None`.
 
-    A file that cannot be read, or that is for something else, is as good as none; the log says so once.
+    A file that cannot be read, or that is for something else, is as good as none; the log says so once. It also says
+    so where this pair has a table, but for example for another number of threads.
     """
     path = table_path(about)
     try:
@@ -152,6 +160,7 @@ def read_table(about: Mapping[str, Any]) -> CostTable | None:
             text = file.read(MAX_BYTES + 1)
         return _checked(text, about)
     except FileNotFoundError:
+        _say_what_differs(path.parent, _sorted_json(about))
         return None
     except (OSError, ValueError) as error:
         logger.warning_once(
@@ -159,6 +168,36 @@ def read_table(about: Mapping[str, Any]) -> CostTable | None:
             "dflash-hf tune writes it anew"
         )
         return None
+
+
+@functools.cache
+def _say_what_differs(folder: Path, sorted_json: str) -> None:
+    """Says in the log which circumstances keep a pair from a table that was measured for it.
+
+    Looks once at the files, and not at every call.
+    """
+    about = json.loads(sorted_json)
+    for path in sorted(folder.glob("*.json")):
+        measured = _about_of(path)
+        names = sorted(name for name in about if about[name] != measured.get(name))
+        if CIRCUMSTANCES.issuperset(names):
+            theirs = ", ".join(f"{name}={measured.get(name)!r}" for name in names)
+            ours = ", ".join(f"{name}={about[name]!r}" for name in names)
+            logger.warning_once(
+                f"the costs of this pair's steps were measured with {theirs}, and this run has {ours}, so modelled "
+                "costs are used; dflash_hf.tune(target, draft) in a process like this one measures them again"
+            )
+            return
+
+
+def _about_of(path: Path) -> dict[str, Any]:
+    """Returns what a file's table is for; nothing where the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            read: Any = json.loads(file.read(MAX_BYTES + 1))
+        return dict(read["about"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def _checked(text: bytes, about: Mapping[str, Any]) -> CostTable:
