@@ -41,7 +41,7 @@ from dflash_hf.training.trainer import DFlashTrainer
 logger = logging.getLogger(__name__)
 
 GB = 10**9
-# Of a checkpoint per weight: the draft and AdamW's two averages, all in float32.
+# Of a checkpoint per weight, at most: the draft and AdamW's two averages, all in float32. Muon has one average.
 CHECKPOINT_BYTES = 12
 # Of `draft/` and of each export per weight, at most: float32.
 DRAFT_BYTES = 4
