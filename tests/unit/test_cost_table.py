@@ -156,7 +156,7 @@ def test_no_file_is_no_reason_for_a_word(warnings: list[str]) -> None:
 
 
 def test_other_circumstances_are_told_once(
-    cache_folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     # A file of another pair, and one that is damaged, are no reason for a word.
     write_table(TABLE, {**ABOUT, "threads": 2, "version": 2})

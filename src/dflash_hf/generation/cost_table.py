@@ -145,6 +145,7 @@ def table_path(about: Mapping[str, Any]) -> Path:
 
 
 def _sorted_json(about: Mapping[str, Any]) -> str:
+    """Returns the text that names a pair and what its costs depend on."""
     return json.dumps(about, sort_keys=True)
 
 
