@@ -17,17 +17,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,8 +30,10 @@ from typing import Annotated, Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import httpx
+import psutil
 import torch
 import typer
+from harness.served import server
 from openai import OpenAI
 
 from dflash_hf.cli.demo import read_prompts
@@ -170,25 +167,9 @@ def break_off(client: OpenAI, url: str, way: int, num_pieces: int) -> str:
     return "broken off"
 
 
-@contextmanager
-def server(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server of the bundled pair, and its address."""
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_hf", "serve", "--pair", "text", "--port", "0"],
-            stdout=stream,
-            stderr=stream,
-        )
-    try:
-        found = re.search(r"is served at (\S+)", log.read_text())
-        while found is None:
-            if process.poll() is not None:
-                raise RuntimeError(f"expected a server, got {log.read_text()}; see why it ended")
-            time.sleep(0.1)
-            found = re.search(r"is served at (\S+)", log.read_text())
-        yield process, found[1]
-    finally:
-        process.kill()
+def resident_mib(pid: int) -> float:
+    """Returns the memory of a process in MiB."""
+    return round(psutil.Process(pid).memory_info().rss / 2**20, 1)
 
 
 def main(
@@ -200,7 +181,10 @@ def main(
     torch.set_num_threads(1)
     draw, oracle = random.Random(seed), Oracle()
     chats = [row["messages"] for row in read_prompts(BUNDLED / "held_out.jsonl", 3)]
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "log") as (process, url):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(["--pair", "text"], Path(folder) / "log") as (process, url),
+    ):
         client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT)
         calls = list[Any]()
         for _ in range(requests):
@@ -215,8 +199,13 @@ def main(
                 request = good_request(draw, chats)
                 calls.append(partial(answer, client, request, oracle.text(request)))
         start = time.perf_counter()
+        # What a server keeps (texts, metrics, compiled masks) is there after the first requests.
+        num_first = requests // 5
         with ThreadPoolExecutor(at_once) as pool:
-            found = Counter(pool.map(lambda call: call(), calls))
+            found = Counter(pool.map(lambda call: call(), calls[:num_first]))
+            early = resident_mib(process.pid)
+            found.update(pool.map(lambda call: call(), calls[num_first:]))
+            late = resident_mib(process.pid)
         seconds = time.perf_counter() - start
         last = good_request(draw, chats)
         found[f"at the end {answer(client, last, oracle.text(last))}"] += 1
@@ -231,7 +220,7 @@ def main(
         "requests": requests, "at_once": at_once, "seed": seed, "seconds": round(seconds, 1), "exit_status": status,
         "tracebacks": log.count("Traceback"), "ended_early": log.count("the client has gone"), "wrong": len(wrong),
         **{name: found[name] for name in ("right", "refused", "broken off", "at the end right")},
-        "different_answers": len(set(oracle.known.values())),
+        "different_answers": len(set(oracle.known.values())), "server_mib_after_a_fifth": early, "server_mib": late,
     }  # fmt: skip
     print(json.dumps(record))
     raise typer.Exit(bool(wrong or status or record["tracebacks"]))

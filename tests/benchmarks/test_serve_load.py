@@ -20,6 +20,7 @@ def test_a_few_requests_at_once() -> None:
     assert record["refused"] > 0
     assert record["broken off"] > 0
     assert record["at the end right"] == 1
+    assert min(record["server_mib_after_a_fifth"], record["server_mib"]) > 0
 
 
 def test_what_is_wrong_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
