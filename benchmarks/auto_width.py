@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import typer
 from harness.machine import provenance
-from harness.pair import TOY, Pair, load_pair
+from harness.pair import TOY, Pair, load_pair, never_right
 
 from dflash_hf import DFlashDraftModel
 
@@ -37,13 +37,6 @@ class Clock(StrEnum):
 
 CLOCKS = {Clock.cpu: time.process_time, Clock.wall: time.perf_counter}
 Way = tuple[str, DFlashDraftModel | None, int | None]
-
-
-def never_right(draft: DFlashDraftModel) -> DFlashDraftModel:
-    """Returns a draft of the same shape that has learned nothing."""
-    torch.manual_seed(0)
-    made: Any = DFlashDraftModel(draft.config)
-    return made.to(draft.dtype).eval()
 
 
 def answer(pair: Pair, inputs: dict[str, torch.Tensor], way: Way, num: int) -> torch.Tensor:

@@ -6,7 +6,9 @@
 
 Every way answers the same batches of questions in turns, in another order each round, all in this process. Its time is
 the process's own time on a processor, the least of the rounds, summed over the batches. The column "one token" is this
-package's loop that verifies one token at a time, so what it has over plain is not the draft's. Writes `batches.json`.
+package's loop that verifies one token at a time, so what it has over plain is not the draft's. With `--fixed 2,4,8`
+verifies of so many tokens are other ways, and the last column is the default's speed over that of the best of them.
+With `--never-right` the draft has random weights. Writes `batches.json`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import typer
 from harness.machine import RESULTS, ROOT, LoadWatch, provenance
+from harness.pair import never_right
 from harness.report import finish, show
 
 from dflash_hf import DFlashDraftModel
@@ -29,7 +32,10 @@ from dflash_hf.bench.sets import load_questions
 from dflash_hf.cli.pair import load_pair
 
 SMOLLM2 = ROOT / "build" / "smollm2"
-WAYS = ("plain", "default", "one token")
+PLAIN = "plain"
+DEFAULT = "default"
+# The default's loop without guesses.
+ONE_TOKEN = "one token"
 COLUMNS = [
     ("set", "set"),
     ("rows", "rows"),
@@ -37,6 +43,7 @@ COLUMNS = [
     ("default / plain", "default_over_plain"),
     ("one token / plain", "one_token_over_plain"),
     ("tokens per verify", "tokens_per_verify"),
+    ("default / best", "default_over_best"),
 ]
 
 
@@ -53,12 +60,17 @@ def encoded(tokenizer: Any, texts: list[str]) -> Any:
 
 
 def seconds_of(
-    target: Any, draft: DFlashDraftModel, inputs: Any, way: str, settings: dict[str, Any]
+    target: Any,
+    draft: DFlashDraftModel,
+    inputs: Any,
+    way: str,
+    width: int | None,
+    settings: dict[str, Any],
 ) -> float:
-    """Returns the seconds on a processor that a call takes."""
+    """Returns the seconds on a processor that a call takes; `width` is the `verify_width` of a way with a draft."""
     assistant: dict[str, Any] = {}
-    if way != "plain":
-        draft.generation_config.verify_width = 1 if way == "one token" else None
+    if way != PLAIN:
+        draft.generation_config.verify_width = width
         assistant["assistant_model"] = draft
     started = time.process_time()
     target.generate(**inputs, **settings, **assistant)
@@ -70,28 +82,36 @@ def measured(
     draft: DFlashDraftModel,
     batches: list[Any],
     rounds: int,
+    fixed: list[int],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns the least seconds of each way, its speed over plain, and the default's acceptance."""
-    least = {way: [float("inf")] * len(batches) for way in WAYS}
+    ways: dict[str, int | None] = {PLAIN: None, DEFAULT: None, ONE_TOKEN: 1}
+    ways |= {f"{width} tokens": width for width in fixed}
+    names = list(ways)
+    least = {way: [float("inf")] * len(batches) for way in names}
     num_tokens = 0
     num_verifies = 0
     for turn in range(rounds):
         for index, inputs in enumerate(batches):
             # The ways begin with another one each round.
-            first = (turn + index) % len(WAYS)
-            for way in [*WAYS[first:], *WAYS[:first]]:
-                seconds = seconds_of(target, draft, inputs, way, settings)
+            first = (turn + index) % len(names)
+            for way in [*names[first:], *names[:first]]:
+                seconds = seconds_of(target, draft, inputs, way, ways[way], settings)
                 least[way][index] = min(least[way][index], seconds)
-                if way == "default" and turn == 0:
+                if way == DEFAULT and turn == 0:
                     stats: Any = draft.last_stats
                     num_tokens += sum(map(sum, stats.num_committed))
                     num_verifies += sum(map(len, stats.num_committed))
-    plain = sum(least["plain"])
+    totals = {way: sum(seconds) for way, seconds in least.items()}
+    plain = totals[PLAIN]
+    best = min(seconds for way, seconds in totals.items() if way not in (PLAIN, DEFAULT))
     return {
         "plain_seconds": round(plain, 2),
-        "default_over_plain": round(plain / sum(least["default"]), 3),
-        "one_token_over_plain": round(plain / sum(least["one token"]), 3),
+        "default_over_plain": round(plain / totals[DEFAULT], 3),
+        "one_token_over_plain": round(plain / totals[ONE_TOKEN], 3),
+        "fixed_over_plain": {width: round(plain / totals[f"{width} tokens"], 3) for width in fixed},
+        "default_over_best": round(best / totals[DEFAULT], 3),
         "tokens_per_verify": round(num_tokens / max(num_verifies, 1), 2),
     }
 
@@ -110,6 +130,10 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     min_new_tokens: Annotated[int, typer.Option(min=0, help="0 sets no minimum.")] = 0,
+    fixed: Annotated[str, typer.Option(help="Tokens of other verifies, with commas.")] = "",
+    is_never_right: Annotated[
+        bool, typer.Option("--never-right", help="Take a draft with random weights.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "batches.json",
 ) -> None:
@@ -121,7 +145,10 @@ def main(
         )
     torch.set_num_threads(1)
     model, assistant, tokenizer = load_pair(str(target), str(draft), dtype, "cpu")
+    if is_never_right:
+        assistant = never_right(assistant)
     tokenizer.padding_side = "left"
+    widths = [int(width) for width in fixed.split(",") if width]
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
     if min_new_tokens:
         settings["min_new_tokens"] = min_new_tokens
@@ -142,7 +169,7 @@ def main(
             # Questions that fill no batch are left out: it would be one of fewer rows.
             firsts = range(0, len(texts) - num_rows + 1, num_rows)
             batches = [encoded(tokenizer, texts[first : first + num_rows]) for first in firsts]
-            row = measured(model, assistant, batches, rounds, settings)
+            row = measured(model, assistant, batches, rounds, widths, settings)
             found.append({"set": name, "rows": num_rows, **row})
             typer.echo(f"{name}, {num_rows} rows: {row}", err=True)
     watch.stop()
@@ -151,6 +178,7 @@ def main(
         "dtype": str(model.dtype),
         "questions": questions,
         "rounds": rounds,
+        "never_right": is_never_right,
         "clock": "cpu",
         "load": watch.to_dict(),
         **settings,

@@ -286,3 +286,10 @@ def _narrow(draft: DFlashDraftModel, block_size: int | None) -> None:
             "smaller one"
         )
     draft.config.block_size = block_size
+
+
+def never_right(draft: DFlashDraftModel) -> DFlashDraftModel:
+    """Returns a draft of the same shape that has learned nothing."""
+    torch.manual_seed(0)
+    made: Any = DFlashDraftModel(draft.config)
+    return made.to(draft.dtype).eval()

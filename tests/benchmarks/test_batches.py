@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import batches
+import pytest
 
 from helpers.scripts import run_script
 
@@ -31,7 +32,16 @@ def test_a_table_of_two_numbers_of_rows(tmp_path: Path) -> None:
     done = run(
         *("--target", str(TOY / "target"), "--draft", str(TOY / "draft")),
         *("--data", str(tmp_path), "--sets", "sums", "--rows", "1,2", "--questions", "3"),
-        *("--rounds", "1", "--max-new-tokens", "12", "--out", str(tmp_path / "batches.json")),
+        *(
+            "--rounds",
+            "1",
+            "--fixed",
+            "2,16",
+            "--max-new-tokens",
+            "12",
+            "--out",
+            str(tmp_path / "batches.json"),
+        ),
     )
     assert done.exit_code == 0, done.output
     record = json.loads((tmp_path / "batches.json").read_text(encoding="utf-8"))
@@ -41,4 +51,23 @@ def test_a_table_of_two_numbers_of_rows(tmp_path: Path) -> None:
         assert row["default_over_plain"] > 0
         assert row["one_token_over_plain"] > 0
         assert row["tokens_per_verify"] > 1
+        best = max(row["one_token_over_plain"], *row["fixed_over_plain"].values())
+        ratio = row["default_over_plain"] / best
+        # Each of the figures is rounded.
+        assert row["default_over_best"] == pytest.approx(ratio, rel=0.01)
     assert record["provenance"]["max_new_tokens"] == 12
+
+
+def test_a_draft_that_is_never_right(tmp_path: Path) -> None:
+    row = {"question_id": 0, "category": "sums", "turns": ["Compute 3 + 4."]}
+    (tmp_path / "sums.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    done = run(
+        *("--target", str(TOY / "target"), "--draft", str(TOY / "draft"), "--never-right"),
+        *("--data", str(tmp_path), "--sets", "sums", "--rows", "1", "--questions", "1"),
+        *("--rounds", "1", "--max-new-tokens", "12", "--out", str(tmp_path / "batches.json")),
+    )
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "batches.json").read_text(encoding="utf-8"))
+    assert record["provenance"]["never_right"]
+    # A random guess of 512 tokens is right now and then.
+    assert record["rows"][0]["tokens_per_verify"] < 1.5
