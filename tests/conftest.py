@@ -1,13 +1,16 @@
-"""What every test runs under: offline, one torch thread, a steady clock, `gpu` tests only where there is a GPU,
-engines of its own, no deprecated call of ours, and no kernel given up unseen, whose reference would be compared with
-itself.
+"""What every test runs under: offline, a cache folder of its own, one torch thread, a steady clock, `gpu` tests only
+where there is a GPU, engines of its own, no deprecated call of ours, and no kernel given up unseen, whose reference
+would be compared with itself.
 """
 
+import atexit
 import functools
 import gc
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator
 from typing import Any
 
@@ -15,10 +18,14 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The user's own has tables of `dflash-hf tune`: they would change what is decoded, and be replaced by other ones.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="dflash-hf-home-")
 
 import pytest
 
 from helpers.deprecations import DeprecationLog
+
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 # No torch here: the process that only deals the tests out to two others need not load it.
 

@@ -53,6 +53,8 @@ def environment_of_tree(folder: Path) -> dict[str, str]:
         (programs / program).chmod(0o755)
     return {
         **os.environ,
+        # A table that `dflash-hf tune` writes is for this folder's blocks alone.
+        "HF_HOME": str(folder / "hf-home"),
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("src", "kernels/torch-ext")),
         "HF_HUB_OFFLINE": "1",

@@ -165,7 +165,7 @@ def read_table(about: Mapping[str, Any]) -> CostTable | None:
         return None
     except (OSError, ValueError) as error:
         logger.warning_once(
-            f"{path} holds no costs of steps for this pair ({one_line(error)}), so modelled costs are used; "
+            f"{path} holds no costs of steps for this pair ({one_line(error)}), so it is not used; "
             "dflash-hf tune writes it anew"
         )
         return None
@@ -185,8 +185,8 @@ def _say_what_differs(folder: Path, sorted_json: str) -> None:
             theirs = ", ".join(f"{name}={measured.get(name)!r}" for name in names)
             ours = ", ".join(f"{name}={about[name]!r}" for name in names)
             logger.warning_once(
-                f"the costs of this pair's steps were measured with {theirs}, and this run has {ours}, so modelled "
-                "costs are used; dflash_hf.tune(target, draft) in a process like this one measures them again"
+                f"the costs of this pair's steps were measured with {theirs}, and this run has {ours}, so they "
+                "are not used; dflash_hf.tune(target, draft) in a process like this one measures them again"
             )
             return
 
