@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 import torch
 from torch import nn
 
-from dflash_hf.generation.step_costs import StepCosts
+from dflash_hf.generation.step_costs import (
+    TOKENS_PER_READING,
+    TOKENS_PER_READING_BY_TILES,
+    StepCosts,
+    tokens_per_reading,
+)
 from dflash_hf.generation.widths import CHAIN, KnownCostWidths
 from dflash_hf.target_model.parts import find_target
 from tiny import tiny_draft, tiny_target
@@ -47,6 +53,22 @@ def play(rows: int, share: float, seed: int, steps: int = 60) -> tuple[list[int]
         cost += SMOLLM2.of_step(width, rows) / SMOLLM2.of_step(1, rows)
         tokens += 1 + sum(accepted) / rows
     return choices, tokens, cost
+
+
+def test_tiles_of_bfloat16_multiply_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_tiles, dtype, expected in (
+        (True, torch.bfloat16, TOKENS_PER_READING_BY_TILES),
+        (True, torch.float16, TOKENS_PER_READING),
+        (False, torch.bfloat16, TOKENS_PER_READING),
+    ):
+        answer = functools.partial(bool, has_tiles)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", answer, raising=False)
+        assert tokens_per_reading(dtype) == expected
+        target = tiny_target("llama").to(dtype)
+        costs = StepCosts.of(find_target(target), tiny_draft(target, 8), 8)
+        assert costs.tokens_per_reading == expected
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert tokens_per_reading(torch.bfloat16) == TOKENS_PER_READING
 
 
 @pytest.mark.parametrize("rows", [1, 8])

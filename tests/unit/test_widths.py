@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from dflash_hf import DFlashGenerationConfig
+from dflash_hf.generation.options import first_width
 from dflash_hf.generation.widths import (
     CAPTURED_WIDTHS,
     CHAIN,
@@ -557,6 +558,27 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     give_chooser(WidthChooser(4), draft, other := nn.Linear(1, 1), 1)
     assert list(_kept[draft]) == [other], "what belongs to a target that is no more is dropped"
     assert list(_kept[draft][other]) == [(1, 4, False, 0)]
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 2), (4, 1)])
+def test_a_draft_must_pay_for_the_slowest_row(rows: int, expected: int) -> None:
+    """A verify of two tokens commits 1.5 in the mean, and costs 1.45 of a step without a draft."""
+    chooser = WidthChooser(2)
+    chooser.use_rows(rows)
+    chooser.set_costs({1: 1.0, 2: 1.45})
+    chosen: list[int] = []
+    for step in range(400):
+        width = chooser.next_width()
+        chosen.append(width)
+        # One half of the guesses is right, in every row alike.
+        chooser.observe(width, [int(width == 2 and step % 2 == 0)] * rows, float(step))
+    assert chosen[-200:].count(expected) > 180
+
+
+def test_many_rows_begin_with_a_narrow_verify() -> None:
+    widths = {rows: first_width(16, rows) for rows in (1, 4, 8, 16, 32, 200)}
+    assert widths == {1: 16, 4: 16, 8: 8, 16: 4, 32: 2, 200: 2}
+    assert first_width(3, 1) == 3
 
 
 def test_what_steps_take_is_known_for_every_number_of_rows_apart() -> None:

@@ -33,6 +33,9 @@ from dflash_hf.target_model.parts import Target
 logger: Any = logging.get_logger(__name__)
 # Times as many nodes as a chain has tokens, at most, where the run chooses how many.
 MOST_NODES = 4
+# Tokens of all rows in the first verify, at most, where nothing is known of the costs of steps: many rows show in a
+# narrow verify what one row shows in a wide one.
+FIRST_TOKENS = 64
 
 
 class Options(NamedTuple):
@@ -180,7 +183,13 @@ def _clocked_widths(
     if kept is not None:
         return kept
     longest = generator.num_proposals + 1
-    return WidthChooser(choices.width, choices.is_tree, longest, choices.chain)
+    first = first_width(longest, rows)
+    return WidthChooser(choices.width, choices.is_tree, first, choices.chain)
+
+
+def first_width(longest: int, rows: int) -> int:
+    """Returns the tokens of each row in the first verify of a run whose steps were never timed; at most `longest`."""
+    return min(longest, max(FIRST_TOKENS // rows, 2))
 
 
 def _known_costs(

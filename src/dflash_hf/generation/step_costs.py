@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
 # Tokens of all rows for which a step takes twice the time, in half precision. Fitted to whole steps of SmolLM2 in
-# bfloat16 with its draft over laid-out weights, 4 to 16 rows of 1 to 8 tokens, on an AMD EPYC with avx512_bf16 and one
-# thread (docs/log.md). CPUs differ; threads change little, since they read and multiply faster alike.
+# bfloat16 with its draft over laid-out weights, with one thread (docs/log.md): 4 to 16 rows of 1 to 8 tokens on an AMD
+# EPYC with avx512_bf16, and 1 to 32 rows on an Intel Xeon that multiplies tiles of bfloat16 (AMX). CPUs differ;
+# threads change little, since they read and multiply faster alike.
 TOKENS_PER_READING = 24.0
+TOKENS_PER_READING_BY_TILES = 64.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class StepCosts:
         block_size (`int`): Tokens of the draft's block.
         num_proposals (`int`): Slots of the block that propose.
         markov (`int`): Weights that each slot goes through behind the one before it; 0 without a Markov head.
+        tokens_per_reading (`float`): Tokens that are multiplied with a weight in the time of reading it.
     """
 
     target: int
@@ -42,6 +46,7 @@ class StepCosts:
     block_size: int
     num_proposals: int
     markov: int = 0
+    tokens_per_reading: float = TOKENS_PER_READING
 
     @classmethod
     def of(cls, target: Target, draft: DFlashDraftModel, block_size: int) -> StepCosts:
@@ -62,28 +67,37 @@ class StepCosts:
             block_size=block_size,
             num_proposals=draft.config.num_proposals(block_size),
             markov=markov,
+            tokens_per_reading=tokens_per_reading(target.model.dtype),
         )
 
     def of_step(self, width: int, rows: int) -> float:
         """Returns the cost of a step that verifies `width` tokens in each of `rows` rows; one token is not drafted."""
-        cost = _of_products(self.target, rows * width)
+        cost = self._of_products(self.target, rows * width)
         if width == 1:
             return cost
         num_heads = min(width - 1, self.num_proposals)
-        cost += _of_products(self.draft, rows * self.block_size)
-        cost += _of_products(self.head, rows * num_heads)
+        cost += self._of_products(self.draft, rows * self.block_size)
+        cost += self._of_products(self.head, rows * num_heads)
         # One slot after the other: each of them reads the weights anew.
-        cost += num_heads * _of_products(self.markov, rows)
+        cost += num_heads * self._of_products(self.markov, rows)
         return cost
 
     def of_chain(self, num_tokens: int, rows: int) -> float:
         """Returns the cost of a step that verifies a chain, which is that of a tree of as many tokens."""
         return self.of_step(num_tokens, rows)
 
+    def _of_products(self, num_weights: int, num_tokens: int) -> float:
+        """Returns the cost of multiplying `num_weights` weights with each of `num_tokens` tokens."""
+        return num_weights * (1.0 + num_tokens / self.tokens_per_reading)
 
-def _of_products(num_weights: int, num_tokens: int) -> float:
-    """Returns the cost of multiplying `num_weights` weights with each of `num_tokens` tokens."""
-    return num_weights * (1.0 + num_tokens / TOKENS_PER_READING)
+
+def tokens_per_reading(dtype: torch.dtype) -> float:
+    """Returns the tokens that this machine's CPU multiplies with a weight of a dtype in the time of reading it."""
+    # A function that older builds of torch may lack.
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    if dtype == torch.bfloat16 and has_tiles():
+        return TOKENS_PER_READING_BY_TILES
+    return TOKENS_PER_READING
 
 
 def _num_weights(module: nn.Module) -> int:
