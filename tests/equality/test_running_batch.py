@@ -492,7 +492,8 @@ def test_a_hybrid_goes_on_from_whole_texts_alone(family: str) -> None:
     assert [len(kept.ids) for kept in batch._kept.kept] == [70 + len(text) - 1]
     for prompt, num in (
         (first, 0),
-        (first + text[:4] + more, 0),
+        # From what the two before it share, and not from the middle of either.
+        (first + text[:4] + more, 70 - 1),
         (first + text, 70 + len(text) - 1),
     ):
         alone = asked([1], 0)

@@ -91,6 +91,12 @@ class Filling:
         return self.positions.shape[1]
 
     @property
+    def cache(self) -> Cache:
+        """The cache that the target fills."""
+        cache: Cache = self.inputs[CACHE_NAME]
+        return cache
+
+    @property
     def is_done(self) -> bool:
         """Whether the target has seen every column."""
         return self.seen == self.num_columns
@@ -138,7 +144,7 @@ class Filling:
             windows (mapping): The windows `[1, C, k]` of recurrent layers by their index.
             states (mapping): The states `[1, ...]` of those that have one.
         """
-        cache: Cache = self.inputs[CACHE_NAME]
+        cache = self.cache
         # By the cache's own methods: a layer with a window keeps its newest tokens alone.
         for index, (keys, values) in kept.items():
             cache.update(keys, values, index)

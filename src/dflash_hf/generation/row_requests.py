@@ -69,6 +69,8 @@ class Row:
     on_tokens: Callable[[NewTokens], None] | None
     id: int = 0  # set by the batch
     end_ids: list[int] = field(default_factory=list[int])  # known once its prefill has begun
+    # First tokens of its prompt behind which its prefill stops, to keep them for others; mostly none.
+    num_to_share: int = 0
     added: float = field(default_factory=time.perf_counter)
     stats: RequestStats = field(default_factory=RequestStats)
 

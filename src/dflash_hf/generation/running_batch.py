@@ -52,7 +52,7 @@ class RunningBatch:
         prefill_chunk_size (`int`): Tokens of prompts between two steps, at most; an image is in one chunk.
         max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most. A request that
             begins with the tokens of one goes on from it; where the target has sliding windows or recurrent layers,
-            with all of them.
+            with all of them. There a prefill that shares a part keeps this part too, as a text of its own.
 
     Raises:
         ValueError: If the target, the pair or an argument is refused.
@@ -237,8 +237,13 @@ class RunningBatch:
             self._prefilled = None
             filling = begun.filling
             num_seen = filling.seen
-            filling.run_chunk(num_left, row.images)
+            num_tokens = num_left
+            if num_seen < row.num_to_share:
+                num_tokens = min(num_left, row.num_to_share - num_seen)
+            filling.run_chunk(num_tokens, row.images)
             num_left -= filling.seen - num_seen
+            if filling.seen == row.num_to_share:
+                self._kept.keep_shared(begun, row.images)
             if filling.is_done:
                 self._join(row, begun)
             else:
@@ -264,6 +269,7 @@ class RunningBatch:
             try:
                 # Tokens of an earlier text need not go through the target again.
                 row.stats.num_kept_tokens = self._kept.go_on(begun, row.images)
+                row.num_to_share = self._kept.num_to_share(begun, row.images)
             except torch.OutOfMemoryError:
                 # A part of the text may have been taken: the prefill begins anew, with the memory of the kept texts.
                 self._kept.drop_all()
