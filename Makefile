@@ -51,7 +51,7 @@ need = @for path in $(1); do test -e "$${path%%::*}" || { \
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz docs release-check test-types-and-browser test-kernels test-docs test-oldest test-latest versions
+.PHONY: fuzz docs release-check test-types-browser-kernels test-kernels test-docs test-oldest test-latest versions
 .PHONY: toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
@@ -65,11 +65,19 @@ chat: $(VENV)/.stamp-dev  ## a web page, on this machine only: SmolLM2 after mak
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
 
-test: lint test-types-and-browser test-cpu test-kernels test-oldest test-latest  ## all checks
+test: lint test-types-browser-kernels test-cpu test-oldest test-latest  ## all checks
 
-# Pyright has one thread, and the browser tests wait most of the time: at once they take as long as the longer one.
-test-types-and-browser:
-	$(MAKE) types & types=$$!; $(MAKE) test-browser; browser=$$?; wait $$types && exit $$browser
+# Pyright has one thread, and the browser tests wait half of the time. The kernels' tests compute in what these leave idle,
+# at the lowest priority, so that they keep no page waiting. What they say is shown at the end.
+test-types-browser-kernels: $(VENV)/.stamp-dev
+	@log=$$(mktemp); \
+	nice -n 19 $(MAKE) test-kernels >"$$log" 2>&1 & kernels=$$!; \
+	$(MAKE) types & types=$$!; \
+	trap 'kill $$kernels $$types; rm -f "$$log"; exit 130' INT TERM; \
+	$(MAKE) test-browser; failed=$$?; \
+	wait $$types || failed=1; \
+	wait $$kernels || failed=1; \
+	cat "$$log"; rm "$$log"; exit $$failed
 
 lint: $(VENV)/.stamp-dev  ## ruff, rules and layout
 	$(BIN)/ruff check .
