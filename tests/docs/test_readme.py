@@ -1,18 +1,22 @@
 """README and docs/ hold what they say: every Python and shell example runs, every relative link leads somewhere.
 
 Which examples run is in `helpers.examples`. They run from a folder of links to the repository's own, so that what they
-write goes away.
+write goes away. A shell example that consists of plain `dflash-hf` commands runs in this process: a start of each of
+them would load torch and Transformers anew, for six seconds of processor time. The others run in a shell.
 """
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dflash_hf.cli.main import app
 from helpers import examples
 from helpers.examples import (
     SHELLS,
@@ -38,6 +42,7 @@ LINKED = [
 
 INLINE_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)")
 REFERENCE_LINK = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s|$)")
+SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[\]{}~]")
 OUTSIDE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|#|//)", re.IGNORECASE)
 
 
@@ -66,6 +71,17 @@ def execute_all(blocks: list[Block], filename: str) -> None:
     namespace = new_namespace()
     for block in blocks:
         execute(block, filename, namespace)
+
+
+def plain_commands(code: str) -> list[list[str]]:
+    """Returns the words behind each `dflash-hf` of a shell block, or nothing where it needs a shell."""
+    if SHELL_SYNTAX.search(code):
+        return []
+    lines = [shlex.split(line, comments=True) for line in code.replace("\\\n", " ").splitlines()]
+    commands = [words for words in lines if words]
+    if any(words[0] != "dflash-hf" for words in commands):
+        return []
+    return [words[1:] for words in commands]
 
 
 def broken_links(text: str, folder: Path) -> Iterator[str]:
@@ -108,10 +124,14 @@ def test_python_examples_run(path: Path, linked_root: Path) -> None:
 def test_shell_examples_run(path: Path, linked_root: Path) -> None:
     environment = environment_of_tree(linked_root)
     for block in blocks_to_run(read(path), SHELLS):
-        done = run_in_shell(block, linked_root, environment)
-        assert done.returncode == 0, (
-            f"{name(path)}:{block.line} ended with {done.returncode}\n{done.stderr}"
-        )
+        place = f"{name(path)}:{block.line}"
+        commands = plain_commands(block.code)
+        for words in commands:
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, f"{place} ended with {result.exit_code}\n{result.output}"
+        if not commands:
+            done = run_in_shell(block, linked_root, environment)
+            assert done.returncode == 0, f"{place} ended with {done.returncode}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name)
@@ -173,6 +193,15 @@ def test_failing_shell_example_is_seen(tmp_path: Path) -> None:
     assert (failing.returncode, failing.stdout) == (1, "")
     assert fine.returncode == 0
     assert re.fullmatch(r"dflash-hf \S+\n1\n", fine.stdout)
+
+
+def test_plain_commands_are_told_from_those_for_a_shell() -> None:
+    assert plain_commands("dflash-hf a 'b # c' \\\n    -d  # e\n\ndflash-hf f\n") == [
+        ["a", "b # c", "-d"],
+        ["f"],
+    ]
+    for code in ("echo a | dflash-hf b", "dflash-hf a > b", "A=1 dflash-hf b", "dflash-hf a\ncd b"):
+        assert plain_commands(code) == []
 
 
 PAGE = """\
