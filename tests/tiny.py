@@ -163,6 +163,18 @@ def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel
     return model
 
 
+def shallow_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Builds a `tiny_target` of two layers, one of each kind where the family has two.
+
+    For tests of what is done with scores, rows and texts: more layers of the same kinds would repeat it.
+    """
+    _, extra = (FAMILIES | HYBRIDS)[family]
+    layers: dict[str, Any] = {"num_hidden_layers": 2}
+    if "layer_types" in extra:
+        layers["layer_types"] = extra["layer_types"][1:3]
+    return tiny_target(family, seed, **layers, **overrides)
+
+
 def draft_config(target: PreTrainedModel, block_size: int = 8, **overrides: Any) -> DFlashConfig:
     """Returns the config of a small draft for a tiny target, with a sliding and a full layer."""
     text = target.config.get_text_config()

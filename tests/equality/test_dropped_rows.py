@@ -24,6 +24,7 @@ from tiny import (
     draft_config,
     oracle_draft,
     prompts,
+    shallow_target,
     tiny_draft,
     tiny_target,
     truth_of,
@@ -100,7 +101,7 @@ def test_chains(family: str, sizes: list[int]) -> None:
 
 @pytest.mark.usefixtures("whole_trees")
 def test_trees(sizes: list[int]) -> None:
-    target, inputs = tiny_target("qwen3-sliding"), prompts(LENGTHS, 1)
+    target, inputs = shallow_target("qwen3-sliding"), prompts(LENGTHS, 1)
     draft: Any = Oracle(draft_config(target, 8)).to(target.dtype).eval()
     draft.strength = 4.0  # so that a second choice counts
     draft.generation_config.num_tree_nodes = 12
@@ -132,7 +133,7 @@ def test_sampled_texts_do_not_follow_from_where_rows_stand(
 ) -> None:
     """Their noise is keyed by rows: by the call's, wherever they have moved."""
     rule, nodes = proposal
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     for seed in range(3):
         inputs, texts, counts = prompts(LENGTHS, seed), list[Tensor](), list[Any]()
         for drops in (True, False):
@@ -168,7 +169,7 @@ LONGROPE = {
 
 @pytest.mark.parametrize("lengths", [[30, 4, 6], [4, 30, 6], [30, 4]])
 def test_a_rope_that_follows_the_longest_row_keeps_it(lengths: list[int], sizes: list[int]) -> None:
-    target = tiny_target("llama", max_position_embeddings=256, rope_parameters=LONGROPE)
+    target = shallow_target("llama", max_position_embeddings=256, rope_parameters=LONGROPE)
     inputs = prompts(lengths, 0)
     text = target.generate(**inputs, do_sample=False, max_new_tokens=12)
     end = int(text[lengths.index(30), 31])  # the long row's second token
@@ -189,7 +190,7 @@ def test_buffers_that_are_kept_keep_their_rows(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a run that was to be captured and cannot be: they are for the next call."""
-    target, inputs = tiny_target("qwen3"), prompts(LENGTHS, 0)
+    target, inputs = shallow_target("qwen3"), prompts(LENGTHS, 0)
     ref = target.generate(**inputs, **SETTINGS, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 6)
     set_engine(draft, "static")
@@ -235,7 +236,7 @@ ONLOOKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("onlooker", ONLOOKERS)
 def test_whoever_sees_the_batch_sees_all_of_it(onlooker: str, sizes: list[int]) -> None:
-    target, inputs = tiny_target("qwen3"), prompts(LENGTHS, 0)
+    target, inputs = shallow_target("qwen3"), prompts(LENGTHS, 0)
     settings = {**inputs, **SETTINGS, "do_sample": False, **ONLOOKERS[onlooker](target)}
     ref: Any = target.generate(**settings)
     draft = oracle_draft(target, truth_of(inputs, getattr(ref, "sequences", ref)), 0, 6)
@@ -246,7 +247,7 @@ def test_whoever_sees_the_batch_sees_all_of_it(onlooker: str, sizes: list[int]) 
 
 def test_rows_are_dropped_after_a_call_with_hidden_states(sizes: list[int]) -> None:
     """Transformers' hooks for them stay on the layers, and then the run's own hooks stand beside them."""
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     inputs = prompts(LENGTHS, 0)
     target(**inputs, output_hidden_states=True)
     assert any(layer._forward_hooks for layer in target.model.layers)

@@ -14,7 +14,7 @@ from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.errors import one_line
 from dflash_hf.generation import running_batch
 from helpers.running import Asked, BatchOracle, answer_alone, asked, batch_oracle
-from tiny import tiny_draft, tiny_target
+from tiny import shallow_target, tiny_draft
 
 LONG: dict[str, Any] = {"max_position_embeddings": 2048}
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -48,7 +48,7 @@ def begun(
     family: str, nodes: int = 0, kinds: tuple[dict[str, Any], ...] = (GREEDY, SAMPLED, PENALISED)
 ) -> tuple[RunningBatch, list[Asked]]:
     """Returns a batch of three requests that run, and the requests."""
-    target = tiny_target(family, **LONG)
+    target = shallow_target(family, **LONG)
     requests = asked([9, 40, 70], 31, num_new=(60, 60), kinds=kinds)
     for one in requests:
         one.settings["eos_token_id"] = None
@@ -159,7 +159,7 @@ def test_a_prefix_function_that_fails_ends_its_row() -> None:
 
 
 def test_every_row_may_fail_and_the_next_one_runs() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9], 32, num_new=(20, 20))
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target))
@@ -178,7 +178,7 @@ def test_every_row_may_fail_and_the_next_one_runs() -> None:
 
 
 def test_an_interrupt_in_a_processor_ends_all_rows() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     batch = RunningBatch(target, tiny_draft(target))
 
     class Interrupts(Fails):
@@ -200,7 +200,7 @@ def test_an_interrupt_in_a_processor_ends_all_rows() -> None:
 
 
 def test_an_answer_of_many_says_what_its_processor_raised() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 40, 70], 33, num_new=(20, 20))
     answer_alone(target, requests)
     inputs: list[Any] = [{"input_ids": one.ids} for one in requests]

@@ -18,7 +18,7 @@ from transformers.generation import BaseStreamer
 
 from dflash_hf import SpeculativeStats
 from helpers.half import half
-from tiny import oracle_draft, prompts, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, truth_of
 
 NEW = 24
 EOS = [3, 9, 17, 30, 44, 58]
@@ -92,7 +92,7 @@ def settings_of(case: str) -> tuple[dict[str, Any], list[Any]]:
 def test_code_that_sees_the_batch_is_called_as_in_generate(
     case: str, rows: int, eos: list[int] | None
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     num_stopped, most = 0, 0.0
     for seed in range(3):
         inputs = prompts([7, 4, 6][:rows], seed)
@@ -127,7 +127,7 @@ def test_code_that_sees_the_batch_is_called_as_in_generate(
 
 @pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
 def test_sampled_texts_in_step_are_the_same_at_every_block_size(proposal: Any) -> None:
-    target = tiny_target("llama")
+    target = shallow_target("llama")
     inputs = prompts([7, 4, 6], 1)
     texts = []
     for block_size in (1, 4, 8):
@@ -148,7 +148,7 @@ def test_sampled_texts_in_step_are_the_same_at_every_block_size(proposal: Any) -
 
 
 def test_rejection_sampling_in_step_stops_where_a_row_is_refused() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([7, 4], 1)
     draft = oracle_draft(target, [[5] * 60] * 2, 3, 8)
     draft.generation_config.proposal = "sample"
@@ -182,7 +182,7 @@ class RowByRow(StoppingCriteria):
 def test_a_row_wise_criterion_keeps_no_row_back(
     eos: list[int] | None,
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     num_stopped, is_apart = 0, False
     for seed in range(6):
         inputs = prompts([7, 4, 6], seed)
@@ -214,7 +214,7 @@ class NoRepeat(LogitsProcessor):
 
 
 def test_a_row_wise_processor_keeps_no_row_back() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     is_apart = False
     for seed in range(4):
         inputs = prompts([7, 4, 6], seed)

@@ -15,8 +15,8 @@ from tiny import (
     DFLASH2,
     DSPARK,
     prompts,
+    shallow_target,
     tiny_draft,
-    tiny_target,
     truth_of,
 )
 
@@ -29,7 +29,7 @@ LENGTHS = [4, 11, 7]
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3"])
 @pytest.mark.parametrize("nodes", [65, 100, 128, 256])
 def test_greedy_equals_plain_generate(nodes: int, family: str) -> None:
-    target = tiny_target(family)
+    target = shallow_target(family)
     inputs = prompts(LENGTHS, nodes)
     ref = target.generate(**inputs, **GREEDY)
     draft = branching(target, truth_of(inputs, ref), nodes, nodes)
@@ -42,7 +42,7 @@ def test_greedy_equals_plain_generate(nodes: int, family: str) -> None:
 
 @pytest.mark.usefixtures("whole_trees")
 def test_a_node_of_every_word_is_accepted() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     accepted = torch.zeros(255, dtype=torch.long)
     for seed in range(6):
         inputs = prompts(LENGTHS, seed)
@@ -60,7 +60,7 @@ def test_a_node_of_every_word_is_accepted() -> None:
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 def test_steps_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch, smallest_bucket=16)
-    target = tiny_target("qwen3-sliding")
+    target = shallow_target("qwen3-sliding")
     inputs = prompts(LENGTHS, 1)
     ref = target.generate(**inputs, **GREEDY)
     draft = branching(target, truth_of(inputs, ref), 128, 128)
@@ -76,7 +76,7 @@ def test_steps_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "anchor"])
 @pytest.mark.parametrize("rule", ["argmax", "shared_noise"])
 def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 3)
     kinds = {"dflash2": DFLASH2, "dspark": DSPARK, "anchor": {"sample_from_anchor": True}}
     options = kinds.get(kind, {})
@@ -94,7 +94,7 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str) -> None:
 
 
 def test_processors_that_read_the_prefix() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts(LENGTHS, 5)
     settings = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     ref = target.generate(**inputs, **settings)
@@ -117,7 +117,7 @@ def test_images(family: str) -> None:
 def test_fewer_nodes_need_fewer_words(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first nodes of the widest tree are a tree, whatever the last one has left in the words behind."""
     use_tapes(monkeypatch, smallest_bucket=16)
-    target = tiny_target("llama")
+    target = shallow_target("llama")
     inputs = prompts([5, 8], 6)
     settings = {**GREEDY, "max_new_tokens": 60}
     ref = target.generate(**inputs, **settings)
@@ -138,7 +138,7 @@ def test_fewer_nodes_need_fewer_words(engine: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("whole_trees")
 def test_trees_of_64_nodes_take_one_word() -> None:
     """What most calls verify reads no more memory than before there were larger ones."""
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([5], 6)
     shapes: list[tuple[int, ...]] = []
     for nodes in (64, 65, 256):

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfi
 
 from helpers.half import half
 from helpers.static import Tape, tensor_oracle, use_tapes
-from tiny import VOCAB, oracle_draft, prompts, tiny_target, truth_of
+from tiny import VOCAB, oracle_draft, prompts, shallow_target, tiny_target, truth_of
 
 NEW = 24
 LENGTHS = [6, 4, 9, 5]
@@ -88,7 +88,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 # Each with one row or with several, and sampled with as many as greedily not.
 @pytest.mark.parametrize(("case", "rows"), half(list(PROCESSORS), [1, 4]))
 def test_greedy_text_is_plain_generates(case: str, rows: int) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts(LENGTHS[:rows], 8)
     settings = {
         "max_new_tokens": NEW,
@@ -105,7 +105,7 @@ def test_greedy_text_is_plain_generates(case: str, rows: int) -> None:
 
 @pytest.mark.parametrize(("case", "rows"), half([*WARPERS, *PROCESSORS], [1, 4]))
 def test_sampled_text_is_the_same_at_every_block_size(case: str, rows: int) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts(LENGTHS[:rows], 8)
     settings = {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": [9], "pad_token_id": 0}
     settings |= {**WARPERS, **PROCESSORS}[case]
@@ -126,7 +126,7 @@ def test_sampled_text_is_the_same_at_every_block_size(case: str, rows: int) -> N
 @pytest.mark.parametrize("case", ["temperature", "top_k", "min_p", "typical", "epsilon", "eta"])
 def test_a_warper_changes_what_is_sampled(case: str) -> None:
     # Otherwise the test above would compare texts that the setting never touched.
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts(LENGTHS, 8)
     draft = oracle_draft(target, [[5] * 60] * 4, 2, 8)
     texts = []

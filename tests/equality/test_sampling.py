@@ -15,7 +15,16 @@ from dflash_hf.generation.sampling import NoiseKey, gumbel_noise
 from dflash_hf.ops import exponential_noise
 from helpers.half import half
 from helpers.whole_blocks import use_whole_blocks
-from tiny import DFLASH2, DSPARK, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import (
+    DFLASH2,
+    DSPARK,
+    oracle_draft,
+    prompts,
+    shallow_target,
+    tiny_draft,
+    tiny_target,
+    truth_of,
+)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,7 +56,7 @@ def test_the_same_text_at_every_block_size_and_width(setting: str, kind: str) ->
     rules = ["shared_noise", "argmax"]
     if (list(SETTINGS).index(setting) + list(KINDS).index(kind)) % 2:
         rules.reverse()
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 3)
     texts = []
     draft = tiny_draft(target, 16, **KINDS[kind])
@@ -76,7 +85,7 @@ def test_the_same_text_at_every_block_size_and_width(setting: str, kind: str) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_text_with_a_draft_that_is_partly_right(kind: str) -> None:
-    target = tiny_target("gemma3")
+    target = shallow_target("gemma3")
     inputs = prompts([4, 9, 6], 3)
     draft = tiny_draft(target, 16)
     draft.generation_config.block_size = 1
@@ -96,7 +105,7 @@ def test_the_same_text_with_a_draft_that_is_partly_right(kind: str) -> None:
 
 
 def test_greedy_leaves_the_random_state_alone() -> None:
-    target = tiny_target("qwen2")
+    target = shallow_target("qwen2")
     state = torch.random.get_rng_state()
     target.generate(
         **prompts([5], 0), max_new_tokens=9, do_sample=False, assistant_model=tiny_draft(target)
@@ -253,7 +262,7 @@ class Counting(LogitsProcessor):
 
 
 def test_a_stateful_processor_sees_what_generate_shows_it() -> None:
-    target = tiny_target("llama")
+    target = shallow_target("llama")
     inputs = prompts([7], 2)
     plain, ours = Counting(), Counting()
     ref = target.generate(
@@ -273,7 +282,7 @@ def test_a_stateful_processor_sees_what_generate_shows_it() -> None:
 
 
 def test_greedy_with_prefix_processors_in_a_batch() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 8)
     settings: dict[str, Any] = {
         "max_new_tokens": 24,

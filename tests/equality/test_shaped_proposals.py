@@ -11,7 +11,7 @@ from transformers import LogitsProcessor
 
 from dflash_hf import RunningBatch
 from helpers.half import half
-from tiny import DSPARK, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DSPARK, VOCAB, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 24
 
@@ -41,7 +41,7 @@ class Stairs(LogitsProcessor):
 def test_the_text_is_the_same_in_fewer_verifies(
     num_tree_nodes: int, do_sample: bool, kind: dict[str, Any]
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     num_verifies = {True: 0, False: 0}
     for seed in range(4):
         inputs = prompts([7, 4, 6], seed)
@@ -77,7 +77,7 @@ def test_the_text_is_the_same_in_fewer_verifies(
 
 @pytest.mark.parametrize("num_tree_nodes", [0, 12], ids=["chain", "tree"])
 def test_a_form_may_leave_a_draft_no_token(num_tree_nodes: int) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     # Behind a token, Stairs allows three of all tokens, of which the draft mostly has none.
     draft = tiny_draft(target, own_lm_head=True, draft_vocab_size=13)
     draft.generation_config.num_tree_nodes = num_tree_nodes
@@ -89,7 +89,7 @@ def test_a_form_may_leave_a_draft_no_token(num_tree_nodes: int) -> None:
 
 
 def test_an_oracle_under_a_form_is_right() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([7, 4], 1)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     settings |= {"logits_processor": [Stairs(True)]}
@@ -99,7 +99,7 @@ def test_an_oracle_under_a_form_is_right() -> None:
 
 
 def test_rows_of_a_batch_have_each_their_own_form() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     batch = RunningBatch(target, draft)
     expected: dict[int, list[int]] = {}
