@@ -22,6 +22,7 @@ from dflash_hf.data.openai_client import OpenAIClient, run_async
 from dflash_hf.serve.engine import Job, Tokens
 from dflash_hf.serve.messages import read_messages
 from dflash_hf.serve.pair import Pair
+from helpers.half import half
 from helpers.scripted_server import Found, InProcess, Script, read
 from helpers.whole_blocks import use_whole_blocks
 
@@ -280,11 +281,15 @@ def test_pieces_do_not_depend_on_the_runs(server: InProcess, run: int) -> None:
         assert found.content == says.split("<")[0].strip() + "\nB" * says.endswith("B")
 
 
-STOPS: list[list[str]] = [[], ["Step 2"], ["carry"], ["\n"]]
+STOPS: dict[str, list[str]] = {
+    "end_token": [],
+    "Step 2": ["Step 2"],
+    "carry": ["carry"],
+    "line_break": ["\n"],
+}
 
 
-@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
-@pytest.mark.parametrize("stop", STOPS, ids=["end_token", "Step 2", "carry", "line_break"])
+@pytest.mark.parametrize(("stop", "is_chat"), half(STOPS, {"chat": True, "completion": False}))
 def test_the_last_allowed_token_may_end_it(
     server: InProcess, stop: list[str], is_chat: bool
 ) -> None:

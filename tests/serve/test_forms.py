@@ -18,6 +18,7 @@ from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.serve.grammar import Form, FormProcessor
 from dflash_hf.serve.markup import open_thoughts
 from dflash_hf.serve.pair import Pair
+from helpers.half import half
 from helpers.scripted_server import Found, InProcess
 
 pytest.importorskip("llguidance")
@@ -108,13 +109,16 @@ def test_sampled_json_meets_its_schema(server: InProcess, start: int) -> None:
 def test_shaped_proposals_change_no_answer(
     server: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: dict[bool, list[str]] = {True: [], False: []}
+    def answer(seed: int) -> str:
+        schema = drawn_schema(random.Random(seed))
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return asked(server, response_format=form, seed=seed).content
+
+    answers: dict[bool, list[str]] = {}
     for shapes in (True, False):
         monkeypatch.setattr(FormProcessor, "shapes_proposals", shapes)
-        for seed in range(5):
-            schema = drawn_schema(random.Random(seed))
-            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            answers[shapes].append(asked(server, response_format=form, seed=seed).content)
+        with ThreadPoolExecutor(5) as pool:
+            answers[shapes] = list(pool.map(answer, range(5)))
     assert answers[True] == answers[False]
 
 
@@ -166,8 +170,10 @@ def error_of(server: InProcess, streamed: bool, **fields: Any) -> tuple[list[str
     return deltas, last["error"]
 
 
-@pytest.mark.parametrize("shapes", [True, False], ids=["shaped", "not shaped"])
-@pytest.mark.parametrize("streamed", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("streamed", "shapes"),
+    half({"stream": True, "whole": False}, {"shaped": True, "not shaped": False}),
+)
 def test_a_form_that_fails_ends_its_answer_alone(
     server: InProcess, monkeypatch: pytest.MonkeyPatch, streamed: bool, shapes: bool
 ) -> None:
