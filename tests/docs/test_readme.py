@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from dflash_hf.cli.main import app
@@ -121,8 +122,10 @@ def test_python_examples_run(path: Path, linked_root: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXECUTED, ids=name)
-def test_shell_examples_run(path: Path, linked_root: Path) -> None:
+def test_shell_examples_run(path: Path, linked_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = environment_of_tree(linked_root)
+    # Where a command of this process writes the table of `dflash-hf tune`, too.
+    monkeypatch.setattr(constants, "HF_HOME", environment["HF_HOME"])
     for block in blocks_to_run(read(path), SHELLS):
         place = f"{name(path)}:{block.line}"
         commands = plain_commands(block.code)
