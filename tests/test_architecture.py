@@ -135,6 +135,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.newest_context": set(),
     "dflash_hf.generation.row_rules": set(),
     "dflash_hf.generation.joining": set(),
+    "dflash_hf.generation.places": {"run_captured"},
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
     "dflash_hf.generation.static_step": set(),

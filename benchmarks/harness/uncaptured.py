@@ -1,7 +1,7 @@
 """Captured steps without CUDA graphs: the same operations over fixed buffers, on any device.
 
-The package captures its steps or runs them eagerly. Here the three functions are replaced that decide this, for the
-drafts that are named.
+The package captures its steps or runs them eagerly. Here the three functions are replaced that decide this, wherever
+they are called, for the drafts that are named.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from dflash_hf.generation import checks, decode
+from dflash_hf.generation import checks, decode, places, running_batch
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation_config import Engine
@@ -59,5 +59,7 @@ def _check(target: Target, draft: DFlashDraftModel) -> None:
 
 
 decode.choose_engine = _choose
+running_batch.choose_engine = _choose
 decode.start_engine = _start
+places.start_engine = _start
 checks.check_capturable = _check

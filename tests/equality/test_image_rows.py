@@ -10,7 +10,8 @@ import torch
 
 from dflash_hf import RunningBatch, generate_batch
 from dflash_hf.generation.prompt_images import PromptImages
-from helpers.running import END, Asked, answer_alone, batch_oracle, drive
+from helpers.running import END, Asked, answer_alone, batch_oracle, drive, place_oracle
+from helpers.static import Tape, set_engine, use_tapes
 from helpers.vision import Grid, vision_prompts, vision_target
 from helpers.whole_blocks import use_whole_blocks
 from tiny import tiny_draft
@@ -91,6 +92,23 @@ def test_trees_about_images() -> None:
     draft = batch_oracle(target)
     draft.generation_config.num_tree_nodes = 12
     drive(RunningBatch(target, draft), requests, 4)
+
+
+@pytest.mark.parametrize("engine", ["static", "cuda_graph"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl"])
+def test_captured_steps_over_rows_about_images(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tapes(monkeypatch, smallest_bucket=64)
+    target = vision_target(name)
+    requests = about_images(target, name, 12, 1, num_new=(20, 40))
+    answer_alone(target, requests)
+    draft = place_oracle(target)
+    set_engine(draft, engine)
+    batch = RunningBatch(target, draft, max_rows=4, prefill_chunk_size=40)
+    found = drive(batch, requests, 1, cancelled=0.2)
+    assert found["most"] > 2
+    assert (Tape.num_replays > 0) == (engine == "cuda_graph")
 
 
 def test_no_row_sees_what_another_left_on_the_model() -> None:

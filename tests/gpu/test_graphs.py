@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_hf import free_buffers
+from dflash_hf import RunningBatch, free_buffers
 from dflash_hf.generation import buffers, cuda_graph, widths
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import why_not
@@ -23,6 +23,7 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import candidate_widths
 from dflash_hf.target_model.parts import find_target
 from helpers.host_reads import no_host_reads
+from helpers.running import answer_alone, asked, drive, place_oracle
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.vision import vision_prompts, vision_target
 from helpers.whole_blocks import use_whole_blocks
@@ -247,6 +248,27 @@ def test_graphs_are_kept_between_calls(device: str, captured: list[int]) -> None
         assert torch.equal(out, ref[:, : 11 + new])
     assert captured == sorted(set(captured), reverse=True)
     assert len(captured) > 1
+
+
+@families("qwen3", "qwen3-sliding", "qwen3.5", "gpt-oss")
+def test_rows_of_a_running_batch_share_captured_steps(
+    device: str, family: str, captured: list[int]
+) -> None:
+    target = target_on(device, family, torch.float32)
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9}
+    kinds: tuple[dict[str, Any], ...] = ({"do_sample": False}, sampled)
+    lengths = [3, 70, 9, 2, 30, 12, 50, 5]
+    requests = asked(lengths, 1, num_new=(20, 40), kinds=kinds)
+    for one in requests:
+        one.ids = one.ids.to(device)
+    own = tiny_draft(target, 8).to(device)
+    own.generation_config.engine = "eager"
+    answer_alone(target, requests, own)
+    draft = place_oracle(target).to(device)
+    draft.generation_config.engine = "cuda_graph"
+    found = drive(RunningBatch(target, draft, max_rows=4), requests, 1, cancelled=0.2)
+    assert found["most"] > 2
+    assert captured
 
 
 @gpu_only

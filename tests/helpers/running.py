@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel, RunningBatch
+from helpers.static import TensorOracle
 from tiny import VOCAB, OracleDraft, draft_config
 
 END = 9
@@ -33,8 +34,9 @@ class BatchOracle(OracleDraft):
     batch: RunningBatch
 
     def rows_of(self, batch: int) -> list[int]:
-        """Returns the requests in the batch's order."""
-        return [row.id for row in self.batch._running]
+        """Returns the request at each place of the batch; some request where there is none."""
+        running = self.batch._running
+        return [running[place].id if place in running else 0 for place in range(batch)]
 
 
 def batch_oracle(target: PreTrainedModel, block_size: int = 8) -> BatchOracle:
@@ -44,6 +46,37 @@ def batch_oracle(target: PreTrainedModel, block_size: int = 8) -> BatchOracle:
     draft.to(target.dtype).eval()
     draft.arm([], 0)
     return draft
+
+
+class PlaceOracle(TensorOracle):
+    """An oracle of the rows of a running batch that reads nothing on the host: where its steps are captured."""
+
+    places: Tensor  # [places], int64: the request at each one
+
+    def follow(self, batch: RunningBatch) -> None:
+        """Has it know which request is at which place of a batch."""
+        places = torch.zeros(batch.max_rows, dtype=torch.long, device=self.device)
+        self.register_buffer("places", places, persistent=False)
+        put: Any = batch._put
+
+        def noted(row: Any, run: Any) -> int:
+            place = put(row, run)
+            # Requests that come again have other ids.
+            self.places[place] = row.id % len(self.known)
+            return place
+
+        batch._put = noted
+
+    def known_rows(self, batch: int) -> Tensor:
+        """Returns the request at each place of the batch."""
+        return self.places[:batch]
+
+
+def place_oracle(target: PreTrainedModel, block_size: int = 8) -> PlaceOracle:
+    """Returns an oracle for captured steps, otherwise as [`batch_oracle`]."""
+    torch.manual_seed(0)
+    draft: Any = PlaceOracle(draft_config(target, block_size))
+    return draft.to(target.dtype).eval()
 
 
 def asked(
@@ -93,7 +126,12 @@ def drive(
             breaks[number] = chance.randrange(len(one.truth))
     if isinstance(batch.draft, BatchOracle):
         batch.draft.batch = batch
+    if isinstance(batch.draft, PlaceOracle):
+        batch.draft.follow(batch)
+    if isinstance(batch.draft, BatchOracle | PlaceOracle):
+        device = batch.draft.device
         batch.draft.arm([[*one.ids[0].tolist(), *one.truth] for one in requests], seed)
+        batch.draft.to(device)
     texts: list[list[int]] = [[] for _ in requests]
     finished = dict[int, str]()
     num_added = 0

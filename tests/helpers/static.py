@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import buffers, checks, cuda_graph, decode
+from dflash_hf.generation import buffers, checks, cuda_graph, decode, running_batch
 from dflash_hf.generation.cuda_graph import GraphStep
 from dflash_hf.generation.graphs import Captured
 from dflash_hf.undo import held
@@ -70,17 +70,17 @@ class TensorOracle(OracleDraft):
         self.seed = seed
         return self
 
+    def known_rows(self, batch: int) -> Tensor:
+        """Returns the rows of `known` that a batch consists of."""
+        return torch.tensor(self.rows_of(batch))
+
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
         """Replaces the head's logits: right up to a slot that looks random, then wrong."""
         logits = super(OracleDraft, self).compute_logits(hidden_states, head)
         batch, width, vocab = logits.shape
         first = self.positions[:batch, :1] + 1
         slots = torch.arange(width, device=logits.device)
-        rows = (
-            torch.tensor(self.rows, device=logits.device)
-            if self.rows
-            else torch.arange(batch, device=logits.device)
-        )
+        rows = self.known_rows(batch).to(logits.device)
         drawn = torch.frac(
             torch.sin(first.double() * 12.9898 + rows[:, None] * 78.233 + self.seed) * DECIMALS
         ).abs()
@@ -179,6 +179,7 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
 
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", smallest_bucket)
     monkeypatch.setattr(decode, "choose_engine", choose)
+    monkeypatch.setattr(running_batch, "choose_engine", choose)
     monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
     monkeypatch.setattr(checks, "check_capturable", lambda target, draft: None)
     TapeStep.captured, TapeStep.widths = [], []

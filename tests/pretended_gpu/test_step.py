@@ -21,6 +21,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    LogitsProcessorList,
     PreTrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -41,11 +42,22 @@ from dflash_hf.generation.checks import check_capturable, check_float8
 from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.float8 import why_not as why_not_float8
 from dflash_hf.generation.host_reads import HostReadError
+from dflash_hf.generation.joining import RowSettings
+from dflash_hf.generation.places import Places
 from dflash_hf.generation.run import Run
+from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.target_model.parts import Target, find_target
 from helpers.kernel_checks import TREES
-from helpers.pretended_gpu import Step, begin, build_draft, build_target, captured_step
+from helpers.pretended_gpu import (
+    LIMIT,
+    PROMPT,
+    Step,
+    begin,
+    build_draft,
+    build_target,
+    captured_step,
+)
 
 BLOCK = 16
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -361,6 +373,42 @@ def test_a_tree_needs_no_host(case: Case) -> None:
     is_drawn_by_top_k = case.warpers == "top-k"
     wanted = {name: 1 + (is_drawn_by_top_k and name == "top_tokens") for name in TREES}
     assert {name: step.num(f"::{name}") for name in TREES} == wanted
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(target=SHORT),
+        Case(target=SHORT, kernels=False),
+        Case(target=SHORT, warpers="top-k, top-p", proposal="shared_noise"),
+        Case(target=SHORT, warpers="top-p", nodes=16),
+        Case(target="gpt-oss-20b"),
+        Case(target="qwen3-vl-8b"),
+        Case(target="qwen3.5-9b", warpers="top-k"),
+    ],
+    ids=lambda case: case.id,
+)
+@torch.no_grad()
+def test_a_step_over_places_needs_no_host(case: Case) -> None:
+    """Of a running batch: two rows, one place that was never taken, and one whose row has left."""
+    with ops.kernels(case.kernels):
+        first = run_of(case)
+        seed = torch.zeros((), dtype=torch.long, device="cuda")
+        row = RowSettings(first.request.processors, [1, 2], seed, PROMPT + LIMIT)
+        greedy = RowSettings(BlockProcessors(LogitsProcessorList()), [3], None, PROMPT + LIMIT)
+        places = Places(first, 4)
+        left = places.add(first, greedy)
+        for settings in (row, greedy):
+            places.add(first, settings)
+        places.free([left])
+        is_there = [length > 0 for length in places.run.rows.reported.lengths]
+        assert is_there == [False, True, True, False]
+        addresses = [id(tensor) for tensor in places.buffers.owned()]
+        step = captured_step(places.run)
+    assert step.decides
+    assert places.run.state.tokens.shape == (4, case.nodes or BLOCK)
+    check(places.run, step, case.kernels is not False)
+    assert [id(tensor) for tensor in places.buffers.owned()] == addresses
 
 
 def test_without_kernels_no_captured_step_has_a_tree_by_default() -> None:

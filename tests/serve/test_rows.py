@@ -21,6 +21,7 @@ from dflash_hf.serve.engine import Done, Ended, Event, Job, Sampling, Tokens
 from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.serve.rows import Rows
 from helpers.source_tree import ROOT
+from helpers.static import set_engine
 from tiny import VOCAB, tiny_draft, tiny_target
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_p": 0.95}
@@ -117,8 +118,10 @@ class Tiny:
         return found
 
 
-def test_eight_at_once_have_the_texts_of_each_alone() -> None:
+@pytest.mark.parametrize("engine", ["eager", "static"])
+def test_eight_at_once_have_the_texts_of_each_alone(engine: str) -> None:
     pair = Tiny()
+    set_engine(pair.draft, engine)
     chance = random.Random(0)
     clients: list[Client] = []
     for number in range(24):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -102,6 +103,10 @@ class RaggedLayer(CacheLayerMixin):
             self._allocated = (keys, values)
         num_rows = place + 1
         self._set_buffers(keys[:num_rows], values[:num_rows])
+        self.put_row(place, source, length)
+
+    def put_row(self, place: int, source: RaggedLayer, length: int) -> None:
+        """Puts the first row of another layer, of `length` tokens, to a place, over the row that is there."""
         pairs = zip(self.buffers(), source.buffers(), strict=True)
         for buffer, theirs in pairs:
             row = buffer[place]
@@ -341,6 +346,48 @@ class RaggedCache(Cache):
             layer.take(source, prompts, keep)
         return cache
 
+    @classmethod
+    def like(
+        cls,
+        source: RaggedCache,
+        batch: int,
+        max_length: int,
+        recurrences: Mapping[int, Recurrence],
+    ) -> RaggedCache:
+        """Returns an empty cache of the same layers, for other rows.
+
+        Args:
+            source (`RaggedCache`): The cache.
+            batch, max_length (`int`): Sizes as in the class.
+            recurrences (mapping of `int` to `Recurrence`): The target's recurrent layers by index.
+
+        Raises:
+            OutOfRoomError: If there is no memory for it.
+        """
+        block = source.longest_block
+        shapes = [layer.shape for layer in source.attention.values()]
+        # States need room besides the keys and values: so much less is free for these.
+        freed = defaultdict[torch.device, int](int)
+        for group in source.groups:
+            freed[group.plan.device] -= group.num_bytes(batch)
+        check_memory(shapes, batch, max_length, block, freed)
+        cache = cls([], batch=batch, max_length=max_length, block=block)
+        states: dict[int, RecurrentLayer] = {}
+        for group in source.groups:
+            members = {index: recurrences[index] for index in group.indices}
+            new_group = RecurrentGroup(replace(group.plan, batch=batch), members)
+            cache.groups.append(new_group)
+            states |= new_group.layers()
+        for index in range(len(source.layers)):
+            if index in states:
+                cache.layers.append(states[index])
+                continue
+            shape = source.attention[index].shape
+            layer = RaggedLayer(shape, batch, max_length, block)
+            cache.attention[index] = layer
+            cache.layers.append(layer)
+        return cache
+
     def has_shapes(
         self, shapes: Mapping[int, LayerShape], plans: Sequence[Members], batch: int
     ) -> bool:
@@ -441,6 +488,18 @@ class RaggedCache(Cache):
             layer.add_row(source.attention[index], length, max_rows)
         for group, theirs in zip(self.groups, source.groups, strict=True):
             group.add_row(theirs, max_rows, self.layers)
+
+    def put_row(self, place: int, source: RaggedCache, length: int) -> None:
+        """Puts the first row of another cache to a place, over the row that is there; arguments as of [`add_row`]."""
+        for index, layer in self.attention.items():
+            layer.put_row(place, source.attention[index], length)
+        for group, theirs in zip(self.groups, source.groups, strict=True):
+            group.put_row(place, theirs)
+
+    def free_row(self, place: int) -> None:
+        """Has the row at a place have no tokens; the content of its slots is of no account."""
+        for group in self.groups:
+            group.lengths[place] = 0
 
     def keep_path(self, path_BN: Tensor, lengths: Tensor) -> None:
         """Moves the keys and values of a tree's accepted path to the slots of a chain, in place.

@@ -321,10 +321,17 @@ class RecurrentGroup:
             if allocated.shape[dim] == place:
                 allocated = with_row(allocated, max_rows, dim)
                 self._allocated[name] = allocated
-            theirs: Tensor = getattr(source, name)
-            allocated.select(dim, place).copy_(theirs.select(dim, 0))
             setattr(self, name, allocated.narrow(dim, 0, place + 1))
+        self.put_row(place, source)
         self._use_rows(place + 1, layers)
+
+    def put_row(self, place: int, source: RecurrentGroup) -> None:
+        """Puts the first row of another group to a place, over the row that is there; see [`add_row`]."""
+        for name in self._allocated:
+            dim = ROW_DIMS[name]
+            mine: Tensor = getattr(self, name)
+            theirs: Tensor = getattr(source, name)
+            mine.select(dim, place).copy_(theirs.select(dim, 0))
 
     def _use_rows(self, num_rows: int, layers: Sequence[Any]) -> None:
         """Goes on with buffers of so many rows."""

@@ -95,6 +95,33 @@ class FixedBuffers:
             graphs=Graphs(),
         )
 
+    @classmethod
+    @torch.inference_mode(False)
+    def of_places(
+        cls,
+        target: Target,
+        draft: DFlashDraftModel,
+        source: FixedBuffers,
+        num_places: int,
+        length: int,
+    ) -> FixedBuffers:
+        """Allocates buffers for rows of up to `length` tokens like the one row of a run, with so many free places.
+
+        Raises `OutOfRoomError` if they are larger than what is free of a device's memory.
+        """
+        position_delta = (*source.shape.position_delta[:-1], num_places)
+        shape = replace(source.shape, batch=num_places, position_delta=position_delta)
+        capacity = length + shape.block
+        buffers = cls.allocate(target, draft, shape, capacity, length + shape.width)
+        buffers.cache = RaggedCache.like(source.cache, num_places, capacity, target.recurrences)
+        # Each row has end tokens and a seed of its own.
+        buffers.state.padded_eos_ids.fill_(-1)
+        buffers.state.seed = torch.zeros(num_places, 1, dtype=torch.long, device=shape.device)
+        nobody = DecodeState.of_nobody(shape)
+        for place in range(num_places):
+            buffers.free_row(place, nobody)
+        return buffers
+
     @property
     def capacity(self) -> int:
         """The longest row in tokens, a block included."""
@@ -132,6 +159,28 @@ class FixedBuffers:
         self.context.add_row(source.context)
         self.state.add_row(source.state)
         self.shape = replace(self.shape, batch=self.shape.batch + 1)
+
+    def put_row(self, place: int, source: FixedBuffers, length: int) -> None:
+        """Puts the one row of another run to a place, over the row that is there; addresses stay as they are.
+
+        Args:
+            place (`int`): The place.
+            source (`FixedBuffers`): The run's, of the same shape but for the number of rows.
+            length (`int`): Tokens of the row in its caches, which fit in here.
+        """
+        self.cache.put_row(place, source.cache, length)
+        self.draft_cache.put_row(place, source.draft_cache, length)
+        self.context.put_row(place, source.context)
+        self.state.put_row(place, source.state)
+
+    def free_row(self, place: int, nobody: DecodeState) -> None:
+        """Frees a place: a row stands there that has ended, with no tokens in the caches; see `DecodeState.of_nobody`.
+
+        The tokens are gone, so that steps have none of them to read.
+        """
+        self.state.put_row(place, nobody)
+        for cache in self.caches():
+            cache.free_row(place)
 
     def num_bytes(self) -> int:
         """Returns the size of all tensors in bytes; memory that is private to graphs is not counted."""

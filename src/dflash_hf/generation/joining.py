@@ -1,4 +1,4 @@
-"""Rows that join a run between two steps: the counterpart of `run.drop_finished`.
+"""Rows that join a run between two eager steps: the counterpart of `run.drop_finished`; captured: `places.py`.
 
 A request is prefilled as a run of one row. Its row then goes into the running one: keys and values of both caches,
 recurrent states, the newest context and the state. From then on it is a row like the others.
@@ -22,7 +22,7 @@ from dflash_hf.generation.buffers import else_freed
 from dflash_hf.generation.row_rules import RowBlockRule, RowPositionRule
 from dflash_hf.generation.run import Reported, Rows, Run, drop_finished, grow
 from dflash_hf.generation.sampling import BlockProcessors, RowProcessors
-from dflash_hf.generation.state import HostNumbers
+from dflash_hf.generation.state import BufferShape, HostNumbers
 
 
 class RowSettings(NamedTuple):
@@ -56,17 +56,7 @@ def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> No
         ValueError: If the two runs draft or verify in other sizes.
         OutOfRoomError: If there is no memory for the row. The batch is as it was then.
     """
-    mine = run.buffers.shape
-    theirs = other.buffers.shape
-    # Rows and end tokens are no part of what has to be alike.
-    alike = replace(theirs, batch=mine.batch, num_eos=mine.num_eos)
-    alike = replace(alike, position_delta=mine.position_delta)
-    require(
-        alike == mine,
-        "draft.generation_config as it was when the batch began",
-        "another one",
-        "set it while nothing is running",
-    )
+    check_alike(run, other)
     num_tokens = other.num_new + other.state.host.columns
     if num_tokens > run.room:
         longest = max(row.length for row in rows)
@@ -93,6 +83,24 @@ def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> No
     use_settings(run, rows)
 
 
+def is_alike(mine: BufferShape, theirs: BufferShape) -> bool:
+    """Returns True if rows of two runs can stand side by side."""
+    # Rows and end tokens are no part of what has to be alike.
+    alike = replace(theirs, batch=mine.batch, num_eos=mine.num_eos)
+    alike = replace(alike, position_delta=mine.position_delta)
+    return alike == mine
+
+
+def check_alike(run: Run, other: Run) -> None:
+    """Raises `ValueError` if a row of another run cannot join a running batch."""
+    require(
+        is_alike(run.buffers.shape, other.buffers.shape),
+        "draft.generation_config as it was when the batch began",
+        "another one",
+        "set it while nothing is running",
+    )
+
+
 def leave(run: Run, rows: Sequence[RowSettings]) -> list[int]:
     """Goes on without the rows that have ended, of which there is one at least that has not.
 
@@ -110,21 +118,25 @@ def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
     """Has each row of a running batch go by its own processors, end tokens and noise."""
     state = run.state
     device = state.ids.device
-    is_sampled = [row.seed is not None for row in rows]
-    processors = RowProcessors([row.processors for row in rows], is_sampled)
     # One tensor for all rows: shorter lists are filled up with ids that no token has.
     num_ends = max([1, *(len(row.end_ids) for row in rows)])
     ends = [row.end_ids + [-1] * (num_ends - len(row.end_ids)) for row in rows]
-    end_ids = torch.tensor(ends, device=device)
+    # A greedy row's noise is never looked at.
+    nothing = torch.zeros((), dtype=torch.long, device=device)
+    seeds = [nothing if row.seed is None else row.seed.to(device) for row in rows]
+    state.seed = torch.stack(seeds)[:, None]
+    go_by(run, rows, torch.tensor(ends, device=device))
+
+
+def go_by(run: Run, rows: Sequence[RowSettings], end_ids: Tensor) -> None:
+    """Has each row of a running batch go by its own processors, and by its own end tokens `[B, N]`, int64."""
+    is_sampled = [row.seed is not None for row in rows]
+    processors = RowProcessors([row.processors for row in rows], is_sampled)
     if processors.is_stateless:
         run.rule = RowBlockRule(processors, end_ids)
     else:
         run.rule = RowPositionRule(processors, end_ids)
     run.generator.request = replace(run.request, processors=processors)
-    # A greedy row's noise is never looked at.
-    nothing = torch.zeros((), dtype=torch.long, device=device)
-    seeds = [nothing if row.seed is None else row.seed.to(device) for row in rows]
-    state.seed = torch.stack(seeds)[:, None]
     # Rows end by what they may still generate; this one says how long the buffers may get.
     limit = max(row.length for row in rows)
-    state.host = HostNumbers(columns=0, limit=limit, has_eos=False, is_sampled=any(is_sampled))
+    run.state.host = HostNumbers(columns=0, limit=limit, has_eos=False, is_sampled=any(is_sampled))

@@ -150,6 +150,25 @@ class NewestContext:
         self.nodes = torch.cat([self.nodes, source.nodes])
         self.starts = torch.cat([self.starts, source.starts])
         self.offset = torch.cat([self.offset, source.offset])
+        self.end_gathering()
+
+    def put_row(self, place: int, source: NewestContext) -> None:
+        """Puts the one row of another run to a place, over the row that is there; otherwise as [`add_row`]."""
+        pairs = (
+            (self.columns, source.columns),
+            (self.nodes, source.nodes),
+            (self.starts, source.starts),
+            (self.offset, source.offset),
+        )
+        for mine, theirs in pairs:
+            mine[place] = theirs[0]
+        self.end_gathering()
+
+    def end_gathering(self) -> None:
+        """Has the next token begin at the first column again.
+
+        What has gathered must be in the draft's cache, or be written by the next step, as static steps do.
+        """
         self._num_taken = self.num_columns
 
     def tensors(self) -> list[Tensor]:

@@ -47,12 +47,13 @@ class Options(NamedTuple):
     proposal: ProposalRule
 
 
-def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Options:
+def resolve(request: Request, num_rows: int, keeps_buffers: bool, is_looked_at: bool) -> Options:
     """Resolves the draft's options for a request, which `checks.py` has found to go together.
 
     Args:
         request (`Request`): The request.
-        keeps_buffers (`bool`): Whether its steps are to be captured.
+        num_rows (`int`): Rows that are verified together.
+        keeps_buffers (`bool`): Whether the steps are to be captured.
         is_looked_at (`bool`): Whether the steps of its run are looked at, which then verify chains unless something
             else is asked for.
     """
@@ -60,7 +61,6 @@ def resolve(request: Request, keeps_buffers: bool, is_looked_at: bool) -> Option
     given = draft.generation_config
     block_size = given.block_size or draft.config.block_size
     longest = draft.config.num_proposals(block_size) + 1
-    num_rows = len(request.input_ids)
     # To be looked at, a step verifies its whole block.
     is_captured = keeps_buffers and not is_looked_at
     width = _widest_verify(given.asked_width, longest, num_rows, is_captured)

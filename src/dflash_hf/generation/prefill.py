@@ -74,6 +74,7 @@ def begin_prefill(
     keeps_buffers: bool = False,
     is_looked_at: bool = False,
     seed: Tensor | None = None,
+    num_places: int = 0,
 ) -> Prefill:
     """Prepares all that a prefill needs, up to the target's first forward.
 
@@ -85,6 +86,8 @@ def begin_prefill(
         is_looked_at (`bool`): Verify chains unless something else is asked for.
         seed (`torch.Tensor` of shape `[]`, int64, *optional*): Of the sampling noise. By default it is drawn from
             torch's global generator.
+        num_places (`int`): Of a prompt whose row then goes to one of so many places of fixed buffers (`places.py`):
+            it is verified there, and the run's own buffers are neither taken nor kept.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE.
@@ -95,7 +98,8 @@ def begin_prefill(
     # What Transformers has done since the user's call.
     watch.lap("prepare")
     # 1. How much is drafted and verified, and where every token of the prompts stands.
-    options = resolve(request, keeps_buffers, is_looked_at)
+    num_rows = num_places or len(request.input_ids)
+    options = resolve(request, num_rows, keeps_buffers or num_places > 0, is_looked_at)
     prompts = prompts_of(request, inputs, user_cache.past)
     # The FP8 copy is made before anybody asks how much memory is free.
     drafter = request.draft

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
-from transformers.utils import logging
 
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.errors import is_a, require
@@ -23,7 +22,7 @@ from dflash_hf.generation.filling import PER_TOKEN
 from dflash_hf.generation.generate import answer_with
 from dflash_hf.generation.joining import RowSettings
 from dflash_hf.generation.logprobs import logprobs_of
-from dflash_hf.generation.options import choose_engine
+from dflash_hf.generation.places import why_not_baked
 from dflash_hf.generation.prefill import IMAGE_SIZES
 from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
@@ -33,8 +32,6 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import changing_ropes
 
-logger: Any = logging.get_logger(__name__)
-EAGER = "a running batch decodes eagerly: steps are captured for rows that stay"
 # What a running batch says by itself, or what cannot be one row's.
 NOT_SETTINGS = (
     "inputs",
@@ -78,6 +75,13 @@ class Row:
     def settings(self) -> RowSettings:
         """What is said of this row alone."""
         return RowSettings(self.request.processors, self.end_ids, self.seed, self.length)
+
+    @property
+    def needs_host(self) -> str:
+        """What of the row no captured step can have, because it needs the host or the row's length, or nothing."""
+        if self.num_logprobs >= 0:
+            return "log-probabilities"
+        return why_not_baked(self.request.processors)
 
     def note_logprobs(self, logits: Tensor, token_ids: list[int]) -> None:
         """Notes log-probabilities of new tokens if the request asks for them; `logits` `[T, V]` are the target's."""
@@ -266,8 +270,6 @@ def _check_joins(request: Request) -> None:
     what = "proposal 'argmax' or 'shared_noise' for sampled rows that run together"
     do = "change draft.generation_config.proposal"
     require(not is_drawn, what, "sample", do)
-    if choose_engine(target, request.draft) != "eager":
-        logger.warning_once(EAGER)
 
 
 def _seed_of(seed: int | None, device: torch.device) -> Tensor:

@@ -53,6 +53,8 @@ class RowPositionRule(PositionRule):
 def stop_at_ends(state: DecodeState, end_ids_BN: Tensor) -> None:
     """Lowers `remaining` of the rows whose next tokens hold one of their end tokens; no host sync."""
     num_committed = accepted(state, None) + 1
+    # A row that has ended stays as it is: it may only count as ended while a step is captured.
+    num_committed = num_committed.masked_fill(state.done, 0)
     index = torch.arange(state.width, device=state.tokens.device)
     # Each row's tokens are compared with its own ends: [B, W, N].
     is_one = state.tokens[..., None] == end_ids_BN[:, None]

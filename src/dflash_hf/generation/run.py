@@ -20,6 +20,7 @@ from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.accept import AcceptanceRule
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
@@ -272,6 +273,9 @@ def grow(run: Run, room: int) -> None:
     """Makes room for so many new tokens of every row."""
     generator = run.generator
     state = run.state
+    # Graphs that were captured over the old tensors would write into freed memory.
+    run.buffers.graphs = Graphs()
+    run.keeps_buffers = False
     longest_block = max(generator.block_size, generator.verify_width)
     length = run.longest_prompt + room + longest_block
     for cache in (generator.cache, run.cache):
@@ -285,6 +289,4 @@ def grow(run: Run, room: int) -> None:
         ids[:, :num] = state.ids[:, :num]
     state.ids = ids
     run.room = room
-    # Graphs that were captured over the old tensors would write into freed memory.
-    run.keeps_buffers = False
     run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()

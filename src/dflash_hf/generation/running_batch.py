@@ -1,7 +1,8 @@
 """A batch that runs on while requests come and go ("continuous batching"), with a draft.
 
 A new request is prefilled between two steps, a chunk at a time, and its row joins those that are running. Rows that
-have ended, or were cancelled, leave. The text of every row is what `generate` gives for its prompt alone.
+have ended, or were cancelled, leave. The text of every row is what `generate` gives for its prompt alone. For captured
+steps there are places for rows in fixed buffers (`places.py`); for eager ones buffers grow with rows (`joining.py`).
 """
 
 from __future__ import annotations
@@ -10,30 +11,44 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.devices import device_errors_explained, eagerly
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.checks import check_is_draft
+from dflash_hf.generation.cuda_graph import EAGER
 from dflash_hf.generation.decode import keep_for_next_call, no_gradients
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.generation.joining import begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
+from dflash_hf.generation.options import choose_engine
+from dflash_hf.generation.places import Places, run_captured
 from dflash_hf.generation.prefill import Prefill, begin_prefill
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.request_stats import Finished, NewTokens, RequestStats
 from dflash_hf.generation.row_requests import Row, is_count, prepare_row
 from dflash_hf.generation.run import Run, make_room
 from dflash_hf.generation.sampling import RowProcessors
+from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_layers import fast_whole_run
 from dflash_hf.undo import calling
+
+logger: Any = logging.get_logger(__name__)
+NOT_ASKED = (
+    "rows that join and leave are captured with draft.generation_config.engine = 'cuda_graph' only"
+)
+# Of steps that choose their tokens by themselves: nobody asks for these.
+NO_LOGITS = torch.empty(1, 0, 0, device="cpu")
 
 
 class RunningBatch:
@@ -48,7 +63,8 @@ class RunningBatch:
             any of them runs.
         max_rows (`int`): Rows that run at once, at most.
         max_tokens (`int`, *optional*): Tokens that the caches hold at once, at most: rows times the longest of them,
-            its answer included. A request waits until it fits in beside those that run.
+            its answer included. A request waits until it fits in beside those that run. Steps are eager then: fixed
+            buffers have places for `max_rows` rows of the same length.
         prefill_chunk_size (`int`): Tokens of prompts between two steps, at most; an image is in one chunk.
         max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most. A request that
             begins with the tokens of one goes on from it; where the target has sliding windows or recurrent layers,
@@ -90,8 +106,11 @@ class RunningBatch:
         self._kept = KeptPrefixes(max_kept_bytes)
         self._waiting: deque[Row] = deque()
         self._prefilled: tuple[Row, Prefill] | None = None
-        self._running: list[Row] = []  # in the order of the run's rows
+        self._running: dict[int, Row] = {}  # by their places among the run's rows
         self._run: Run | None = None  # none while no row runs
+        # Places of fixed buffers for the rows that run or are prefilled, where their steps are to be captured; else 0.
+        self._num_places = 0
+        self._places: Places | None = None  # kept for the next rows while none runs
         self._found: list[tuple[Row, NewTokens]] = []  # of the last step
 
     @property
@@ -173,7 +192,7 @@ class RunningBatch:
         if self._prefilled is not None and self._prefilled[0].id == id:
             self._prefilled = None
             return True
-        for place, row in enumerate(self._running):
+        for place, row in self._running.items():
             if row.id == id:
                 assert self._run is not None
                 # The row counts as ended, and leaves as one does that has come to its end.
@@ -256,7 +275,7 @@ class RunningBatch:
         if self.max_tokens is None or not self._running:
             return True
         # Buffers are as long for every row as for the longest.
-        lengths = [row.length for row in (*self._running, self._waiting[0])]
+        lengths = [row.length for row in (*self._running.values(), self._waiting[0])]
         return len(lengths) * max(lengths) <= self.max_tokens
 
     def _begin(self, row: Row) -> None:
@@ -264,8 +283,18 @@ class RunningBatch:
         # Errors of its processors are noted, as beside other rows.
         own = RowProcessors([row.request.processors], [row.seed is not None])
         request = replace(row.request, processors=own)
+        if self._run is None:
+            self._num_places = self._choose_places(request)
+        begin = partial(
+            begin_prefill,
+            request,
+            row.inputs,
+            NoUserCache(),
+            seed=row.seed,
+            num_places=self._num_places,
+        )
         try:
-            begun = begin_prefill(request, row.inputs, NoUserCache(), seed=row.seed)
+            begun = begin()
             try:
                 # Tokens of an earlier text need not go through the target again.
                 row.stats.num_kept_tokens = self._kept.go_on(begun, row.images)
@@ -273,7 +302,7 @@ class RunningBatch:
             except torch.OutOfMemoryError:
                 # A part of the text may have been taken: the prefill begins anew, with the memory of the kept texts.
                 self._kept.drop_all()
-                begun = begin_prefill(request, row.inputs, NoUserCache(), seed=row.seed)
+                begun = begin()
         except ValueError as error:
             self._fail(row, error)
             return
@@ -314,19 +343,25 @@ class RunningBatch:
             return
         self._report(row, [first], is_last)
 
+    def _choose_places(self, request: Request) -> int:
+        """Returns how many places the batch is to have that begins with a request; 0 where steps are eager."""
+        if choose_engine(request.target, request.draft) == "eager":
+            return 0
+        # No GPU has run it yet, so nobody gets it who has not asked for it.
+        if request.draft.generation_config.engine != "cuda_graph":
+            logger.warning_once(EAGER.format(reason=NOT_ASKED))
+            return 0
+        if self.max_tokens is not None:
+            logger.warning_once(EAGER.format(reason="max_tokens is for buffers that grow by rows"))
+            return 0
+        return self.max_rows
+
     def _add_run(self, row: Row, run: Run) -> None:
         """Adds a run of one row to the batch."""
         if self._run is None:
-            begin_batch(run, row.settings)
-            self._run = run
-            self._running = [row]
-            return
-        # The row's run ends here: what its widths have shown is for the next one.
-        keep_for_next_call(run)
-        rows = [*self._running, row]
-        settings = [each.settings for each in rows]
+            self._places = self._places_for(run)
         try:
-            join(self._run, run, settings, self.max_rows)
+            place = self._put(row, run)
         # A row that has no room is refused before the batch is changed.
         except ValueError:
             raise
@@ -334,7 +369,40 @@ class RunningBatch:
             # The row may be there in a part of the batch.
             self._end_all()
             raise
-        self._running = rows
+        self._running[place] = row
+
+    def _put(self, row: Row, run: Run) -> int:
+        """Puts a run of one row beside the rows that run; returns its place."""
+        if self._run is None and self._places is None:
+            begin_batch(run, row.settings)
+            self._run = run
+            return 0
+        # The row's run ends here: what its widths have shown is for the next one.
+        keep_for_next_call(run)
+        if self._places is not None:
+            place = self._places.add(run, row.settings)
+            self._run = self._places.run
+            return place
+        assert self._run is not None
+        settings = [each.settings for each in (*self._running.values(), row)]
+        join(self._run, run, settings, self.max_rows)
+        return len(self._running)
+
+    def _places_for(self, run: Run) -> Places | None:
+        """Returns the places for a batch that begins with a run; `None` where its steps are eager."""
+        if not self._num_places:
+            return None
+        places = self._places
+        if places is not None and places.fits(run):
+            places.begin(run)
+            return places
+        # The memory of the old ones may be what the new ones need.
+        self._places = None
+        try:
+            return Places(run, self._num_places)
+        except OutOfRoomError as error:
+            logger.warning_once(EAGER.format(reason=one_line(error)))
+            return None
 
     def _fail(self, row: Row, error: ValueError) -> None:
         """Ends a request that could not be prefilled."""
@@ -361,24 +429,46 @@ class RunningBatch:
         stats = run.stats
         # Of the rows that are there now: a batch that never ends keeps no counts of every step.
         stats.verify_widths.clear()
-        stats.start_run(len(self._running), stats.num_proposed, stats.proposal)
+        stats.start_run(len(run.rows.numbers), stats.num_proposed, stats.proposal)
         # Neither the time between steps nor that of prefills is a step's.
         run.watch.last = time.perf_counter()
         try:
-            logits, committed = step(run)
-            self._report_step(run, logits, committed)
+            captured = self._captured_step()
+            if captured is None:
+                logits, committed = step(run)
+                # In the order of the path where trees are verified.
+                tokens = run.state.tokens.tolist()
+            else:
+                committed, tokens = run_captured(captured)
+                logits = NO_LOGITS.expand(len(tokens), -1, -1)
+            self._report_step(run, logits, committed, tokens)
         except BaseException:
             # A step that was cut short may have moved some rows on.
             self._end_all()
             raise
         self._drop_finished()
 
+    def _captured_step(self) -> StaticStep | None:
+        """Returns the captured step over the rows that run; `None` where the step is to be eager."""
+        if self._places is None:
+            return None
+        for row in self._running.values():
+            if row.needs_host:
+                logger.warning_once(
+                    EAGER.format(reason=f"while there is a row with {row.needs_host}")
+                )
+                return None
+        return self._places.captured()
+
     def _make_room(self) -> None:
         """Lets the caches grow where the next step could need it; ends the longest row while there is no memory."""
         while self._run is not None:
             lengths = self._run.rows.reported.lengths
             try:
-                make_room(self._run)
+                if self._places is None:
+                    make_room(self._run)
+                else:
+                    self._places.make_room()
                 return
             # No row has changed then.
             except OutOfRoomError as error:
@@ -395,14 +485,21 @@ class RunningBatch:
                 self._end_all()
                 raise
 
-    def _report_step(self, run: Run, logits: Tensor, committed: list[int]) -> None:
-        """Reports what a step has brought every row; `logits` and `committed` are what it has returned."""
+    def _report_step(
+        self, run: Run, logits: Tensor, committed: list[int], tokens: list[list[int]]
+    ) -> None:
+        """Reports what a step has brought every row.
+
+        Args:
+            run (`Run`): The run.
+            logits (`torch.Tensor` of shape `[B, W, V]`): The target's; `[B, 0, 0]` where no row asks for them.
+            committed (`list[int]`): Tokens of each row.
+            tokens (`list[list[int]]`): The chosen tokens of each row, the committed ones first.
+        """
         failed = failed_of(run)
-        # In the order of the path where trees are verified.
-        tokens = run.state.tokens.tolist()
-        if run.state.is_tree and any(row.num_logprobs >= 0 for row in self._running):
+        if run.state.is_tree and any(row.num_logprobs >= 0 for row in self._running.values()):
             logits = run.state.along_path(logits)
-        for place, row in enumerate(self._running):
+        for place, row in self._running.items():
             if place in failed:
                 # Its tokens were chosen without its processors.
                 self._break_off(row, failed[place])
@@ -423,19 +520,29 @@ class RunningBatch:
         """Goes on without the rows that have ended."""
         run = self._run
         assert run is not None
-        if run.finished:
+        done = run.rows.reported.done
+        ended = [place for place in self._running if done[place]]
+        if not ended:
+            return
+        if self._places is not None:
+            self._places.free(ended)
+        elif run.finished:
             keep_for_next_call(run)
-            self._end_all()
+        else:
+            places = leave(run, [row.settings for row in self._running.values()])
+            self._running = {new: self._running[old] for new, old in enumerate(places)}
             return
-        if not any(run.rows.reported.done):
-            return
-        places = leave(run, [row.settings for row in self._running])
-        self._running = [self._running[place] for place in places]
+        for place in ended:
+            del self._running[place]
+        if not self._running:
+            self._run = None
 
     def _end_all(self) -> None:
         """Lets go of everything that runs."""
         self._run = None
-        self._running = []
+        self._running = {}
+        # Steps may have left them half-written.
+        self._places = None
 
     # ---- what is reported
 
@@ -472,7 +579,7 @@ class RunningBatch:
 
     def _rows(self) -> list[Row]:
         """Returns the requests that have not ended; see [`ids`]."""
-        found = list(self._running)
+        found = list(self._running.values())
         if self._prefilled is not None:
             found.append(self._prefilled[0])
         return found + list(self._waiting)

@@ -289,6 +289,11 @@ class RowProcessors(BlockProcessors):
         # What processors of a row have raised: its text cannot go on, and those of the others do.
         self.failed: dict[int, Exception] = {}
 
+    def settings(self) -> tuple[object, ...]:
+        """Returns the values of each row's stateless processors, and whether it is sampled; reads tensors."""
+        of_rows = [row.settings() for row in self.rows]
+        return tuple(zip(of_rows, self.is_sampled, strict=True))
+
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         """Applies each row's processors to one position of it, of the given rows `[B]` only."""
         is_alone = torch.ones(1, dtype=torch.bool, device=rows.device)

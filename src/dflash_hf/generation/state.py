@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -128,7 +128,8 @@ class DecodeState:
     # [B] or, under M-RoPE, [rows, B]: target position of a token minus its index in the row.
     position_delta: Tensor
     padded_eos_ids: Tensor  # [N]: end-of-sequence ids; negative ones are none
-    seed: Tensor  # []: of the sampling noise
+    # []: of the sampling noise; in a running batch [B, 1], each row's own
+    seed: Tensor
     # [3 + A, B, W]: parents, sources, depths and the words of the ancestors of the widest tree, of which `tree` is a
     # view; [3, B, 0] in a run that verifies chains.
     nodes: Tensor
@@ -177,6 +178,24 @@ class DecodeState:
             draft_probs=torch.empty(0, device=device),
             host=HostNumbers(columns=0, limit=0, has_eos=False, is_sampled=False),
         )
+
+    @classmethod
+    def of_nobody(cls, shape: BufferShape) -> DecodeState:
+        """Returns the state of one row that has ended, a text of one token, for the rows of a shape."""
+        position_delta = (*shape.position_delta[:-1], 1)
+        one_row = replace(shape, batch=1, position_delta=position_delta)
+        state = cls.allocate(one_row, num_columns=1)
+        one = torch.ones(1, dtype=torch.long, device=shape.device)
+        state.begin(
+            one[:, None] - 1,
+            lengths=one,
+            limit=1,
+            position_delta=torch.zeros_like(state.position_delta),
+            eos_ids=one[:0],
+            seed=None,
+        )
+        state.done.fill_(True)
+        return state
 
     def begin(
         self,
@@ -315,6 +334,22 @@ class DecodeState:
                 added = _widened(added, num_columns)
             joined = torch.cat([tensor, added], dim=ROW_DIMS.get(name, 0))
             setattr(self, name, joined)
+
+    def put_row(self, place: int, source: DecodeState) -> None:
+        """Puts the one row of another run to a place, over the row that is there; texts begin in the first column."""
+        for name, tensor in self.tensors().items():
+            if name in OF_ALL_ROWS:
+                continue
+            dim = ROW_DIMS.get(name, 0)
+            row = tensor.select(dim, place)
+            theirs = getattr(source, name).select(dim, 0)
+            if name == "ids":
+                # Behind the text there is scratch, of which the two may have more or less.
+                row.zero_()
+                num_columns = min(row.shape[0], theirs.shape[0])
+                row = row[:num_columns]
+                theirs = theirs[:num_columns]
+            row.copy_(theirs)
 
     # ---- trees
 

@@ -123,5 +123,6 @@ class StaticStep:
         if self.reads_lengths:
             return [run.buffers.capacity]
         shortest = run.longest + self.widest
-        longest = shortest + run.state.host.limit + run.generator.verify_width
+        longest_text = run.longest_prompt + run.state.host.limit
+        longest = longest_text + run.generator.verify_width + self.widest
         return buckets_between(shortest, longest, run.buffers.capacity)
