@@ -94,7 +94,7 @@ def test_odd_files_give_the_plain_text(processor: Any, tmp_path: Path) -> None:
     draft = oracle_draft(target, [row[int(mask.argmax()) :].tolist() for row, mask in rows], 0, 5)
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(out, ref)
-    assert draft.last_stats.acceptance_length > 1.2
+    assert draft.last_stats.acceptance_length > 1.1
 
 
 def test_images_are_turned_and_animations_stand_still(processor: Any, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engin
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
     set_engine(draft, engine)
     assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
-    assert draft.last_stats.acceptance_length > 1.5
+    assert draft.last_stats.acceptance_length > 1.2
 
 
 @pytest.mark.parametrize("value", [1, 2])  # Transformers drops a mask of ones on the way
