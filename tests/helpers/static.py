@@ -72,7 +72,7 @@ class TensorOracle(OracleDraft):
 
     def known_rows(self, batch: int) -> Tensor:
         """Returns the rows of `known` that a batch consists of."""
-        return torch.tensor(self.rows_of(batch))
+        return torch.tensor(self.rows_of(batch), device="cpu")
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
         """Replaces the head's logits: right up to a slot that looks random, then wrong."""
