@@ -40,19 +40,17 @@ from dflash_hf.training.walking import walk
 Levels = list[list[tuple[float, int]]]
 
 
-def num_accepted(levels: Levels, num_nodes: int, truth: list[int]) -> int:
-    """Returns how far the answer goes along the best tree of so many tokens, the anchor included."""
-    if num_nodes == 0:
-        for index, level in enumerate(levels):
-            if index >= len(truth) or level[0][1] != truth[index]:
-                return index
-        return len(levels)
-    # Minus the log-probability of a path, and the rank of its token at each level
+def best_tree(levels: Levels, num_nodes: int) -> dict[tuple[int, ...], int]:
+    """Returns the nodes of the best tree of so many tokens, the anchor included, numbered from 1 in their order.
+
+    A node is the rank of its path's token at each level.
+    """
+    # Minus the log-probability of a path, and the path
     heap: list[tuple[float, tuple[int, ...]]] = [(-levels[0][0][0], (0,))]
-    nodes: set[tuple[int, ...]] = set()
+    nodes: dict[tuple[int, ...], int] = {}
     while heap and len(nodes) < num_nodes - 1:
         cost, ranks = heapq.heappop(heap)
-        nodes.add(tuple(levels[level][rank][1] for level, rank in enumerate(ranks)))
+        nodes[ranks] = len(nodes) + 1
         level = len(ranks) - 1
         rank = ranks[-1]
         if rank + 1 < len(levels[level]):
@@ -60,6 +58,20 @@ def num_accepted(levels: Levels, num_nodes: int, truth: list[int]) -> int:
             heapq.heappush(heap, (cost + worse, (*ranks[:-1], rank + 1)))
         if level + 1 < len(levels):
             heapq.heappush(heap, (cost - levels[level + 1][0][0], (*ranks, 0)))
+    return nodes
+
+
+def num_accepted(levels: Levels, num_nodes: int, truth: list[int]) -> int:
+    """Returns how far the answer goes along the best tree of so many tokens, the anchor included."""
+    if num_nodes == 0:
+        for index, level in enumerate(levels):
+            if index >= len(truth) or level[0][1] != truth[index]:
+                return index
+        return len(levels)
+    nodes = {
+        tuple(levels[level][rank][1] for level, rank in enumerate(ranks))
+        for ranks in best_tree(levels, num_nodes)
+    }
     for end in range(len(levels)):
         if tuple(truth[: end + 1]) not in nodes:
             return end

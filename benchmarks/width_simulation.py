@@ -16,7 +16,6 @@ again. Writes `width_simulation.json`. No time is measured: other load does not 
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ import typer
 from batches import SMOLLM2
 from harness.machine import RESULTS, ROOT, provenance
 from harness.report import finish, show, write
-from tree_simulation import Levels, levels_at_anchors
+from tree_simulation import Levels, best_tree, levels_at_anchors
 
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.cli.pair import load_pair
@@ -75,19 +74,7 @@ class Guess:
 
 def guess_of(levels: Levels, num_nodes: int, truth: list[int]) -> Guess:
     """Returns what the best tree of so many tokens, the anchor included, has of an answer's next tokens."""
-    # Minus the log-probability of a path, and the rank of its token at each level
-    heap: list[tuple[float, tuple[int, ...]]] = [(-levels[0][0][0], (0,))]
-    nodes: dict[tuple[int, ...], int] = {}
-    while heap and len(nodes) < num_nodes - 1:
-        cost, ranks = heapq.heappop(heap)
-        nodes[ranks] = len(nodes) + 1
-        level = len(ranks) - 1
-        rank = ranks[-1]
-        if rank + 1 < len(levels[level]):
-            worse = levels[level][rank][0] - levels[level][rank + 1][0]
-            heapq.heappush(heap, (cost + worse, (*ranks[:-1], rank + 1)))
-        if level + 1 < len(levels):
-            heapq.heappush(heap, (cost - levels[level + 1][0][0], (*ranks, 0)))
+    nodes = best_tree(levels, num_nodes)
     path: list[int] = []
     ranks_of_path: tuple[int, ...] = ()
     for level, token in zip(levels, truth, strict=False):
