@@ -1,12 +1,14 @@
 """The command line is an interface: its commands and options are frozen here, and change only on purpose."""
 
 import importlib
+import re
 from pathlib import Path
 from typing import Annotated
 
 import click
 import pytest
 import typer
+from typer.testing import CliRunner
 
 # Command -> its options and arguments, sorted. A failing test prints the dictionary as it would be now.
 CLI_OPTIONS: dict[str, list[str]] = {
@@ -232,3 +234,21 @@ def test_cli_options_sees_commands_groups_flags_and_arguments() -> None:
         "draft show": ["--name"],
         "run": ["--fast", "--no-fast", "--steps", "-s", "path"],
     }
+
+
+def test_help_keeps_square_brackets() -> None:
+    # Rich reads [word] as markup and drops it: an extra of the package, for example.
+    app = importlib.import_module("dflash_hf.cli.main").app
+    wide = {"TERMINAL_WIDTH": "200"}
+
+    def assert_kept(command: click.Command, words: list[str]) -> None:
+        shown = CliRunner().invoke(app, [*words, "--help"], env=wide).output
+        told = [getattr(parameter, "help", None) or "" for parameter in command.params]
+        for text in [command.help or "", *told]:
+            for word in re.findall(r"\[[^\]]*\]", text):
+                assert word in shown, f"dflash-hf {' '.join(words)} --help does not show {word}"
+        for name, child in getattr(command, "commands", {}).items():
+            assert_kept(child, [*words, name])
+
+    assert_kept(typer.main.get_command(app), [])
+    assert "'dflash-hf[demo]'" in CliRunner().invoke(app, ["chat", "--help"], env=wide).output

@@ -52,8 +52,8 @@ def bench(
     template: Annotated[
         str | None,
         typer.Option(
-            help="Text of the prompt, for rows without the columns messages, prompt and turns. Names of columns are "
-            "in braces: 'Q: {question}'."
+            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Column names "
+            "stand in braces: 'Q: {question}'."
         ),
     ] = None,
     num_prompts: Annotated[
@@ -83,8 +83,8 @@ def bench(
     batch: Annotated[
         str,
         typer.Option(
-            help="Number of questions answered together. All options from here to --proposal take several values: "
-            "1,8."
+            help="Number of questions answered together. This option and those below it, down to --proposal, may have "
+            "several values, separated by commas."
         ),
     ] = "1",
     max_new_tokens: Annotated[str, typer.Option(help="Longest answer, in tokens.")] = "512",
@@ -100,19 +100,24 @@ def bench(
         str, typer.Option(help="Number of tokens of a block that are verified, or auto.")
     ] = "",
     num_tree_nodes: Annotated[
-        str, typer.Option(help="Number of tokens in the verified tree, or auto; 0 is a chain.")
+        str,
+        typer.Option(
+            help="Number of tokens in the tree of guesses, or auto. A tree has several guesses for one position. "
+            "With 0, each position has one guess."
+        ),
     ] = "",
     max_matching_ngram_size: Annotated[
         str,
         typer.Option(
-            help="If the last tokens of the text also occur earlier in the text, the tree also proposes the tokens "
-            "that follow them there. The option is the largest number of last tokens that are compared. 0 is off."
+            help="Longest match with earlier text, in tokens. If the last tokens of the text also occur earlier, "
+            "the tokens after the earlier place are guesses too. 0 is off."
         ),
     ] = "",
     proposal: Annotated[
         str,
         typer.Option(
-            help="How the draft proposes tokens in sampling: argmax, shared_noise or sample."
+            help="How the draft guesses tokens in sampling. argmax: its most likely token. shared_noise: a token "
+            "drawn with the target's noise. sample: a token drawn with other noise."
         ),
     ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
@@ -132,7 +137,8 @@ def bench(
     run_code: Annotated[
         bool,
         typer.Option(
-            "--run-code", help="Run the code of answers, in a separate process, to score it."
+            "--run-code",
+            help="Run the code in the answers, in a separate process, to score the answers.",
         ),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
@@ -192,8 +198,8 @@ def prepare(
     template: Annotated[
         str | None,
         typer.Option(
-            help="Text of the prompt, for rows without the columns messages, prompt and turns. Names of columns are "
-            "in braces: 'Q: {question}'."
+            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Column names "
+            "stand in braces: 'Q: {question}'."
         ),
     ] = None,
 ) -> None:
@@ -212,7 +218,7 @@ def compare(
     before: Annotated[Path, typer.Argument(help="Folder of a run.")],
     after: Annotated[Path, typer.Argument(help="Folder of another run.")],
 ) -> None:
-    """Compare two runs. Show the differences that are larger than the noise from the choice of questions."""
+    """Compare two runs. Show only differences that are too large to come from the choice of questions."""
     from dflash_hf.bench.compare import compare, comparison_tables
 
     console = Console()

@@ -56,7 +56,7 @@ def chat(
         bool,
         typer.Option(
             "--web",
-            help="Open the chat as a web page. The page needs pip install 'dflash-hf[demo]'.",
+            help="Open the chat as a web page. The page needs pip install 'dflash-hf\\[demo]'.",
         ),
     ] = False,
     host: Annotated[

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
-    to: Annotated[FormatName, typer.Option("--to", help="Format to write.")],
+    to: Annotated[
+        FormatName,
+        typer.Option(
+            "--to", help="Format to write. vLLM reads zlab and speculators. SGLang reads zlab."
+        ),
+    ],
     target: Annotated[
         str | None,
         typer.Option(

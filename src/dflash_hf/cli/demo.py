@@ -27,7 +27,9 @@ def demo(
             "for images."
         ),
     ] = BUNDLED,
-    per_kind: Annotated[int, typer.Option(help="Number of prompts of each kind.", min=1)] = 4,
+    per_kind: Annotated[
+        int, typer.Option(help="Number of prompts of each kind in held_out.jsonl.", min=1)
+    ] = 4,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=1, max=MAX_TOKENS)
     ] = 320,
@@ -42,7 +44,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Answer prompts with and without the bundled draft. With the draft the same answers need fewer forwards.
+    """Answer prompts with and without the bundled draft. With the draft, the target needs fewer forward passes.
 
     In an editable install the bundled pair for images runs too.
     If a token differs, the exit status is 1.

@@ -34,13 +34,13 @@ def doctor(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: a text per line, or a .jsonl file with prompt or messages."
+            help="File of prompts: one text per line, or a .jsonl file with the field prompt or messages."
         ),
     ] = None,
     num_prompts: Annotated[
         int,
         typer.Option(
-            help="Number of prompts to use from --prompts, or of the built-in prompts.", min=1
+            help="Number of prompts to use, from --prompts or from the built-in prompts.", min=1
         ),
     ] = 8,
     max_new_tokens: Annotated[

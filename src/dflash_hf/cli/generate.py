@@ -83,25 +83,31 @@ def generate(
     top_k: Annotated[
         int, typer.Option(help="Top-k sampling; 0 is off.", min=0, max=MAX_TOKENS)
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling noise.", min=0, max=MAX_SEED)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.", min=0, max=MAX_SEED)] = 0,
     block_size: Annotated[
         int | None,
-        typer.Option(help="Number of tokens per block, at most the block size of the training."),
+        typer.Option(
+            help="Number of tokens per block, at most the block size that the draft was trained with."
+        ),
     ] = None,
     verify_width: Annotated[
         str | None, typer.Option(help="Number of tokens of a block that are verified, or auto.")
     ] = None,
     num_tree_nodes: Annotated[
-        str | None, typer.Option(help="Number of tokens in the verified tree, or auto.")
+        str | None,
+        typer.Option(
+            help="Number of tokens in the tree of guesses, or auto. A tree has several guesses for one position."
+        ),
     ] = None,
     proposal: Annotated[
         str | None,
         typer.Option(
-            help="How the draft proposes tokens in sampling: argmax, shared_noise or sample."
+            help="How the draft guesses tokens in sampling. argmax: its most likely token. shared_noise: a token "
+            "drawn with the target's noise. sample: a token drawn with other noise."
         ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="How a step is launched: eager, cuda_graph or auto.")
+        str | None, typer.Option(help="How a GPU runs a step: eager, cuda_graph or auto.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",

@@ -56,7 +56,7 @@ def push(
     target: Annotated[
         str | None,
         typer.Option(
-            help="Hub id of the target, for the model card; default: the target that the draft's files name."
+            help="Hub id of the target, for the model card; default: the target named in the draft's files."
         ),
     ] = None,
     license: Annotated[

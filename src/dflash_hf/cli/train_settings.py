@@ -56,15 +56,19 @@ class TrainSettings:
 
     target: str = option(TRAINING, "Folder or Hub id of the target.")
     draft: str | None = option(
-        TRAINING, "Draft to train further. Without this option a fresh draft is trained.", None
+        TRAINING, "Draft to train further. Without this option a new draft is trained.", None
     )
-    loss: str = option(TRAINING, "Training loss: dpace, cross_entropy, kl, tv, or lk.", "dpace")
+    loss: str = option(
+        TRAINING,
+        "Training loss: dpace, cross_entropy, kl, tv, or lk. docs/training.md explains them.",
+        "dpace",
+    )
     algorithm: str = option(
         TRAINING,
-        "Recipe for a fresh draft. Each recipe sets some options. dflash sets --loss dpace. dflash2 sets "
+        "Recipe for a new draft. Each recipe sets some options. dflash sets --loss dpace. dflash2 sets "
         "conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. dspark "
-        "sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees. It sets is_causal "
-        "true in --draft-options, and --loss kl.",
+        "sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees of guesses. It "
+        "sets is_causal true in --draft-options, and --loss kl.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(
@@ -80,19 +84,22 @@ class TrainSettings:
     )
     num_anchors: int = option(
         TRAINING,
-        "Maximum number of blocks per sequence. Each step draws new blocks.",
+        "Maximum number of blocks per sequence. A block begins at a random token, its anchor. Each step draws "
+        "new anchors.",
         512,
     )
     block_size: int = option(
-        TRAINING, "Number of slots per block of a fresh draft, including the anchor.", 16
+        TRAINING,
+        "Number of tokens per block of a new draft. The first token is the anchor, and the draft guesses the others.",
+        16,
     )
-    num_hidden_layers: int = option(TRAINING, "Number of layers of a fresh draft.", 5)
+    num_hidden_layers: int = option(TRAINING, "Number of layers of a new draft.", 5)
     draft_options: Mapping[str, Any] = option(
-        TRAINING, "Other fields of a fresh draft's config, as JSON: '{\"num_taps\": 4}'.", {}
+        TRAINING, "Other fields of a new draft's config, as JSON: '{\"num_taps\": 4}'.", {}
     )
     draft_vocab_size: int | None = option(
         TRAINING,
-        "Vocabulary size of a fresh draft, which then proposes only the most frequent tokens. Default: all tokens.",
+        "Vocabulary size of a new draft, which then proposes only the most frequent tokens. Default: all tokens.",
         None,
     )
     attention: str = option(
@@ -110,11 +117,12 @@ class TrainSettings:
     )
     num_train_epochs: float = option(TRAINING, "Number of passes over the examples.", 6.0)
     per_device_train_batch_size: int = option(
-        TRAINING, "Number of sequences per device and forward.", 4
+        TRAINING, "Number of sequences per device and forward pass.", 4
     )
     gamma: float | None = option(
         TRAINING,
-        "Decay of the loss along the block, for losses other than dpace. The default depends on the block size.",
+        "How slowly the weight of the loss falls along a block, for losses other than dpace. The default "
+        "depends on the block size.",
         None,
     )
 
@@ -137,17 +145,21 @@ class TrainSettings:
     )
     template: str | None = option(
         DATA,
-        "Text of the user message, for rows without the columns messages, prompt, turns and conversations. Names of "
-        "columns are in braces: '{question}'.",
+        "Text of the user message, for rows that have none of these columns: messages, prompt, turns, conversations. "
+        "Column names stand in braces: '{question}'.",
         None,
     )
-    skip_bad_rows: bool = option(DATA, "Leave malformed rows out, instead of refusing them.", False)
+    skip_bad_rows: bool = option(
+        DATA,
+        "Skip malformed rows. Without this option a malformed row ends the command with an error.",
+        False,
+    )
     streaming: bool = option(
         DATA, "Read sets of the Hub row by row, without a copy on disk.", False
     )
 
     max_new_tokens: int = option(
-        ANSWERS, "Longest answer in tokens, also in the stage bench.", MAX_NEW_TOKENS
+        ANSWERS, "Longest answer in tokens, also in the bench stage.", MAX_NEW_TOKENS
     )
     temperature: float = option(ANSWERS, "Temperature of the answers; 0 is greedy.", 0.0)
     top_p: float = option(ANSWERS, "Nucleus sampling.", 1.0)
@@ -162,7 +174,7 @@ class TrainSettings:
     )
     server: tuple[str, ...] = option(
         ANSWERS,
-        "URLs of OpenAI-style servers that answer with the target, separated by commas.",
+        "URLs of OpenAI-style servers that run the target, separated by commas.",
         (),
     )
     server_model: str | None = option(
@@ -176,7 +188,7 @@ class TrainSettings:
     )
     bench_data: tuple[str, ...] = option(
         OUTPUT,
-        "Sets of questions for the stage bench, separated by commas; default: the held-out conversations.",
+        "Sets of questions for the bench stage, separated by commas; default: the held-out conversations.",
         (),
     )
     bench_data_dir: str | None = option(
@@ -186,7 +198,7 @@ class TrainSettings:
     )
     bench_prompts: int = option(OUTPUT, "Number of questions of each set.", 32)
     formats: tuple[FormatName, ...] = option(
-        OUTPUT, "Formats that the stage export writes, separated by commas.", FORMATS
+        OUTPUT, "Formats that the export stage writes, separated by commas.", FORMATS
     )
     license: str | None = option(OUTPUT, "License of the draft, for the model card.", None)
 
@@ -197,7 +209,7 @@ class TrainSettings:
     feature_cache: str | None = option(
         MACHINE,
         "Folder to store the target's hidden states, so that they are computed only once. Default: each epoch "
-        "computes them.",
+        "computes them again.",
         None,
     )
     feature_server: tuple[str, ...] = option(

@@ -30,7 +30,7 @@ def tune(
     draft: DraftOption = None,
     pair: PairOption = None,
     rows: Annotated[
-        str, typer.Option(help="Numbers of rows to measure, separated by commas.")
+        str, typer.Option(help="Batch sizes to measure, separated by commas.")
     ] = DEFAULT_ROWS,
     dtype: Annotated[
         str, typer.Option(help="torch dtype of the models: bfloat16, float16, or auto.")
