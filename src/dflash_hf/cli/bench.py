@@ -52,8 +52,8 @@ def bench(
     template: Annotated[
         str | None,
         typer.Option(
-            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Column names "
-            "stand in braces: 'Q: {question}'."
+            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Write "
+            "column names in braces: 'Q: {question}'."
         ),
     ] = None,
     num_prompts: Annotated[
@@ -110,14 +110,14 @@ def bench(
         str,
         typer.Option(
             help="Longest match with earlier text, in tokens. If the last tokens of the text also occur earlier, "
-            "the tokens after the earlier place are guesses too. 0 is off."
+            "the tokens that followed them there become guesses too. 0 is off."
         ),
     ] = "",
     proposal: Annotated[
         str,
         typer.Option(
             help="How the draft guesses tokens in sampling. argmax: its most likely token. shared_noise: a token "
-            "drawn with the target's noise. sample: a token drawn with other noise."
+            "drawn with the target's random numbers. sample: a token drawn with other random numbers."
         ),
     ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
@@ -198,8 +198,8 @@ def prepare(
     template: Annotated[
         str | None,
         typer.Option(
-            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Column names "
-            "stand in braces: 'Q: {question}'."
+            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Write "
+            "column names in braces: 'Q: {question}'."
         ),
     ] = None,
 ) -> None:

@@ -103,7 +103,7 @@ def generate(
         str | None,
         typer.Option(
             help="How the draft guesses tokens in sampling. argmax: its most likely token. shared_noise: a token "
-            "drawn with the target's noise. sample: a token drawn with other noise."
+            "drawn with the target's random numbers. sample: a token drawn with other random numbers."
         ),
     ] = None,
     engine: Annotated[
@@ -122,7 +122,7 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Answer a prompt with a draft. The text is streamed to stdout, and everything else goes to stderr.
+    """Answer a prompt with a target and its draft. The text is streamed to stdout, and everything else goes to stderr.
 
     --compare answers the prompt again without the draft.
     If a token differs, the exit status is 1.

@@ -51,7 +51,7 @@ def push(
         str | None, typer.Argument(help="Hub id to write, such as my-org/my-draft.")
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--to", help="Write into this new folder instead of the Hub.")
+        Path | None, typer.Option("--to", help="Write into this new folder instead of to the Hub.")
     ] = None,
     target: Annotated[
         str | None,

@@ -65,8 +65,8 @@ class TrainSettings:
     )
     algorithm: str = option(
         TRAINING,
-        "Recipe for a new draft. Each recipe sets some options. dflash sets --loss dpace. dflash2 sets "
-        "conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. dspark "
+        "Recipe for a new draft. Each recipe sets some options (docs/training.md). dflash sets --loss dpace. dflash2 "
+        "sets conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. dspark "
         "sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees of guesses. It "
         "sets is_causal true in --draft-options, and --loss kl.",
         "dflash",
@@ -121,13 +121,15 @@ class TrainSettings:
     )
     gamma: float | None = option(
         TRAINING,
-        "How slowly the weight of the loss falls along a block, for losses other than dpace. The default "
-        "depends on the block size.",
+        "Later tokens of a block count less in the loss. A larger gamma makes this difference smaller. dpace does not "
+        "use gamma. The default depends on the block size.",
         None,
     )
 
     dataset: tuple[str, ...] = option(
-        DATA, "Conversations: files, or Hub sets as ORG/NAME:CONFIG:SPLIT, separated by commas.", ()
+        DATA,
+        "Conversations: files, or Hub datasets as ORG/NAME:CONFIG:SPLIT, separated by commas.",
+        (),
     )
     num_prompts: int | None = option(
         DATA, "Number of conversations taken from each set; default: all.", None
@@ -146,7 +148,7 @@ class TrainSettings:
     template: str | None = option(
         DATA,
         "Text of the user message, for rows that have none of these columns: messages, prompt, turns, conversations. "
-        "Column names stand in braces: '{question}'.",
+        "Write column names in braces: '{question}'.",
         None,
     )
     skip_bad_rows: bool = option(
@@ -154,9 +156,7 @@ class TrainSettings:
         "Skip malformed rows. Without this option a malformed row ends the command with an error.",
         False,
     )
-    streaming: bool = option(
-        DATA, "Read sets of the Hub row by row, without a copy on disk.", False
-    )
+    streaming: bool = option(DATA, "Read Hub datasets row by row, without a copy on disk.", False)
 
     max_new_tokens: int = option(
         ANSWERS, "Longest answer in tokens, also in the bench stage.", MAX_NEW_TOKENS
@@ -193,7 +193,7 @@ class TrainSettings:
     )
     bench_data_dir: str | None = option(
         OUTPUT,
-        "Folder with the files of these sets. With this option nothing is read from the Hub.",
+        "Folder with the files of the --bench-data sets. With this option nothing is read from the Hub.",
         None,
     )
     bench_prompts: int = option(OUTPUT, "Number of questions of each set.", 32)
