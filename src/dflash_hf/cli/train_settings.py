@@ -66,9 +66,9 @@ class TrainSettings:
     algorithm: str = option(
         TRAINING,
         "Recipe for a new draft. Each recipe sets some options (docs/training.md). dflash sets --loss dpace. dflash2 "
-        "sets conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. dspark "
-        "sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees of guesses. It "
-        "sets is_causal true in --draft-options, and --loss kl.",
+        "sets conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. "
+        "dspark sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees of guesses. "
+        "It sets is_causal true in --draft-options, and --loss kl.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(
