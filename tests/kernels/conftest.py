@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,33 @@ def conditions_stay_conditions() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_splat", spread_condition)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_computed_in_vain() -> Iterator[None]:
+    """Looks for no overflow of integers: outside of its debug mode, the interpreter computes that and tells nobody."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    assert not options.debug
+    find_kind = interpreter._get_np_dtype
+    kinds: dict[str, Any] = {}
+
+    def numpy_kind(kind: Any) -> Any:
+        """Every operation asks for it, and makes a table of all."""
+        scalar = kind.scalar
+        if scalar.name not in kinds:
+            kinds[scalar.name] = find_kind(scalar)
+        return kinds[scalar.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = replace(options, sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", found)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_kind)
         yield
 
 
@@ -59,7 +88,7 @@ def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def language_named_once() -> Iterator[None]:
-    """Once a launch: a quarter of the time of these tests."""
+    """Once for all launches: nothing is compiled in this process, which would need the names as they were."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
@@ -67,6 +96,8 @@ def language_named_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     name_all, named = interpreter._patch_lang, set[int]()
+    scopes: list[Any] = []
+    kept = SimpleNamespace(restore=lambda: None)  # what a launch ends behind it
 
     def name_once(function: Any) -> Any:
         found = {
@@ -74,20 +105,15 @@ def language_named_once() -> Iterator[None]:
             for value in function.__globals__.values()
             if value is language or value is language.core
         }
-        if found <= named:
-            return None  # nobody asks for it: the launch ends what it has begun
-        scope = name_all(function)
-        if scope is not None and not named:  # older releases never end it
-            restore = scope.restore
-
-            def end() -> None:
-                named.clear()
-                restore()
-
-            scope.restore = end
+        if not found <= named:
+            scopes.append(name_all(function))
             named.update(found)
-        return scope
+        return kept
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", name_once)
         yield
+    while scopes:
+        scope = scopes.pop()
+        if scope is not None:  # of a release that ends it
+            scope.restore()
