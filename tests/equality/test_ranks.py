@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
-from helpers import two_ranks
+from helpers import forked_python, two_ranks
 
 # Seconds after which a start of two processes counts as hung.
 LIMIT = 200
@@ -20,12 +19,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     """All cases of `helpers.two_ranks` in two processes, and behind them the one that ends them."""
     folder = tmp_path_factory.mktemp("ranks")
     two_ranks.save_targets(folder)
-    command = [sys.executable, two_ranks.__file__]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = os.environ | {"PYTHONPATH": paths, "TQDM_DISABLE": "1"}
-    return subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, timeout=LIMIT, env=environment
-    )
+    return forked_python.run([two_ranks.__file__, folder], os.environ, LIMIT)
 
 
 def test_two_processes_go_the_same_way(run: subprocess.CompletedProcess[str]) -> None:

@@ -1,4 +1,4 @@
-"""`dflash-hf serve` in a process of its own, on a free port, and what it said."""
+"""`dflash-hf serve` in a process of its own, started or forked, on a free port, and what it said."""
 
 from __future__ import annotations
 
@@ -12,22 +12,34 @@ from pathlib import Path
 
 from openai import OpenAI
 
+from helpers import forked_python
 from helpers.source_tree import ROOT
 
 
 class Served:
-    """A running server: `client` is OpenAI's own, and `log` all that it has said."""
+    """A running server: `client` is OpenAI's own, and `log` all that it has said.
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    Args:
+        folder (`Path`): Where its log goes.
+        arguments (`str`): Of the command.
+        is_fork (`bool`): Whether it has what this process has loaded, or is started as users do.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, is_fork: bool = True) -> None:
         self._log = folder / "log"
-        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "kernels" / "torch-ext"), *sys.path])
+        words = ["-m", "dflash_hf", "serve", "--port", "0", *arguments]
+        self.process: subprocess.Popen[bytes] | forked_python.Process
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "dflash_hf", "serve", "--port", "0", *arguments],
-                env={**os.environ, "PYTHONPATH": paths},
-                stdout=log,
-                stderr=log,
-            )
+            if is_fork:
+                self.process = forked_python.start(words, os.environ, log, log)
+            else:
+                folders = [str(ROOT / "src"), str(ROOT / "kernels" / "torch-ext"), *sys.path]
+                self.process = subprocess.Popen(
+                    [sys.executable, *words],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+                    stdout=log,
+                    stderr=log,
+                )
         try:
             self.waited_for(lambda log: "is served at" in log)
             found = re.search(r"^(\S+) is served at (\S+) ", self.log, re.MULTILINE)

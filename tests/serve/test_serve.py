@@ -39,7 +39,7 @@ Messages = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Ends with status 0 on SIGTERM, in the middle of an answer, which is told so."""
-    server = Served(tmp_path_factory.mktemp("text"), "--pair", "text")
+    server = Served(tmp_path_factory.mktemp("text"), "--pair", "text", is_fork=False)
     yield server
     pieces = iter(ask(server, ADDS, stream=True, logit_bias=FOREVER, max_tokens=900))
     next(pieces), next(pieces)

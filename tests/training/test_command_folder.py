@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dflash_hf.cli.train_settings import STAGES, TrainSettings
 from dflash_hf.cli.train_state import LOCK_FILE, RunState, locked
 from dflash_hf.data import sources
 from dflash_hf.training import prepare as prepare_module
+from helpers import forked_python
 from helpers.training_command import SMALL, said, train, write_rows
 
 
@@ -90,15 +90,17 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_ends(tmp_path: 
     out = tmp_path / "out"
     words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
     words += ["--output-dir", out]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", HOLD, str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as first:
+    with (tmp_path / "log").open("w+") as log:
+        first = forked_python.start(["-c", HOLD, out], os.environ, log, log)
         try:
-            assert first.stdout is not None
-            assert first.stdout.readline() == "held\n"
+            while not (tmp_path / "log").read_text():
+                assert first.poll() is None
+                time.sleep(0.01)
+            assert (tmp_path / "log").read_text() == "held\n"
             result = train(*words)
         finally:
             first.kill()
+            first.wait(60)
     assert result.exit_code == 2, result.output
     sentence = f"expected one dflash-hf train at a time in --output-dir, got another one in '{out}'"
     assert f"{sentence}; wait until it ends, or name another folder" in said(result)

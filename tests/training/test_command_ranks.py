@@ -20,7 +20,7 @@ import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
 from dflash_hf.cli.train_settings import BATCHES_PER_STEP, STAGES, TrainSettings
 from dflash_hf.cli.train_state import RunState
-from helpers import training_command_many, training_command_ranks
+from helpers import forked_python, training_command_many, training_command_ranks
 from helpers.training_command import SMALL, train, write_rows
 
 LIMIT = 240  # seconds after which a start counts as hung
@@ -36,7 +36,18 @@ def run_python(*words: object) -> subprocess.CompletedProcess[str]:
     """Runs a module or a file to its end."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, *map(str, words)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    return checked(
+        subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    )
+
+
+def run_forked(*words: object) -> subprocess.CompletedProcess[str]:
+    """Runs a file to its end in a fork, which has loaded what it needs."""
+    return checked(forked_python.run(words, os.environ, LIMIT))
+
+
+def checked(run: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Returns a run that has ended well."""
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     return run
 
@@ -58,7 +69,7 @@ def test_processes_are_one_that_accumulates(ranks: int, tmp_path: Path, in_float
         *("--per-device-train-batch-size", 1, "--max-steps", 3),
     ]
     many, one = tmp_path / "many", tmp_path / "one"
-    run_python(
+    run_forked(
         *(training_command_many.__file__, ranks, tmp_path / "facts", "train", *words),
         *("--output-dir", many),
     )
@@ -143,7 +154,7 @@ def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
         "--bench-prompts",
         2,
     ]
-    run = run_python(training_command_ranks.__file__, notes, out, "train", *words)
+    run = run_forked(training_command_ranks.__file__, notes, out, "train", *words)
     first_said, said_again = run.stdout.split("again\n")
     assert [name for name, _ in told(first_said)] == list(STAGES), "the first process alone speaks"
     first, second = ((tmp_path / f"stages.{rank}").read_text().split() for rank in (0, 1))

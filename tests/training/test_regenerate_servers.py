@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from harness.stub_server import Behaviour, Handler, StubServer, behaviour_of
 
 from dflash_hf.training import OpenAIClient, RegenerateSettings, server_pool
 from dflash_hf.training.answering import regenerate
-from helpers import answer_by_servers
+from helpers import answer_by_servers, forked_python
 from helpers.templates import FAMILIES
 
 NUM_PROMPTS = 60
@@ -384,15 +383,14 @@ def test_killed_it_goes_on_with_what_is_missing(
     second = servers.start(seconds_per_token=0.004)
     settings = asked(tmp_path)
     words = [settings.prompts, settings.output, first.url, second.url]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(
-        [sys.executable, answer_by_servers.__file__, *map(str, words)], env=environment
+    process = forked_python.start(
+        [answer_by_servers.__file__, *words], os.environ, sys.__stdout__, sys.__stderr__
     )
     while not settings.output.exists() or settings.output.read_bytes().count(b"\n") < 6:
         assert process.poll() is None
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
     num_kept = settings.output.read_bytes().count(b"\n")
     assert num_kept < len(SHORT), "it was killed too late: the case shows nothing"
     # Others: the first two still answer what was under way
