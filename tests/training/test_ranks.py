@@ -6,15 +6,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import training_ranks
+from helpers import forked_python, training_ranks
 
 # PEFT's own use of a property that Transformers renamed.
 pytestmark = pytest.mark.filterwarnings("default:`is_gradient_checkpointing`:FutureWarning")
@@ -42,15 +40,9 @@ def numbers(path: Path) -> list[dict[str, float]]:
 
 
 def test_two_processes_are_one_that_accumulates(tmp_path: Path) -> None:
-    command = [sys.executable, training_ranks.__file__]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    run = subprocess.run(
-        [*command, str(tmp_path / "two"), *sorted(KINDS, key=lambda kind: "fsdp" in kind)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=environment,
-    )
+    kinds = sorted(KINDS, key=lambda kind: "fsdp" in kind)
+    words = [training_ranks.__file__, tmp_path / "two", *kinds]
+    run = forked_python.run(words, os.environ, LIMIT)
     assert run.returncode == 0, run.stderr[-8000:]
     for alone in sorted(set(KINDS.values())):
         training_ranks.train(tmp_path / "one" / alone, alone)
