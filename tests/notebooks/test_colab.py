@@ -45,14 +45,12 @@ def test_parameters_are_the_names_that_are_replaced() -> None:
 
 
 @pytest.mark.timeout(600)  # seconds on a free machine, minutes on a busy one
-def test_every_cell_runs_on_a_small_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_every_cell_runs_on_a_small_pair(kernel: Any, tmp_path: Path) -> None:
     book = nbformat.read(PATH, as_version=4)
     lines = [f"{name} = {value!r}" for name, value in SMALL.items()]
     parameters(book).source = "\n".join(lines)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(book, timeout=280, resources=resources).execute()
+    book.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {tmp_path}"))
+    nbclient.NotebookClient(book, km=kernel, timeout=280).execute()
     outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     # In float32 the draft's text is the plain one: two prompts and a picture.

@@ -5,15 +5,14 @@ Here they rehearse (`NOTEBOOK_REHEARSAL`): what takes minutes is done with few s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
-KernelManager = pytest.importorskip("jupyter_client").KernelManager
 
 FOLDER = Path(__file__).resolve().parents[2] / "demos" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -36,23 +35,9 @@ def images(book: nbformat.NotebookNode) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[KernelManager]:
-    """One process for all notebooks: each begins with no variables and in a folder of its own, and torch is loaded."""
-    manager = KernelManager(kernel_name="python3")
-    # As NotebookClient has it
-    manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(FOLDER.parents[1] / "src"))
-        patch.setenv("NOTEBOOK_REHEARSAL", "1")
-        manager.start_kernel(extra_arguments=["--HistoryManager.hist_file=:memory:"])
-    yield manager
-    manager.shutdown_kernel(now=True)
-
-
 @pytest.mark.timeout(600)  # seconds on a free machine, minutes on a busy one
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebook_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
+def test_notebook_runs(path: Path, kernel: Any, tmp_path: Path) -> None:
     # As in a fresh clone: not with the larger models that `make real` may have left in build/.
     (tmp_path / "demos").symlink_to(FOLDER.parents[1] / "demos")
     committed = nbformat.read(path, as_version=4)
