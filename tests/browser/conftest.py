@@ -12,7 +12,6 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from helpers.browser import PATIENCE, Chat, Server, free_port, start, stop
-from helpers.browser_pair import write_pair
 from helpers.source_tree import ROOT
 
 FLAGS = [
@@ -34,13 +33,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(6 * PATIENCE))
 
 
+def pytest_collection_finish() -> None:
+    """Loads what servers need, once for all forks; the process that only deals the tests out does not come here."""
+    import dflash_hf.chat.app
+    import dflash_hf.serve.app  # noqa: F401
+
+
 @pytest.fixture(scope="session")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The chat as `make chat` starts it, on the bundled pair."""
     port = free_port()
     folder = tmp_path_factory.mktemp("bundled")
     command = [str(ROOT / "demos" / "app.py"), "--pair", "vision", "--port", str(port)]
-    server = start(command, folder / "log", ROOT / "demos" / "toy" / "vision", port)
+    pair = ROOT / "demos" / "toy" / "vision"
+    server = start(command, folder / "log", pair, port, is_fork=False)
     yield server
     stop(server)
 
@@ -48,6 +54,8 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The chat on a random pair that sees images and never ends an answer by itself; it can be held."""
+    from helpers.browser_pair import write_pair
+
     port = free_port()
     folder = tmp_path_factory.mktemp("endless")
     pair = write_pair(folder / "pair")

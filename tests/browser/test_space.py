@@ -16,7 +16,8 @@ def space(tmp_path: Path) -> Iterator[Server]:
     pair = ROOT / "demos" / "toy"
     folders = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
     script = str(ROOT / "demos" / "space" / "app.py")
-    server = start([script, *folders, "--port", str(port)], tmp_path / "log", pair, port)
+    words = [script, *folders, "--port", str(port)]
+    server = start(words, tmp_path / "log", pair, port, is_fork=False)
     yield server
     stop(server)
 

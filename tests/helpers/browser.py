@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
+from helpers import forked_python
 from helpers.held_chat import write_allowed
 from helpers.source_tree import ROOT
 
@@ -29,7 +30,7 @@ class Server:
     """A running chat."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | forked_python.Process
     log: Path
     pair: Path
 
@@ -64,18 +65,22 @@ def free_port() -> int:
             return port
 
 
-def start(command: list[str], log: Path, pair: Path, port: int) -> Server:
-    """Starts a server process and waits until its page can be had."""
+def start(command: list[str], log: Path, pair: Path, port: int, is_fork: bool = True) -> Server:
+    """Starts a server process and waits until its page can be had; a fork has what this process has loaded."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "src"),
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(log.parent),
     }
+    process: subprocess.Popen[bytes] | forked_python.Process
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
+        if is_fork:
+            process = forked_python.start(command, environment, output, output)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *command], stdout=output, stderr=output, env=environment
+            )
     server = Server(f"http://127.0.0.1:{port}", process, log, pair)
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
