@@ -8,14 +8,16 @@
 #   PARTS=... bash benchmarks/gpu_check.sh --plan         says what each part would get of the time, and runs nothing
 #
 #   smoke        every engine once, four layers of Qwen3-8B: what does not work at all (smoke.py)
-#   gemm         what cuBLAS makes of Qwen3-8B's weights at 16 to 512 rows (gemm_times.py)
+#   gemm         what cuBLAS makes of Qwen3-8B's weights at 16 to 512 rows, and beside it our products in one launch, at
+#                16 and 32 rows (gemm_times.py)
 #   step         Qwen3-8B, 1 x 2k, 1 x 32k, 8 x 2k: the defaults, chains, plain, z-lab's, Transformers'; parts, kernels,
 #                gaps between them, captures (step.py)
 #   checks       each file of tests/gpu and tests/kernels in a process of its own (a CUDA error ends the process it
 #                happens in, and those tests only), and identity.py; $JOBS side by side
 #   widths       batch 1, 8, 32 at 2k: a step at trees of 64 and 32 nodes, and at widths 16 to 4
 #   sampled      1 and 32 x 2k: Qwen3's own sampling and temperature 1 beside greedy
-#   experiments  1 x 2k: dependent launches, forked projections, prefetched weights beside the step as it is
+#   experiments  1 x 2k: dependent launches, forked projections, prefetched weights, products in one launch, beside the
+#                step as it is
 #   families     a mixture of experts and a hybrid, 1 x 2k
 #   kernels      each kernel's time; attention under other tiles (kernel_times.py)
 #   compiled     8 x 2k: plain with a static cache, the fair baseline, beside ours: Inductor takes most of it
@@ -90,7 +92,7 @@ if [[ ! "$TOTAL" =~ ^[0-9]+$ ]]; then
   echo "expected whole seconds in TOTAL, got $TOTAL; leave it out for 550" >&2
   exit 2
 fi
-T_SMOKE="${T_SMOKE:-80}" T_GEMM="${T_GEMM:-20}" T_STEP="${T_STEP:-80}" T_CHECKS="${T_CHECKS:-200}"
+T_SMOKE="${T_SMOKE:-80}" T_GEMM="${T_GEMM:-40}" T_STEP="${T_STEP:-80}" T_CHECKS="${T_CHECKS:-200}"
 T_WIDTHS="${T_WIDTHS:-45}" T_SAMPLED="${T_SAMPLED:-60}" T_EXPERIMENTS="${T_EXPERIMENTS:-110}"
 T_FAMILIES="${T_FAMILIES:-60}" T_KERNELS="${T_KERNELS:-60}" T_COMPILED="${T_COMPILED:-150}" T_TRAIN="${T_TRAIN:-60}"
 T_SANITIZER="${T_SANITIZER:-60}"

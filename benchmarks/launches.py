@@ -6,6 +6,7 @@ after a change. No time follows from it.
 
     python benchmarks/launches.py --shape qwen3-8b --batch 1 --context 2048 --num-tree-nodes 0
     python benchmarks/launches.py --shape qwen3-8b --batch 32 --context 2048 --top-k 20 --top-p 0.95
+    python benchmarks/launches.py --shape qwen3-8b --num-tree-nodes 0 --joint-products
 
 Prints a table per operation; the last line is a JSON object:
 
@@ -19,6 +20,7 @@ Prints a table per operation; the last line is a JSON object:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -45,8 +47,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from dflash_hf import joint_products
 from dflash_hf.cache.ragged import RaggedLayer
-from dflash_hf.generation import cuda_graph, prefill, static_step
+from dflash_hf.generation import cuda_graph, prefill, product_times, static_step
 from dflash_hf.generation.cuda_graph import Captured, GraphStep
 from dflash_hf.generation.host_reads import reads_on_host
 from dflash_hf.generation.run import Run
@@ -156,6 +159,18 @@ def _nested(shape: tuple[int, ...], value: int) -> Any:
     return [_nested(shape[1:], value) for _ in range(shape[0])]
 
 
+@contextmanager
+def products_of(are_joint: bool, *models: Any) -> Generator[None]:
+    """Multiplies as if products in one launch had been measured to be faster, or as without a measurement."""
+    with (
+        mock.patch.object(joint_products, "_chosen", set[Any]()),
+        mock.patch.object(product_times, "_seconds", side_effect=itertools.cycle((2.0, 1.0))),
+    ):
+        if are_joint:
+            product_times.measure_products(*models)
+        yield
+
+
 def num_captures(run: Run) -> int:
     """Returns how many graphs would be captured before a run's first step."""
     bounds: list[int] = []
@@ -179,6 +194,7 @@ def measure(
     warpers: list[Any],
     num_tree_nodes: int | None = None,
     draft_dtype: Any = None,
+    are_joint: bool = False,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Counts everything of one case; returns what the last line holds, and the rows of the table."""
     is_sampled = bool(warpers)
@@ -194,7 +210,8 @@ def measure(
             return pretended.begin(target, draft, rows, warpers, is_sampled, prompt, new)
 
         run = begin(batch, context, NEW)
-        counted = count_step(run, shape.vocab)
+        with products_of(are_joint, target, draft):
+            counted = count_step(run, shape.vocab)
         pair = Pair(target=target, draft=draft, name="")
         found = {
             "kernels": counted.num_kernels,
@@ -228,6 +245,10 @@ def main(
         int | None, typer.Option(help="Verify a tree of so many tokens; 0 is a chain.")
     ] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="float8_e4m3fn: draft in FP8.")] = None,
+    are_joint: Annotated[
+        bool,
+        typer.Option("--joint-products", help="As if products in one launch had been faster."),
+    ] = False,
     is_tiny: Annotated[
         bool, typer.Option("--tiny", help="A double with all sizes small: to try the script.")
     ] = False,
@@ -246,7 +267,7 @@ def main(
     if top_p:
         warpers.append(TopPLogitsWarper(top_p))
     sizes = shape_of(shape, is_tiny)
-    found, rows = measure(sizes, batch, context, warpers, num_tree_nodes, draft_dtype)
+    found, rows = measure(sizes, batch, context, warpers, num_tree_nodes, draft_dtype, are_joint)
     case = {
         "shape": shape,
         "is_tiny": is_tiny,
@@ -260,6 +281,7 @@ def main(
         "top_p": top_p,
         "num_tree_nodes": num_tree_nodes,
         "draft_dtype": draft_dtype,
+        "joint_products": are_joint,
         **found,
         "provenance": provenance(torch.device("cpu")),
     }

@@ -9,6 +9,8 @@ changes what is computed: the text has to stay the same.
 * `prefetch`: while norms, RoPE and attention run, another stream reads the weight that comes next, so that it is in
   L2 then.
 * `stacked`: queries, keys and values are one product with a copy of their weights. Its sums may have another order.
+* `joint`: products are made by our kernels, several in one launch, where these are measured to be faster
+  (`dflash_hf.joint_products`). Their sums have another order. On a CPU nothing is measured and nothing changes.
 
 On a CPU there are no streams and no launches: the same changes are made and the same operations run one by one.
 """
@@ -24,6 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from dflash_hf import joint_products
+from dflash_hf.generation.product_times import measure_products
 
 from .operations import failures, operations
 from .pair import Pair
@@ -327,10 +332,24 @@ def prefetched_weights(pair: Pair) -> Generator[Changed]:
         yield changed
 
 
+@contextmanager
+def joint_launches(pair: Pair) -> Generator[Changed]:
+    """Makes products in one launch where that is measured to be faster; what was chosen is forgotten behind it."""
+    changed = Changed()
+    if pair.device.type == "cuda":
+        measure_products(pair.target, pair.draft)
+        changed.names |= set(map(str, joint_products.chosen()))
+    try:
+        yield changed
+    finally:
+        joint_products.forget_products()
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "unchanged": unchanged,
     "pdl": dependent_launches,
     "forked": forked_projections,
     "prefetch": prefetched_weights,
     "stacked": stacked_projections,
+    "joint": joint_launches,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,10 @@ from dflash_kernels import (
     build_tree,
     context_kv,
     follow_tree,
+    gated_linear,
     gumbel_argmax,
     keep_path,
+    linears,
     norm_rope_write,
     rms_norm,
     silu_mul,
@@ -484,6 +486,50 @@ def pointwise_cases(
     ]
 
 
+def product_cases(sizes: Sizes, batch: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
+    """Products of one layer that share an input; the reference is cuBLAS, one weight after the other."""
+    tokens = batch * sizes.width
+    keys = sizes.groups * sizes.size
+    attended = (sizes.heads * sizes.size, keys, keys)
+    gated = (sizes.mlp, sizes.mlp)
+
+    def make(seed: int, columns: Sequence[int]) -> Inputs:
+        normal = _normal(seed, dtype, device)
+        weights = [normal(each, sizes.hidden) / sizes.hidden**0.5 for each in columns]
+        return {"states": normal(batch, sizes.width, sizes.hidden), "weights": weights}
+
+    def num_bytes(columns: Sequence[int], num_outs: int) -> int:
+        numbers = sum(columns) * sizes.hidden + tokens * (sizes.hidden + num_outs)
+        return dtype.itemsize * numbers
+
+    return [
+        Case(
+            kernel="linears",
+            batch=batch,
+            context=None,
+            make=lambda seed: make(seed, attended),
+            num_bytes=num_bytes(attended, sum(attended)),
+            ways={
+                "kernel": lambda x: dflash_kernels.linears(x["states"], x["weights"], [], None),
+                "reference": lambda x: linears.reference(x["states"], x["weights"], [], None),
+            },
+            results=lambda out, x: out,
+        ),
+        Case(
+            kernel="gated_linear",
+            batch=batch,
+            context=None,
+            make=lambda seed: make(seed, gated),
+            num_bytes=num_bytes(gated, sizes.mlp),
+            ways={
+                "kernel": lambda x: dflash_kernels.gated_linear(x["states"], *x["weights"]),
+                "reference": lambda x: gated_linear.reference(x["states"], *x["weights"]),
+            },
+            results=lambda out, x: [out],
+        ),
+    ]
+
+
 def accept_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     """What follows a verify. Rows are done, so that calls can be repeated: the work is the same."""
     width = sizes.width
@@ -539,6 +585,7 @@ def all_cases(
         cases += [make(sizes, batch, contexts[0], dtype, device) for make in makes]
         cases += [
             *pointwise_cases(sizes, batch, dtype, device),
+            *product_cases(sizes, batch, dtype, device),
             argmax_case(sizes, batch, dtype, device),
         ]
         cases += [top_case(sizes, batch, dtype, device), accept_case(sizes, batch, device)]

@@ -30,8 +30,10 @@ from dflash_kernels import (
     build_tree,
     context_kv,
     follow_tree,
+    gated_linear,
     gumbel_argmax,
     keep_path,
+    linears,
     norm_rope_write,
     rms_norm,
     silu_mul,
@@ -42,6 +44,7 @@ from dflash_kernels.ancestors import MAX_NODES, are_ancestors, num_words
 from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import NODE_PARTS, num_paths
 from dflash_kernels.gumbel_argmax import exponential_noise
+from dflash_kernels.linears import MAX_ROWS
 from dflash_kernels.operation import Operation
 from dflash_kernels.rotary import norm_and_rotate
 from dflash_kernels.top_tokens import MAX_NUM

@@ -43,17 +43,23 @@ def test_products_with_the_weights_of_a_shape(
     }
     whole = gemm_times.measure
 
-    def measure(out_features: int, *rest: Any) -> list[float]:
-        if out_features == 96:  # the head
+    def measure(work: gemm_times.Work, *rest: Any) -> list[float]:
+        if work.weight == "head":
             raise TypeError("it broke")
-        return whole(out_features, *rest)
+        return whole(work, *rest)
 
     monkeypatch.setattr(gemm_times, "measure", measure)
     out = tmp_path / "gemm.json"
-    result = run_script(gemm_times.main, "--tiny", "--rows", "4,8", "--out", str(out))
+    result = run_script(gemm_times.main, "--tiny", "--rows", "4,64", "--out", str(out))
     assert result.exit_code == 1, "one weight has failed"
-    rows = json.loads(out.read_text())["rows"]
+    every = json.loads(out.read_text())["rows"]
+    rows = [row for row in every if row["weight"] in shapes]
     assert len(rows) == 2 * len(shapes), "the others are timed"
+    both = [row for row in every if row["weight"] not in shapes]
+    assert {row["rows"] for row in both} == {4}, "our kernels take few rows"
+    ways = [row["way"] for row in both]
+    assert ways == ["torch"] * 5 + ["one launch"] * 5
+    assert all(row["error"] is None for row in both)
     failed = [row for row in rows if row["error"] is not None]
     assert [(row["weight"], row["error"]) for row in failed] == [
         ("head", "TypeError: it broke")

@@ -138,6 +138,20 @@ def test_a_step_without_kernels_is_more_launches(rows: dict[str, dict[str, Any]]
     assert found["kernels"] > rows["greedy"]["kernels"]
 
 
+def test_products_in_one_launch_are_four_launches_less_a_layer(
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    found = run("--num-tree-nodes", "0", "--joint-products")
+    chain = rows["greedy chain"]
+    # Queries, keys and values are one in place of three; so are both projections before an activation, and it.
+    assert found["kernels_by_part"] == {
+        "draft": chain["kernels_by_part"]["draft"] - 2 * 4,
+        "verify": chain["kernels_by_part"]["verify"] - 6 * 4,
+        "decide": chain["kernels_by_part"]["decide"],
+    }
+    assert run("--num-tree-nodes", "0")["kernels"] == chain["kernels"], "no choice is left behind"
+
+
 def test_what_is_added_to_a_step_is_counted(
     rows: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_kernels import block_attention
 from dflash_kernels.accept_and_prepare import NUM_FIGURES
 from helpers.host_reads import no_host_reads
-from helpers.kernel_checks import OPERATIONS, POINTWISE, TREES
+from helpers.kernel_checks import OPERATIONS, POINTWISE, PRODUCTS, TREES
 
 BATCH, WIDTH, HEADS, GROUPS, SIZE, RING = 2, 16, 32, 8, 128, 4112
 
@@ -46,6 +46,7 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     state += [counts(BATCH, WIDTH), counts(BATCH, WIDTH), counts(NUM_FIGURES + WIDTH, BATCH)]
     accept = [counts(BATCH, WIDTH), counts(BATCH, WIDTH), *state, counts(3) + 5]
     logits, states, weight = normal(BATCH, WIDTH, 151936), normal(BATCH, WIDTH, 4096), normal(4096)
+    matrix = normal(4096, 4096)
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
     best, order = normal(BATCH, WIDTH - 1, 1, 15).float(), counts(BATCH, WIDTH - 1, 1, 15)
     text = [counts(BATCH, 300), counts(BATCH) + 290, torch.zeros(2, 5, device=device)]
@@ -59,6 +60,8 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
         "rms_norm": lambda: ops.rms_norm(states, weight, 1e-6),
         "add_norm": lambda: ops.add_norm(states, states, weight, 1e-6),
         "silu_mul": lambda: ops.silu_mul(states, states),
+        "linears": lambda: ops.linears(states, [matrix, matrix[:1024]], [], None),
+        "gated_linear": lambda: ops.gated_linear(states, matrix, matrix),
         "argmax": lambda: ops.argmax(logits),
         "gumbel_argmax": lambda: ops.gumbel_argmax(
             logits, counts(1)[0], counts(BATCH, WIDTH), None, 0.6, 0
@@ -72,16 +75,16 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
 
 
 def test_every_operation_is_called() -> None:
-    assert sorted(calls("meta")) == sorted([*OPERATIONS, *POINTWISE, *TREES])
+    assert sorted(calls("meta")) == sorted([*OPERATIONS, *POINTWISE, *PRODUCTS, *TREES])
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE, *TREES])
+@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE, *PRODUCTS, *TREES])
 def test_a_call_is_one_that_its_definition_takes(name: str) -> None:
     calls("cpu")[name]()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE, *TREES])
+@pytest.mark.parametrize("name", [*OPERATIONS, *POINTWISE, *PRODUCTS, *TREES])
 def test_an_operation_waits_for_nothing(name: str) -> None:
     call = calls("cuda")[name]
     call()

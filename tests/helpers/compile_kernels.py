@@ -120,8 +120,10 @@ def launches() -> dict[str, Callable[[], Any]]:
         build_tree,
         context_kv,
         follow_tree,
+        gated_linear,
         gumbel_argmax,
         keep_path,
+        linears,
         norm_rope_write,
         rms_norm,
         silu_mul,
@@ -195,6 +197,8 @@ def launches() -> dict[str, Callable[[], Any]]:
         return [*found, counts(batch, tokens), counts(5 + tokens, batch)]
 
     state = state_of(width)
+    # The weights of queries, keys and values.
+    attended = [zeros(4096, 4096), zeros(1024, 4096), zeros(1024, 4096)]
     verify = (True, None, False, None, False)  # causal, window, from_anchor, softcap, sinks
     text = (counts(batch, 2048), lengths, torch.zeros(2, 5))
 
@@ -259,6 +263,29 @@ def launches() -> dict[str, Callable[[], Any]]:
             add_norm, zeros(1, width, 4096), zeros(1, width, 4096), zeros(4096), 1e-6
         ),
         "silu_mul": launch(silu_mul, zeros(1, width, 12288), zeros(1, width, 12288)),
+        "linears, q, k and v": launch(linears, zeros(1, width, 4096), attended, [], None),
+        "linears, biases, 32 rows": launch(
+            linears, zeros(batch, width, 4096), attended, [zeros(len(w)) for w in attended], None
+        ),
+        "linears, residual": launch(
+            linears, zeros(1, width, 12288), [zeros(4096, 12288)], [], zeros(1, width, 4096)
+        ),
+        "linears, ragged": launch(linears, zeros(1, 5, 1000), [zeros(77, 1000)], [], None),
+        "linears, float32": launch(
+            linears, torch.zeros(1, width, 4096), [torch.zeros(1024, 4096)], [], None
+        ),
+        "gated_linear": launch(
+            gated_linear, zeros(1, width, 4096), zeros(12288, 4096), zeros(12288, 4096)
+        ),
+        "gated_linear, 32 rows": launch(
+            gated_linear, zeros(batch, width, 4096), zeros(12288, 4096), zeros(12288, 4096)
+        ),
+        "gated_linear, float32": launch(
+            gated_linear,
+            torch.zeros(batch, width, 4096),
+            torch.zeros(1024, 4096),
+            torch.zeros(1024, 4096),
+        ),
         "accept_and_prepare": launch(accept_and_prepare, *state, counts(3)),
         "accept_and_prepare, tree of 256": launch(accept_and_prepare, *state_of(256), counts(3)),
         "accept_and_prepare, counted elsewhere": launch(

@@ -37,6 +37,8 @@ OPERATIONS = (
 )
 # How often these run depends on what a target is made of.
 POINTWISE = ("rms_norm", "add_norm", "silu_mul")
+# Those that nothing uses before they were measured.
+PRODUCTS = ("linears", "gated_linear")
 # Those of steps that verify trees.
 TREES = ("top_tokens", "build_tree", "follow_tree", "keep_path")
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -117,3 +119,24 @@ def language_named_once() -> Iterator[None]:
         scope = scopes.pop()
         if scope is not None:  # of a release that ends it
             scope.restore()
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter cuts bfloat16 off where a GPU rounds: here it rounds."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    def rounded(values: Any, given: Any, wanted: Any, mode: Any) -> Any:
+        if str(wanted) != "bf16" or str(given) != "fp32":
+            return convert(values, given, wanted, mode)
+        floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+        return (
+            floats.to(torch.bfloat16)
+            .view(torch.int16)
+            .numpy()
+            .view(np.uint16)
+            .reshape(values.shape)
+        )
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)

@@ -6,7 +6,6 @@ and has a `rsqrt` and an `exp` of its own, there within four units in the last p
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from dflash_kernels._dispatch import runs_kernel
 from helpers.kernel_checks import CUDA, DEVICES, DTYPES, check_raises, poisoned
 
 EPS = 1e-6
+pytestmark = pytest.mark.usefixtures("rounding")
 # A tile, one more, one less; rows that are one number; the widths of real heads and models.
 SHAPES = [(3, 4, 64), (2, 65), (7, 127), (5, 1), (1, 1, 128), (2, 3, 1000)]
 REAL = [(1, 16, 4096), (32, 16, 4096), (1, 16, 12288), (512, 151), (1, 16, 32, 128)]
@@ -30,27 +30,6 @@ def normal(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tenso
         2 * torch.randn(*shape[:-1], 1, generator=generator)
     )
     return states.to(device, dtype)
-
-
-@pytest.fixture(autouse=True)
-def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts bfloat16 off where a GPU rounds: here it rounds."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    convert = interpreter._convert_float
-
-    def rounded(values: Any, given: Any, wanted: Any, mode: Any) -> Any:
-        if str(wanted) != "bf16" or str(given) != "fp32":
-            return convert(values, given, wanted, mode)
-        floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-        return (
-            floats.to(torch.bfloat16)
-            .view(torch.int16)
-            .numpy()
-            .view(np.uint16)
-            .reshape(values.shape)
-        )
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 def assert_close(ours: Tensor, wanted: Tensor, num_wrong: float = 0) -> None:

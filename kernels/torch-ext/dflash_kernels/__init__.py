@@ -15,8 +15,10 @@ from .block_attention import block_attention
 from .build_tree import build_tree
 from .context_kv import context_kv
 from .follow_tree import follow_tree
+from .gated_linear import gated_linear
 from .gumbel_argmax import gumbel_argmax
 from .keep_path import keep_path
+from .linears import linears
 from .norm_rope_write import norm_rope_write
 from .rms_norm import rms_norm
 from .silu_mul import silu_mul
@@ -30,8 +32,10 @@ __all__ = [
     "build_tree",
     "context_kv",
     "follow_tree",
+    "gated_linear",
     "gumbel_argmax",
     "keep_path",
+    "linears",
     "norm_rope_write",
     "rms_norm",
     "silu_mul",

@@ -46,7 +46,7 @@ class Operation(Generic[P, T]):
         reference: Callable[P, T],
         mutates: Sequence[str],
         check: Callable[[Given, Sizes], None],
-        fake: Callable[..., Tensor | tuple[Tensor, ...]] | None,
+        fake: Callable[..., Tensor | Sequence[Tensor]] | None,
         covers: Callable[..., bool],
     ) -> None:
         functools.update_wrapper(self, reference)
@@ -104,7 +104,7 @@ def operation(
     *,
     check: Callable[[Given, Sizes], None],
     mutates: Sequence[str] = (),
-    fake: Callable[..., Tensor | tuple[Tensor, ...]] | None = None,
+    fake: Callable[..., Tensor | Sequence[Tensor]] | None = None,
     covers: Callable[..., bool] = lambda first, *_: runs_kernel(first),
 ) -> Callable[[Callable[P, T]], Operation[P, T]]:
     """Makes an operation of the definition below it, which runs wherever the kernel does not.

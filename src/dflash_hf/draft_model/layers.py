@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_hf import ops
+from dflash_hf import joint_products, ops
 from dflash_hf.block.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
@@ -146,14 +146,20 @@ class DFlashMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns `down(act(gate(x)) * up(x))`."""
+        [out] = joint_products.linears(self._gated(hidden_states), self.down_proj)
+        return out
+
+    def _gated(self, hidden_states: Tensor) -> Tensor:
+        # The kernels know one activation.
+        if not self.is_silu:
+            return self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
+        if joint_products.is_gated_jointly(hidden_states, self.gate_proj, self.up_proj):
+            return ops.gated_linear(hidden_states, self.gate_proj.weight, self.up_proj.weight)
         gate = self.gate_proj(hidden_states)
         up = self.up_proj(hidden_states)
-        # The kernel knows one activation.
-        if self.is_silu and ops.use_kernel(ops.silu_mul, gate, up):
-            gated = ops.silu_mul(gate, up)
-        else:
-            gated = self.act_fn(gate) * up
-        return self.down_proj(gated)
+        if ops.use_kernel(ops.silu_mul, gate, up):
+            return ops.silu_mul(gate, up)
+        return self.act_fn(gate) * up
 
 
 class DFlashAttention(nn.Module):
@@ -231,9 +237,9 @@ class DFlashAttention(nn.Module):
         `RaggedCache.extend`. Where `ops.use_kernel` decides so, one kernel does all that comes after the projections.
         """
         # Products first: they are the only part that is the same with and without the kernel.
-        query = self._by_head(self.q_proj(hidden_states))
-        key = self._by_head(self.k_proj(hidden_states))
-        value = self._by_head(self.v_proj(hidden_states))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        projected = joint_products.linears(hidden_states, *projections)
+        query, key, value = map(self._by_head, projected)
         # The kernel norms, rotates and writes in one launch.
         norms = (self.q_norm.weight, self.k_norm.weight)
         buffers = cache.attention[self.layer_idx].buffers()
@@ -273,7 +279,8 @@ class DFlashAttention(nn.Module):
         sinks = self.attention_sink_bias
         heads = attend(query, key, value, mask, self.scaling, sinks=sinks, dropout=dropout)
         heads = self.gated(heads, hidden_states)
-        return self.o_proj(heads.flatten(2))
+        [out] = joint_products.linears(heads.flatten(2), self.o_proj)
+        return out
 
     def _by_head(self, states: Tensor) -> Tensor:
         """Returns projected states `[B, K, heads * E]` as `[B, K, heads, E]`."""

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from dflash_hf import ops
+from dflash_hf import joint_products, ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.errors import first_line
 from dflash_hf.generation.capture import NotCapturableError, capture
@@ -276,7 +276,8 @@ def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
 
     `parts` are the inventories of the target, of the draft, and of a copy that drafts in its place.
     """
-    found: list[object] = [getattr(target.config, "_experts_implementation", None)]
+    experts = getattr(target.config, "_experts_implementation", None)
+    found: list[object] = [experts, joint_products.chosen()]
     # Everything is looked at in every call: a list of plain values is hashed once, at the end.
     for inventory in parts:
         found.extend(_address(tensor) for tensor in (*inventory.weights, *inventory.buffers))

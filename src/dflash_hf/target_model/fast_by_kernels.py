@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dflash_hf import ops
+from dflash_hf import joint_products, ops
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.target_model.fast_on_cpu import FastForward, cache_of_verify, window_of
 from dflash_hf.target_model.known_layers import (
@@ -150,11 +150,20 @@ def _gated_mlp_forward(plain: Callable[..., Any], module: Any, *args: Any, **kwa
     if len(args) != 1 or kwargs or not runs_its_class(module.act_fn):
         return plain(module, *args, **kwargs)
     states = args[0]
+    gated = _gated(module, states)
+    [out] = joint_products.linears(gated, module.down_proj)
+    return out
+
+
+def _gated(module: Any, states: Tensor) -> Tensor:
+    """Returns `silu(gate(x)) * up(x)` of a gated MLP."""
+    if joint_products.is_gated_jointly(states, module.gate_proj, module.up_proj):
+        return ops.gated_linear(states, module.gate_proj.weight, module.up_proj.weight)
     gate = module.gate_proj(states)
     up = module.up_proj(states)
     if ops.use_kernel(ops.silu_mul, gate, up):
-        return module.down_proj(ops.silu_mul(gate, up))
-    return module.down_proj(module.act_fn(gate) * up)
+        return ops.silu_mul(gate, up)
+    return module.act_fn(gate) * up
 
 
 def _attention_forward(
@@ -232,10 +241,9 @@ def _run_attention(
     # Heads are [B, W, H, E], as the cache and the kernel have them.
     shape = (*states.shape[:-1], -1, module.head_dim)
     index = module.layer_idx
-    # Projections are called as modules: they may be adapters or quantised.
-    query = module.q_proj(states).view(shape)
-    key = module.k_proj(states).view(shape)
-    value = module.v_proj(states).view(shape)
+    # Unless one launch multiplies by them, projections are called as modules: they may be adapters or quantised.
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = (each.view(shape) for each in joint_products.linears(states, *projections))
     # The angles may be one row for all, where the kernel reads one row each.
     cos, sin = kwargs["position_embeddings"]
     cos = cos.expand(len(states), -1, -1)
@@ -275,7 +283,8 @@ def _run_attention(
         window_of(module),
         ragged=cache,
     )
-    return module.o_proj(out.flatten(2)), None
+    [attended] = joint_products.linears(out.flatten(2), module.o_proj)
+    return attended, None
 
 
 def _residuals(

@@ -1,0 +1,245 @@
+"""`linears` and `gated_linear` in Triton: a program reads some rows of a weight once, for all rows of states."""
+
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
+# (jit functions are Triton's language: their arguments are typed by the launch, which takes options besides)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._dispatch import cdiv, interprets
+from ..operation import Given
+from ..rotary_kernel import rounded
+
+# Rows of a weight in a program. Fewer rows make more programs, and more rows read the states less often.
+BLOCK_N = 32
+# Bytes of a row that are read at a time.
+BLOCK_BYTES = 256
+# How many of these pieces are on their way at once: they hide the time that memory takes to answer.
+NUM_STAGES = 4
+NUM_WARPS = 4
+
+
+@triton.jit
+def _piece(tensor, line, is_line, inner, K: tl.constexpr, UPCAST: tl.constexpr):
+    """Columns `inner` of rows `line` of a matrix `[.., K]`, 0 where there is none."""
+    inside = is_line[:, None] & (inner < K)[None]
+    piece = tl.load(tensor + line.to(tl.int64)[:, None] * K + inner[None], mask=inside, other=0.0)
+    # The interpreter's tl.dot knows no bfloat16.
+    return piece.to(tl.float32) if UPCAST else piece
+
+
+@triton.jit
+def _write_product(
+    states,
+    weight,
+    bias,
+    residual,
+    out,
+    block,
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """`out[:, n] = rounded(states @ weight[n]^T + bias[n])`, plus the residual, for `BLOCK_N` rows of a weight."""
+    dtype: tl.constexpr = states.dtype.element_ty
+    row, column = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < num_rows, column < N
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)
+        left = _piece(states, row, is_row, inner, K, UPCAST)
+        right = _piece(weight, column, is_column, inner, K, UPCAST)
+        total = tl.dot(left, right.T, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None]
+    at = row[:, None] * N + column[None]
+    inside = is_row[:, None] & is_column[None]
+    if residual is not None:
+        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        total = before + rounded(total, dtype)
+    tl.store(out + at, total.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linears_kernel(
+    states,
+    weight0,
+    weight1,
+    weight2,
+    bias0,
+    bias1,
+    bias2,
+    residual,
+    out0,
+    out1,
+    out2,
+    num_rows,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The first programs are the first weight's; a weight that is not there has `N = 0`."""
+    block = tl.program_id(0)
+    FIRST1: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    FIRST2: tl.constexpr = FIRST1 + (N1 + BLOCK_N - 1) // BLOCK_N
+    # A branch for each weight: a pointer that is chosen at run time would lose what is known of its alignment.
+    if block < FIRST1:
+        _write_product(
+            states,
+            weight0,
+            bias0,
+            residual,
+            out0,
+            block,
+            num_rows,
+            N0,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            UPCAST,
+        )
+    if weight1 is not None:  # noqa: SIM102 - one condition is known to the compiler, and the other is not
+        if (block >= FIRST1) & (block < FIRST2):
+            _write_product(
+                states,
+                weight1,
+                bias1,
+                None,
+                out1,
+                block - FIRST1,
+                num_rows,
+                N1,
+                K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                UPCAST,
+            )
+    if weight2 is not None:  # noqa: SIM102 - one condition is known to the compiler, and the other is not
+        if block >= FIRST2:
+            _write_product(
+                states,
+                weight2,
+                bias2,
+                None,
+                out2,
+                block - FIRST2,
+                num_rows,
+                N2,
+                K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                UPCAST,
+            )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_linear_kernel(
+    states,
+    gate_weight,
+    up_weight,
+    out,
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """`out[:, n] = silu(gate[:, n]) * up[:, n]` of both products, each rounded, and the quotient too."""
+    dtype: tl.constexpr = states.dtype.element_ty
+    row, column = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < num_rows, column < N
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)
+        left = _piece(states, row, is_row, inner, K, UPCAST)
+        gate_piece = _piece(gate_weight, column, is_column, inner, K, UPCAST)
+        up_piece = _piece(up_weight, column, is_column, inner, K, UPCAST)
+        gate = tl.dot(left, gate_piece.T, gate, input_precision="ieee")
+        up = tl.dot(left, up_piece.T, up, input_precision="ieee")
+    # As the modules round: both products, then the activation.
+    value = rounded(gate, dtype)
+    activated = rounded(value / (1.0 + tl.exp(-value)), dtype)
+    inside = is_row[:, None] & is_column[None]
+    gated = activated * rounded(up, dtype)
+    tl.store(out + row[:, None] * N + column[None], gated.to(dtype), mask=inside)
+
+
+def launch(given: Given) -> list[Tensor]:
+    """Launches the kernel: one program for `BLOCK_N` rows of a weight."""
+    weights: list[Tensor] = list(given["weights"])
+    states: Tensor = given["states"].contiguous()
+    arguments: dict[str, Any] = {"residual": given["residual"]}
+    outs: list[Tensor] = []
+    num_programs = 0
+    for index in range(3):
+        is_there = index < len(weights)
+        has_bias = is_there and len(given["biases"]) > 0
+        arguments[f"weight{index}"] = weights[index] if is_there else None
+        arguments[f"bias{index}"] = given["biases"][index] if has_bias else None
+        arguments[f"N{index}"] = weights[index].shape[0] if is_there else 0
+        arguments[f"out{index}"] = None
+        if is_there:
+            outs.append(new_out(states, weights[index]))
+            arguments[f"out{index}"] = outs[index]
+            num_programs += cdiv(weights[index].shape[0], BLOCK_N)
+    _linears_kernel[(num_programs,)](states, **arguments, **settings(states))
+    return outs
+
+
+def launch_gated(given: Given) -> Tensor:
+    """Launches the kernel of `gated_linear`."""
+    states: Tensor = given["states"].contiguous()
+    gate_weight: Tensor = given["gate_weight_NK"]
+    out = new_out(states, gate_weight)
+    sizes = {"N": gate_weight.shape[0], **settings(states)}
+    grid = (cdiv(gate_weight.shape[0], BLOCK_N),)
+    _gated_linear_kernel[grid](states, gate_weight, given["up_weight_NK"], out, **sizes)
+    return out
+
+
+def new_out(states: Tensor, weight: Tensor) -> Tensor:
+    """Returns memory for a product."""
+    shape = (*states.shape[:-1], weight.shape[0])
+    return torch.empty(shape, dtype=states.dtype, device=states.device)
+
+
+def settings(states: Tensor) -> dict[str, Any]:
+    """Returns what both kernels are launched with, which follows from the states alone."""
+    size = states.shape[-1]
+    num_rows = states.numel() // size
+    return {
+        "num_rows": num_rows,
+        "K": size,
+        # Tensor cores multiply 16 rows at a time.
+        "BLOCK_M": 16 if num_rows <= 16 else 32,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": BLOCK_BYTES // states.element_size(),
+        "UPCAST": interprets() and states.dtype == torch.bfloat16,
+        "num_warps": NUM_WARPS,
+        "num_stages": NUM_STAGES,
+    }
+
+
+__all__ = ["launch", "launch_gated"]
