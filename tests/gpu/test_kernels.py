@@ -48,7 +48,9 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     logits, states, weight = normal(BATCH, WIDTH, 151936), normal(BATCH, WIDTH, 4096), normal(4096)
     matrix = normal(4096, 4096)
     cache = [t.transpose(1, 2) for t in (keys[0], values[0])]
-    best, order = normal(BATCH, WIDTH - 1, 1, 15).float(), counts(BATCH, WIDTH - 1, 1, 15)
+    # Log-probabilities, falling: a tree of other numbers has no end.
+    best = -normal(BATCH, WIDTH - 1, 1, 15).float().abs().sort(dim=-1).values
+    order = counts(BATCH, WIDTH - 1, 1, 15)
     text = [counts(BATCH, 300), counts(BATCH) + 290, torch.zeros(2, 5, device=device)]
     tree, block_of = counts(4, BATCH, WIDTH), [counts(BATCH, WIDTH) for _ in range(4)]
     return {

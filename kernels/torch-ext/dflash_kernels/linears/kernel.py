@@ -213,7 +213,7 @@ def launch_gated(given: Given) -> Tensor:
     states: Tensor = given["states"].contiguous()
     gate_weight: Tensor = given["gate_weight_NK"]
     out = new_out(states, gate_weight)
-    sizes = {"N": gate_weight.shape[0], **settings(states)}
+    sizes: dict[str, Any] = {"N": gate_weight.shape[0], **settings(states)}
     grid = (cdiv(gate_weight.shape[0], BLOCK_N),)
     _gated_linear_kernel[grid](states, gate_weight, given["up_weight_NK"], out, **sizes)
     return out
