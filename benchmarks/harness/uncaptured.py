@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from dflash_hf.generation import checks, decode, places, running_batch
+from dflash_hf.generation import checks, decode, places
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation_config import Engine
@@ -59,7 +59,7 @@ def _check(target: Target, draft: DFlashDraftModel) -> None:
 
 
 decode.choose_engine = _choose
-running_batch.choose_engine = _choose
+places.choose_engine = _choose
 decode.start_engine = _start
 places.start_engine = _start
 checks.check_capturable = _check

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from dflash_hf.generation import places as places_module
 from dflash_hf.generation import run as run_module
 from dflash_hf.generation import running_batch
 from dflash_hf.generation.buffers import FixedBuffers
+from dflash_hf.generation.cuda_graph import why_not
+from helpers.float8 import use_emulation
 from helpers.running import END, answer_alone, asked, drive, place_oracle
 from helpers.static import Tape, TapeStep, set_engine, use_tapes
-from tiny import VOCAB, tiny_draft, tiny_target
+from tiny import DFLASH2, DSPARK, VOCAB, tiny_draft, tiny_target
 
 LONG: dict[str, Any] = {"max_position_embeddings": 2048}
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -97,6 +101,36 @@ def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, engine: str)
     answer_alone(target, requests, draft)
     found = drive(batch_of(target, draft, engine), requests, 3, cancelled=0.1)
     assert found["most"] == 4
+
+
+@pytest.mark.parametrize("kind", [DFLASH2, DSPARK], ids=["dflash 2", "dspark"])
+def test_drafts_of_other_kinds(kind: dict[str, Any], eager_steps: list[int]) -> None:
+    target = tiny_target("qwen3", **LONG)
+    requests = asked(lengths_of(8, 28, 60), 28, kinds=(GREEDY, SAMPLED, HOT))
+    draft = tiny_draft(target, **kind)
+    draft.generation_config.proposal = "shared_noise"
+    set_engine(draft, "eager")
+    answer_alone(target, requests, draft)
+    drive(batch_of(target, draft, "cuda_graph", max_rows=2), requests, 28)
+    assert not eager_steps
+
+
+def test_warpers_that_no_step_needs_the_host_for(eager_steps: list[int]) -> None:
+    target = tiny_target("qwen3", **LONG)
+    values: dict[str, Any] = {
+        "typical_p": 0.5,
+        "epsilon_cutoff": 3e-3,
+        "min_p": 0.1,
+        "renormalize_logits": True,
+        "remove_invalid_values": True,
+        "top_p": 0.7,
+    }
+    kinds = tuple({"do_sample": True, "top_k": 0, name: value} for name, value in values.items())
+    requests = asked(lengths_of(12, 29, 60), 29, num_new=(5, 10), kinds=kinds)
+    answer_alone(target, requests, eager_draft(target))
+    drive(batch_of(target, tiny_draft(target), "cuda_graph", max_rows=2), requests, 29)
+    assert Tape.num_replays > 0
+    assert not eager_steps
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -250,6 +284,23 @@ def test_widths_follow_the_measured_costs() -> None:
     assert len(set(TapeStep.widths)) > 2
 
 
+def test_widths_that_other_graphs_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's clock never measures the same twice: each combination of settings has its own useful widths."""
+    chance = random.Random(1)
+
+    def measure(self: TapeStep, captured: Any) -> float:
+        return chance.choice([0.5, 1.0, 2.0]) * (1 + captured.graph.width)
+
+    monkeypatch.setattr(TapeStep, "measure", measure)
+    target = tiny_target("qwen3", **LONG)
+    requests = asked(lengths_of(20, 8, 60), 8, num_new=(30, 60), kinds=(GREEDY, SAMPLED, HOT))
+    draft = place_oracle(target)
+    draft.generation_config.proposal = "argmax"
+    answer_alone(target, requests, eager_draft(target))
+    draft.generation_config.verify_width = "auto"
+    drive(batch_of(target, draft, "cuda_graph"), requests, 8)
+
+
 # ---- graphs
 
 
@@ -316,6 +367,57 @@ def test_more_end_tokens_than_there_is_room_for() -> None:
     draft = tiny_draft(target)
     answer_alone(target, requests)
     answers(batch_of(target, draft, "cuda_graph"), requests)
+
+
+def goes_on(batch: RunningBatch, request: Any, change: Callable[[], object]) -> list[int]:
+    """Changes the models while a row runs, then answers a request beside it; returns the text."""
+    [other] = asked([9], 21, num_new=(60, 60))
+    del other.settings["eos_token_id"]
+    batch.add(other.ids, **other.settings)
+    for _ in range(3):
+        batch.step()
+    assert Tape.num_replays > 0
+    change()
+    answer_alone(batch.model, [request])
+    id = batch.add(request.ids, **request.settings)
+    text = list[int]()
+    while id in batch.ids:
+        for new in batch.step():
+            text += new.token_ids if new.id == id else []
+    assert batch.num_running == 1
+    return text
+
+
+def test_a_row_that_comes_goes_by_the_weights_of_now() -> None:
+    target = tiny_target("qwen3", **LONG)
+    [one] = asked([20], 22, num_new=(20, 20))
+
+    def replace_weights() -> None:
+        for layer in target.model.layers:
+            weight = layer.mlp.down_proj.weight
+            layer.mlp.down_proj.weight = torch.nn.Parameter(-3 * weight.detach())
+
+    draft = tiny_draft(target)
+    assert goes_on(batch_of(target, draft, "cuda_graph"), one, replace_weights) == one.truth
+    assert len(TapeStep.captured) > 1
+
+
+def test_a_row_that_comes_goes_by_the_hooks_of_now(
+    monkeypatch: pytest.MonkeyPatch, eager_steps: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def choose(target: Any, draft: Any) -> str:
+        return "eager" if why_not(target, draft) else "cuda_graph"
+
+    monkeypatch.setattr(places_module, "choose_engine", choose)
+    target = tiny_target("qwen3", **LONG)
+    [one] = asked([20], 23, num_new=(20, 20))
+
+    def add_hook() -> None:
+        target.model.layers[0].register_forward_hook(lambda layer, args, out: -out)
+
+    draft = tiny_draft(target)
+    assert goes_on(batch_of(target, draft, "cuda_graph"), one, add_hook) == one.truth
+    assert eager_steps
 
 
 # ---- places
@@ -439,6 +541,76 @@ def test_no_memory_for_places_makes_an_eager_batch(
     assert max(eager_steps) == 3
 
 
+@pytest.mark.parametrize("name", ["allocate", "take_prefill"])
+def test_a_request_has_the_memory_of_places_without_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target("qwen3", **LONG)
+    [one] = asked([30], 24, num_new=(20, 20))
+    answer_alone(target, [one])
+    batch = batch_of(target, tiny_draft(target), "cuda_graph")
+    answers(batch, [one])
+    buffers = weakref.ref(batch._places.buffers.state.ids) if batch._places else None
+    kind: Any = FixedBuffers if name == "allocate" else RaggedCache
+    make = getattr(kind, name)
+
+    def full(*given: Any, **sizes: Any) -> Any:
+        if buffers is None or buffers() is not None:
+            raise OutOfRoomError("expected less")
+        return make(*given, **sizes)
+
+    monkeypatch.setattr(kind, name, full)
+    answers(batch, [one])
+
+
+@pytest.mark.parametrize("has_memory", [True, False], ids=["longer places", "no places"])
+def test_a_prompt_that_places_without_rows_cannot_grow_for(
+    has_memory: bool, monkeypatch: pytest.MonkeyPatch, eager_steps: list[int]
+) -> None:
+    target = tiny_target("qwen3", **LONG)
+    short, long = asked([9, 150], 25, num_new=(20, 20))
+    answer_alone(target, [short, long])
+    monkeypatch.setattr(places_module, "FIRST_LENGTH", 64)
+    batch = batch_of(target, tiny_draft(target), "cuda_graph")
+    answers(batch, [short])
+    assert batch._places is not None
+    buffers = weakref.ref(batch._places.buffers.state.ids)
+    allocate = FixedBuffers.of_places
+
+    def full(self: Any, length: int) -> None:
+        raise OutOfRoomError("expected less")
+
+    def allocated(*given: Any) -> FixedBuffers:
+        # There are never two sets at a time.
+        if buffers() is not None or not has_memory:
+            raise OutOfRoomError("expected less")
+        return allocate(*given)
+
+    monkeypatch.setattr(RaggedCache, "grow", full)
+    monkeypatch.setattr(FixedBuffers, "of_places", allocated)
+    answers(batch, [long])
+    assert set(eager_steps) == (set() if has_memory else {1})
+
+
+def test_an_interrupt_while_rows_leave_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3", **LONG)
+    requests = asked([9, 5], 26, num_new=(20, 20))
+    answer_alone(target, requests)
+    batch = batch_of(target, tiny_draft(target), "cuda_graph")
+    ids = [batch.add(one.ids, **one.settings) for one in requests]
+    batch.step()
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FixedBuffers, "free_row", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.cancel(ids[0])
+    assert batch.ids == []
+    answers(batch, requests)
+
+
 def test_a_row_without_room_to_grow_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("qwen3", **LONG)
     requests = asked([9, 150], 16, num_new=(20, 20))
@@ -495,6 +667,7 @@ def test_another_pair_while_nothing_runs_has_other_places(what: str) -> None:
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     answers(batch, requests)
     before = batch._places
+    assert before is not None
     answers(batch, requests)
     assert batch._places is before
     if what == "width":
@@ -504,3 +677,21 @@ def test_another_pair_while_nothing_runs_has_other_places(what: str) -> None:
         answer_alone(target, requests)
     answers(batch, requests)
     assert batch._places is not before
+
+
+def test_a_draft_in_fp8_keeps_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_emulation(monkeypatch)
+    target = tiny_target("qwen3", **LONG)
+    requests = asked([9, 5], 27, num_new=(20, 20))
+    answer_alone(target, requests)
+    # Sizes that can all be multiplied in FP8.
+    draft = tiny_draft(target, intermediate_size=48)
+    draft.generation_config.draft_dtype = "float8_e4m3fn"
+    batch = batch_of(target, draft, "cuda_graph")
+    answers(batch, requests)
+    before = batch._places
+    num_captured = len(TapeStep.captured)
+    # Every call has a copy of the draft of its own, over the same rounded weights.
+    answers(batch, requests)
+    assert batch._places is before
+    assert len(TapeStep.captured) == num_captured

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import buffers, checks, cuda_graph, decode, running_batch
+from dflash_hf.generation import buffers, checks, cuda_graph, decode, places
 from dflash_hf.generation.cuda_graph import GraphStep
 from dflash_hf.generation.graphs import Captured
 from dflash_hf.undo import held
@@ -179,7 +179,7 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
 
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", smallest_bucket)
     monkeypatch.setattr(decode, "choose_engine", choose)
-    monkeypatch.setattr(running_batch, "choose_engine", choose)
+    monkeypatch.setattr(places, "choose_engine", choose)
     monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
     monkeypatch.setattr(checks, "check_capturable", lambda target, draft: None)
     TapeStep.captured, TapeStep.widths = [], []

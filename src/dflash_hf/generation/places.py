@@ -13,20 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import EtaLogitsWarper
+from transformers.utils import logging
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.devices import plain_tensors
+from dflash_hf.devices import Inventory, plain_tensors
 from dflash_hf.generation.buffers import FixedBuffers, affordable_length, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.cuda_graph import start_engine
+from dflash_hf.generation.cuda_graph import EAGER, start_engine
 from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.joining import RowSettings, check_alike, go_by, is_alike
-from dflash_hf.generation.options import choose_widths
+from dflash_hf.generation.options import choose_engine, choose_widths
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import (
     Reported,
     Rows,
@@ -40,11 +43,33 @@ from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import EOS_IDS, NUM_REPORTED, DecodeState
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import begin, report
+from dflash_hf.target_model.parts import find_target
 
+logger: Any = logging.get_logger(__name__)
+NOT_ASKED = (
+    "rows that join and leave are captured with draft.generation_config.engine = 'cuda_graph' only"
+)
 # Tokens of a row that there is room for at the beginning, if the buffers then take a quarter of the memory at most.
 FIRST_LENGTH = 4096
 # What the host knows of a free place, in the order of `Reported`: a text of one token that has ended.
 FREE = (0, 0, 0, 1, 1)
+
+
+def choose_num_places(request: Request, max_rows: int, max_tokens: int | None) -> int:
+    """Returns how many places a running batch is to have that begins with a request; 0 where its steps are eager.
+
+    `max_rows` and `max_tokens` are those of the batch.
+    """
+    if choose_engine(request.target, request.draft) == "eager":
+        return 0
+    # No GPU has run it yet, so nobody gets it who has not asked for it.
+    if request.draft.generation_config.engine != "cuda_graph":
+        logger.warning_once(EAGER.format(reason=NOT_ASKED))
+        return 0
+    if max_tokens is not None:
+        logger.warning_once(EAGER.format(reason="max_tokens is for buffers that grow by rows"))
+        return 0
+    return max_rows
 
 
 class Places:
@@ -77,6 +102,7 @@ class Places:
         self._end_ids = self._no_ends(EOS_IDS)
         self._captured: StaticStep | None = None
         self._is_looked_up = False  # whether there is one for the rows of now is known
+        self._is_capturable = True  # as far as it shows without a step
         self.begin(first)
 
     def begin(self, first: Run) -> None:
@@ -102,14 +128,12 @@ class Places:
             rows=rows,
         )
 
-    def fits(self, other: Run) -> bool:
-        """Returns True if the row of another run may be the first of a run over these places."""
-        mine = self.run.generator
-        theirs = other.generator
-        has_same_rules = mine.drafter is theirs.drafter and mine.proposal == theirs.proposal
+    def fits(self, other: Run, num_places: int) -> bool:
+        """Returns True if these are so many places, for rows like that of another run."""
         has_same_layers = _layers_of(self.buffers.cache) == _layers_of(other.cache)
-        is_same = has_same_rules and has_same_layers
-        return is_same and is_alike(self.buffers.shape, other.buffers.shape)
+        # How a run drafts is no part of its buffers: the next one brings its own draft and its own rule.
+        is_same = has_same_layers and is_alike(self.buffers.shape, other.buffers.shape)
+        return is_same and self.num_places == num_places
 
     # ---- rows that come and leave
 
@@ -129,14 +153,8 @@ class Places:
         """
         run = self.run
         check_alike(run, other)
-        num_tokens = other.num_new + other.state.host.columns
-        if num_tokens > run.room:
-            longest = max(each.length for each in (*self._rows.values(), row))
-            # Twice the room, so that rows are copied and steps captured anew a few times only.
-            wanted = min(longest, max(2 * run.room, num_tokens))
-            self._grow(
-                partial(else_freed, run.request.draft, partial(grow, run), wanted, num_tokens)
-            )
+        self._look_at_models()
+        self.make_room_for(other, row)
         place = self._place_for(row)
         # Tokens that were decoded without a draft gather from one column on in all rows: the new one has none.
         run.generator.flush()
@@ -146,7 +164,6 @@ class Places:
             numbers[place] = of_row[0]
         if run.rows.reach:
             run.rows.reach[place] = other.rows.reach[0]
-        # Weights may have been changed since the last row came.
         newest = self.buffers.context
         newest.weights = run.request.draft.stack_weights(self.buffers.draft_cache, newest.weights)
         # One request with code of the user's is enough for none of them to have copies.
@@ -156,6 +173,14 @@ class Places:
         self._use_rows()
         return place
 
+    def _look_at_models(self) -> None:
+        """Has the run know the models as they are now: its first row has seen earlier weights, modules and hooks."""
+        request = self.run.request
+        target = find_target(request.target.model)
+        draft_parts = Inventory.of(request.draft)
+        self.run.generator.request = replace(request, target=target, draft_parts=draft_parts)
+        self._is_capturable = choose_engine(target, request.draft) != "eager"
+
     def free(self, places: list[int]) -> None:
         """Frees places whose rows have ended."""
         for place in places:
@@ -164,6 +189,17 @@ class Places:
             for numbers, number in zip(self.run.rows.reported, FREE, strict=True):
                 numbers[place] = number
         self._use_rows()
+
+    def make_room_for(self, other: Run, row: RowSettings) -> None:
+        """Lets the buffers grow where the row of another run does not fit in; arguments and errors as of [`add`]."""
+        run = self.run
+        num_tokens = other.num_new + other.state.host.columns
+        if num_tokens <= run.room:
+            return
+        longest = max(each.length for each in (*self._rows.values(), row))
+        # Twice the room, so that rows are copied and steps captured anew a few times only.
+        wanted = min(longest, max(2 * run.room, num_tokens))
+        self._grow(partial(else_freed, run.request.draft, partial(grow, run), wanted, num_tokens))
 
     def make_room(self) -> None:
         """Lets the buffers grow where the next step could need it; errors as of `run.make_room`."""
@@ -230,9 +266,11 @@ class Places:
 
     def captured(self) -> StaticStep | None:
         """Returns the captured step over the rows of now; `None` where it cannot be captured, as the log says."""
-        if not self._is_looked_up:
-            # Once until rows come or leave, also where it is refused.
-            self._is_looked_up = True
+        if self._is_looked_up:
+            return self._captured
+        # Once until rows come or leave, also where it is refused.
+        self._is_looked_up = True
+        if self._is_capturable:
             # A capture goes to the device that ids are on.
             with torch.cuda.device_of(self.buffers.state.ids):
                 self._captured = start_engine(self.run)

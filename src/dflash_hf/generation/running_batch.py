@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,10 +29,8 @@ from dflash_hf.generation.decode import keep_for_next_call, no_gradients
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.generation.joining import begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
-from dflash_hf.generation.options import choose_engine
-from dflash_hf.generation.places import Places, run_captured
+from dflash_hf.generation.places import Places, choose_num_places, run_captured
 from dflash_hf.generation.prefill import Prefill, begin_prefill
-from dflash_hf.generation.request import Request
 from dflash_hf.generation.request_stats import Finished, NewTokens, RequestStats
 from dflash_hf.generation.row_requests import Row, is_count, prepare_row
 from dflash_hf.generation.run import Run, make_room
@@ -43,10 +42,8 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_layers import fast_whole_run
 from dflash_hf.undo import calling
 
+T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
-NOT_ASKED = (
-    "rows that join and leave are captured with draft.generation_config.engine = 'cuda_graph' only"
-)
 # Of steps that choose their tokens by themselves: nobody asks for these.
 NO_LOGITS = torch.empty(1, 0, 0, device="cpu")
 
@@ -284,7 +281,7 @@ class RunningBatch:
         own = RowProcessors([row.request.processors], [row.seed is not None])
         request = replace(row.request, processors=own)
         if self._run is None:
-            self._num_places = self._choose_places(request)
+            self._num_places = choose_num_places(request, self.max_rows, self.max_tokens)
         begin = partial(
             begin_prefill,
             request,
@@ -294,7 +291,7 @@ class RunningBatch:
             num_places=self._num_places,
         )
         try:
-            begun = begin()
+            begun = self._with_room(begin)
             try:
                 # Tokens of an earlier text need not go through the target again.
                 row.stats.num_kept_tokens = self._kept.go_on(begun, row.images)
@@ -312,7 +309,7 @@ class RunningBatch:
     def _join(self, row: Row, begun: Prefill) -> None:
         """Makes a run of a prefill that has seen its prompt, reports its first token, and adds it to the batch."""
         try:
-            run = begun.finish()
+            run = self._with_room(begun.finish)
             # A verify has one set of further inputs for all rows.
             what = "a target whose steps take no further inputs"
             require(not run.extra, what, list(run.extra), "call generate for this request alone")
@@ -343,24 +340,11 @@ class RunningBatch:
             return
         self._report(row, [first], is_last)
 
-    def _choose_places(self, request: Request) -> int:
-        """Returns how many places the batch is to have that begins with a request; 0 where steps are eager."""
-        if choose_engine(request.target, request.draft) == "eager":
-            return 0
-        # No GPU has run it yet, so nobody gets it who has not asked for it.
-        if request.draft.generation_config.engine != "cuda_graph":
-            logger.warning_once(EAGER.format(reason=NOT_ASKED))
-            return 0
-        if self.max_tokens is not None:
-            logger.warning_once(EAGER.format(reason="max_tokens is for buffers that grow by rows"))
-            return 0
-        return self.max_rows
-
     def _add_run(self, row: Row, run: Run) -> None:
         """Adds a run of one row to the batch."""
-        if self._run is None:
-            self._places = self._places_for(run)
         try:
+            if self._run is None:
+                self._choose_buffers(row, run)
             place = self._put(row, run)
         # A row that has no room is refused before the batch is changed.
         except ValueError:
@@ -388,21 +372,32 @@ class RunningBatch:
         join(self._run, run, settings, self.max_rows)
         return len(self._running)
 
-    def _places_for(self, run: Run) -> Places | None:
-        """Returns the places for a batch that begins with a run; `None` where its steps are eager."""
-        if not self._num_places:
-            return None
-        places = self._places
-        if places is not None and places.fits(run):
-            places.begin(run)
-            return places
+    def _choose_buffers(self, row: Row, run: Run) -> None:
+        """Sets the places for a batch that begins with a run of one row; none where its steps are eager."""
+        if self._places is not None and self._places.fits(run, self._num_places):
+            self._places.begin(run)
+            # Without memory for such rows at all places the batch can still be an eager one.
+            with suppress(OutOfRoomError):
+                self._places.make_room_for(run, row.settings)
+                return
         # The memory of the old ones may be what the new ones need.
         self._places = None
+        if not self._num_places:
+            return
         try:
-            return Places(run, self._num_places)
+            self._places = Places(run, self._num_places)
         except OutOfRoomError as error:
             logger.warning_once(EAGER.format(reason=one_line(error)))
-            return None
+
+    def _with_room(self, make: Callable[[], T]) -> T:
+        """Returns what `make` makes: where that has no room, with the memory of places that no row uses."""
+        try:
+            return make()
+        except OutOfRoomError:
+            if self._run is not None or self._places is None:
+                raise
+        self._places = None
+        return make()
 
     def _fail(self, row: Row, error: ValueError) -> None:
         """Ends a request that could not be prefilled."""
@@ -524,6 +519,15 @@ class RunningBatch:
         ended = [place for place in self._running if done[place]]
         if not ended:
             return
+        try:
+            self._let_go(run, ended)
+        except BaseException:
+            # Rows may have left a part of the batch.
+            self._end_all()
+            raise
+
+    def _let_go(self, run: Run, ended: list[int]) -> None:
+        """Goes on without the rows at these places, which have ended."""
         if self._places is not None:
             self._places.free(ended)
         elif run.finished:

@@ -310,6 +310,9 @@ class WidthChooser:
     def set_costs(self, costs: Mapping[int, float]) -> None:
         """Gives the costs of the only widths that may be chosen from now on; the run's own times count no more."""
         self._measured = dict(costs)
+        # In a running batch, graphs of other settings may have other widths.
+        if self._held not in costs:
+            self._hold_on_to(max(costs))
 
     def next_width(self) -> int:
         """Returns the width of the next step, and keeps the choice in `current`."""
