@@ -234,6 +234,22 @@ def test_statistics_and_callbacks_of_a_request() -> None:
         assert stats.acceptance_length > 1.2
 
 
+def test_a_first_token_does_not_wait_for_a_step() -> None:
+    target = shallow_target("qwen3")
+    batch = RunningBatch(target, tiny_draft(target))
+    num_verifies: list[int] = []
+    for prompt in ([5, 6, 7], [8]):
+        batch.add(
+            prompt,
+            on_tokens=lambda new: num_verifies.append(batch.stats_of(new.id).num_verifies),
+            max_new_tokens=20,
+            eos_token_id=None,
+        )
+        batch.step()
+        assert num_verifies[-1] == 1
+    assert num_verifies == [0, 1, 0, 2, 1]
+
+
 def test_a_prompt_without_room_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     target = shallow_target("qwen3", **LONG)
     requests = asked([3, 5], 8, num_new=(20, 20))

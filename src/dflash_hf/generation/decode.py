@@ -31,6 +31,7 @@ from dflash_hf.generation_config import Engine
 from dflash_hf.target_model.fast_layers import fast_whole_run, in_whole_run
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
+from dflash_hf.undo import calling
 
 
 def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | torch.LongTensor:
@@ -149,6 +150,22 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
     if is_ours:
         return fast_whole_run(request.target)
     return nullcontext()
+
+
+@contextmanager
+def between_callbacks(request: Request) -> Generator[None]:
+    """Sets up what the forwards of a running batch need; its callbacks are called outside of it."""
+    target = request.target
+    with (
+        calling(),
+        device_errors_explained(),
+        # Compiled parts run as they were before torch.compile: they call no hooks.
+        eagerly(target.parts, request.draft_parts),
+        # Before the fast forms, which have no gradients and ask for them.
+        no_gradients(target),
+        fast_whole_run(target),
+    ):
+        yield
 
 
 @contextmanager

@@ -21,11 +21,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.cache.size import OutOfRoomError
-from dflash_hf.devices import device_errors_explained, eagerly
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
-from dflash_hf.generation.decode import keep_for_next_call, no_gradients
+from dflash_hf.generation.decode import between_callbacks, keep_for_next_call, no_gradients
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.generation.joining import begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
@@ -39,8 +38,6 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fast_layers import fast_whole_run
-from dflash_hf.undo import calling
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -219,22 +216,23 @@ class RunningBatch:
         rows = self._rows()
         if not rows:
             return []
-        target = rows[0].request.target
+        request = rows[0].request
+        errors: list[Exception] = []
+        num_told = 0
         try:
-            with (
-                calling(),
-                device_errors_explained(),
-                # Compiled parts run as they were before torch.compile: they call no hooks.
-                eagerly(target.parts, rows[0].request.draft_parts),
-                # Before the fast forms, which have no gradients and ask for them.
-                no_gradients(target),
-                fast_whole_run(target),
-            ):
-                self._take_in()
+            if self.num_waiting:
+                with between_callbacks(request):
+                    self._take_in()
+                # A first token does not wait for the step over all rows.
+                errors += self._call_back(num_told)
+                num_told = len(self._found)
+            with between_callbacks(request):
                 self._advance()
         finally:
             # Also what came before an error: rows that go on would miss it.
-            self._call_back()
+            errors += self._call_back(num_told)
+            if errors:
+                raise errors[0]
         return [new for _, new in self._found]
 
     # ---- requests that wait
@@ -568,18 +566,17 @@ class RunningBatch:
         self.ended[row.id] = row.stats
         self._found.append((row, new))
 
-    def _call_back(self) -> None:
-        """Hands each request its new tokens; raises the first error of a callback once all have been called."""
+    def _call_back(self, num_told: int) -> list[Exception]:
+        """Hands each request its new tokens, but for the first `num_told` reports; returns what callbacks raised."""
         errors: list[Exception] = []
-        for row, new in self._found:
+        for row, new in self._found[num_told:]:
             if row.on_tokens is None:
                 continue
             try:
                 row.on_tokens(new)
             except Exception as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        return errors
 
     def _rows(self) -> list[Row]:
         """Returns the requests that have not ended; see [`ids`]."""
