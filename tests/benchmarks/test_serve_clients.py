@@ -44,3 +44,6 @@ def test_two_clients_of_both_servers(tmp_path: Path) -> None:
     for row in record["rows"]:
         assert row["tokens"] == 24
         assert 0 < row["longest_wait"] <= row["seconds"]
+    [conversation] = record["conversations"]
+    assert conversation["second_turn_wait"] > 0
+    assert conversation["prompt_tokens"] > 24
