@@ -24,7 +24,6 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="dflash-hf-home-")
 import pytest
 
 from helpers.deprecations import DeprecationLog
-from helpers.forked_python import parent_of_programs
 
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
@@ -49,15 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Keeps a process as it is before the first test, to fork programs from; not where tests are only dealt out."""
-    if not session.items:
-        return (yield)
-    with parent_of_programs():
-        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,12 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(6 * PATIENCE))
 
 
-def pytest_collection_finish() -> None:
-    """Loads what servers need, once for all forks; the process that only deals the tests out does not come here."""
-    import dflash_hf.chat.app
-    import dflash_hf.serve.app  # noqa: F401
-
-
 @pytest.fixture(scope="session")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The chat as `make chat` starts it, on the bundled pair."""

@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 def start(command: list[str], log: Path, pair: Path, port: int, is_fork: bool = True) -> Server:
-    """Starts a server process and waits until its page can be had; a fork has what this process has loaded."""
+    """Starts a server process and waits until its page can be had; a fork has all loaded."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "src"),
@@ -74,10 +74,10 @@ def start(command: list[str], log: Path, pair: Path, port: int, is_fork: bool = 
         "TMPDIR": str(log.parent),
     }
     process: subprocess.Popen[bytes] | forked_python.Process
-    with log.open("wb") as output:
-        if is_fork:
-            process = forked_python.start(command, environment, output, output)
-        else:
+    if is_fork:
+        process = forked_python.start(command, environment, log, log)
+    else:
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, *command], stdout=output, stderr=output, env=environment
             )

@@ -22,18 +22,18 @@ class Served:
     Args:
         folder (`Path`): Where its log goes.
         arguments (`str`): Of the command.
-        is_fork (`bool`): Whether it has what this process has loaded, or is started as users do.
+        is_fork (`bool`): Whether it has all loaded, or is started as users do.
     """
 
     def __init__(self, folder: Path, *arguments: str, is_fork: bool = True) -> None:
         self._log = folder / "log"
         words = ["-m", "dflash_hf", "serve", "--port", "0", *arguments]
         self.process: subprocess.Popen[bytes] | forked_python.Process
-        with self._log.open("w") as log:
-            if is_fork:
-                self.process = forked_python.start(words, os.environ, log, log)
-            else:
-                folders = [str(ROOT / "src"), str(ROOT / "kernels" / "torch-ext"), *sys.path]
+        if is_fork:
+            self.process = forked_python.start(words, os.environ, self._log, self._log)
+        else:
+            folders = [str(ROOT / "src"), str(ROOT / "kernels" / "torch-ext"), *sys.path]
+            with self._log.open("w") as log:
                 self.process = subprocess.Popen(
                     [sys.executable, *words],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},

@@ -90,17 +90,17 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_ends(tmp_path: 
     out = tmp_path / "out"
     words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--stages", "prepare"]
     words += ["--output-dir", out]
-    with (tmp_path / "log").open("w+") as log:
-        first = forked_python.start(["-c", HOLD, out], os.environ, log, log)
-        try:
-            while not (tmp_path / "log").read_text():
-                assert first.poll() is None
-                time.sleep(0.01)
-            assert (tmp_path / "log").read_text() == "held\n"
-            result = train(*words)
-        finally:
-            first.kill()
-            first.wait(60)
+    log = tmp_path / "log"
+    first = forked_python.start(["-c", HOLD, out], os.environ, log, log)
+    try:
+        while not log.read_text():
+            assert first.poll() is None
+            time.sleep(0.01)
+        assert log.read_text() == "held\n"
+        result = train(*words)
+    finally:
+        first.kill()
+        first.wait(60)
     assert result.exit_code == 2, result.output
     sentence = f"expected one dflash-hf train at a time in --output-dir, got another one in '{out}'"
     assert f"{sentence}; wait until it ends, or name another folder" in said(result)

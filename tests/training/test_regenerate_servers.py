@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -382,10 +381,9 @@ def test_killed_it_goes_on_with_what_is_missing(
     first = servers.start(seconds_per_token=0.004)
     second = servers.start(seconds_per_token=0.004)
     settings = asked(tmp_path)
-    words = [settings.prompts, settings.output, first.url, second.url]
-    process = forked_python.start(
-        [answer_by_servers.__file__, *words], os.environ, sys.__stdout__, sys.__stderr__
-    )
+    log = tmp_path / "log"
+    words = [answer_by_servers.__file__, settings.prompts, settings.output, first.url, second.url]
+    process = forked_python.start(words, os.environ, log, log)
     while not settings.output.exists() or settings.output.read_bytes().count(b"\n") < 6:
         assert process.poll() is None
         time.sleep(0.005)
