@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,15 +26,12 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.main import app
 from dflash_hf.data.prompt_files import image_names, read_prompts
 from dflash_hf.doctor import diagnosis as doctor_module
-from dflash_hf.doctor import probe as probe_module
 from dflash_hf.doctor.diagnosis import Diagnosis, diagnose, write_answers
 from dflash_hf.doctor.precision import quantisation_of
 from dflash_hf.doctor.probe import Measurement, Probe, variant
 from dflash_hf.pair.answers import encode_prompt
-from dflash_hf.target_model.parts import Target, find_target
-from dflash_hf.training.collators import Batch
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.data import Example
-from dflash_hf.training.walking import accepted_at_anchors
 from helpers.whole_blocks import use_whole_blocks
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
@@ -75,40 +71,6 @@ def answers_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return ANSWERS[key]
 
     monkeypatch.setattr(doctor_module, "write_answers", remembered)
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Returns a name for these values."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
-COUNTED: dict[str, torch.Tensor] = {}
-
-
-@pytest.fixture(autouse=True)
-def anchors_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mended draft is the healthy one: what the same weights and settings accept on a text is counted once."""
-
-    def remembered(
-        draft: DFlashDraftModel,
-        target: Target,
-        batch: Batch,
-        features: torch.Tensor,
-        *,
-        is_tree: bool,
-    ) -> torch.Tensor:
-        if target.model is not pair()[0]:
-            return accepted_at_anchors(draft, target, batch, features, is_tree=is_tree)
-        values = digest((*draft.state_dict().values(), batch.input_ids, batch.loss_mask, features))
-        key = f"{values} {is_tree} {draft.dtype} {draft.config.to_json_string(use_diff=False)}"
-        if key not in COUNTED:
-            COUNTED[key] = accepted_at_anchors(draft, target, batch, features, is_tree=is_tree)
-        return COUNTED[key]
-
-    monkeypatch.setattr(probe_module, "accepted_at_anchors", remembered)
 
 
 def examine(
