@@ -94,7 +94,10 @@ def can_be_joint(states: Tensor, layers: Sequence[Any], is_gated: bool) -> bool:
     input_sizes = {weight.shape[1] for weight in weights}
     if len(input_sizes) > 1:
         return False
-    return ops.use_kernel(operation_of(is_gated), states, *weights, *biases)
+    operation = operation_of(is_gated)
+    # Where a kernel has failed, the layers are faster than its definition.
+    has_failed = states.device in operation.failures
+    return not has_failed and ops.use_kernel(operation, states, *weights, *biases)
 
 
 def is_a_product(layer: Any) -> bool:

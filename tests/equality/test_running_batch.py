@@ -250,6 +250,48 @@ def test_a_first_token_does_not_wait_for_a_step() -> None:
     assert num_verifies == [0, 1, 0, 2, 1]
 
 
+def test_a_first_token_can_cancel_its_request_and_add_another() -> None:
+    target = shallow_target("qwen3")
+    requests = asked([4, 6, 9], 7, num_new=(10, 10))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target))
+    told: dict[int, list[int]] = {}
+
+    def cancels(new: Any) -> None:
+        told.setdefault(new.id, []).extend(new.token_ids)
+        assert batch.cancel(new.id)
+        batch.add(requests[2].ids, on_tokens=listens, **requests[2].settings)
+
+    def listens(new: Any) -> None:
+        told.setdefault(new.id, []).extend(new.token_ids)
+
+    batch.add(requests[0].ids, on_tokens=cancels, **requests[0].settings)
+    batch.add(requests[1].ids, on_tokens=listens, **requests[1].settings)
+    while batch.ids:
+        batch.step()
+    assert told == {0: requests[0].truth[:1], 1: requests[1].truth, 2: requests[2].truth}
+
+
+def test_an_interrupt_in_a_callback_tells_no_token_twice() -> None:
+    target = shallow_target("qwen3")
+    [request] = asked([4], 7, num_new=(10, 10))
+    answer_alone(target, [request])
+    batch = RunningBatch(target, tiny_draft(target))
+    told: list[int] = []
+
+    def interrupted(new: Any) -> None:
+        told.extend(new.token_ids)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    batch.add(request.ids, on_tokens=interrupted, **request.settings)
+    with pytest.raises(KeyboardInterrupt):
+        batch.step()
+    while batch.ids:
+        batch.step()
+    assert told == request.truth
+
+
 def test_a_prompt_without_room_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     target = shallow_target("qwen3", **LONG)
     requests = asked([3, 5], 8, num_new=(20, 20))

@@ -218,7 +218,7 @@ def compare(
     before: Annotated[Path, typer.Argument(help="Folder of a run.")],
     after: Annotated[Path, typer.Argument(help="Folder of another run.")],
 ) -> None:
-    """Compare two runs. Show only differences that are too large to come from the choice of questions."""
+    """Compare two runs. Differences that may come from the choice of questions are marked as noise."""
     from dflash_hf.bench.compare import compare, comparison_tables
 
     console = Console()

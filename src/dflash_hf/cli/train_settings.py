@@ -90,7 +90,7 @@ class TrainSettings:
     )
     block_size: int = option(
         TRAINING,
-        "Number of tokens per block of a new draft. The first token is the anchor, and the draft guesses the others.",
+        "Number of tokens per block of a new draft. The first token is the anchor.",
         16,
     )
     num_hidden_layers: int = option(TRAINING, "Number of layers of a new draft.", 5)

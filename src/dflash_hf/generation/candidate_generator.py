@@ -26,6 +26,7 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.shaped_proposals import shaped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.parts import Target
 
 ProposalRule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -64,7 +65,6 @@ class DFlashCandidateGenerator:
     ) -> None:
         self.request = request
         self.draft = request.draft
-        self.target = request.target
         self.drafter = drafter
         self.proposal: ProposalRule = proposal
         self.buffers = buffers
@@ -83,6 +83,11 @@ class DFlashCandidateGenerator:
         # How far behind each slot's own position the token stands that it proposes: 0, or 1.
         self.ahead = int(self.draft.config.sample_from_anchor)
         self.iterated = Iterated()
+
+    @property
+    def target(self) -> Target:
+        """The run's target; a captured batch looks at it anew when a row joins."""
+        return self.request.target
 
     @property
     def processors(self) -> BlockProcessors:

@@ -6,7 +6,7 @@ here, and in `static_step.py`, the host reads what a step has done.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -152,9 +152,8 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@contextmanager
-def between_callbacks(request: Request) -> Generator[None]:
-    """Sets up what the forwards of a running batch need; its callbacks are called outside of it."""
+def with_forwards(request: Request, work: Callable[[], None]) -> None:
+    """Calls `work`, in which the forwards of a running batch run; callbacks are called outside of it."""
     target = request.target
     with (
         calling(),
@@ -165,7 +164,7 @@ def between_callbacks(request: Request) -> Generator[None]:
         no_gradients(target),
         fast_whole_run(target),
     ):
-        yield
+        work()
 
 
 @contextmanager

@@ -179,6 +179,7 @@ class Places:
         target = find_target(request.target.model)
         draft_parts = Inventory.of(request.draft)
         self.run.generator.request = replace(request, target=target, draft_parts=draft_parts)
+        self.run.taps = taps_of_verifies(self.run.request, self.buffers.cache)
         self._is_capturable = choose_engine(target, request.draft) != "eager"
 
     def free(self, places: list[int]) -> None:

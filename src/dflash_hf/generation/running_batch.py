@@ -24,7 +24,7 @@ from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
-from dflash_hf.generation.decode import between_callbacks, keep_for_next_call, no_gradients
+from dflash_hf.generation.decode import keep_for_next_call, no_gradients, with_forwards
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.generation.joining import begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
@@ -106,6 +106,7 @@ class RunningBatch:
         self._num_places = 0
         self._places: Places | None = None  # kept for the next rows while none runs
         self._found: list[tuple[Row, NewTokens]] = []  # of the last step
+        self._num_told = 0  # of those, with which requests have been called back
 
     @property
     def num_running(self) -> int:
@@ -203,36 +204,34 @@ class RunningBatch:
             `list[NewTokens]`: What it has brought, in the order in which it came: first tokens of requests that have
             been prefilled, then the tokens of the step. A request may have both. Empty if nothing waits or runs.
 
+        First tokens are handed to `on_tokens` before the step: a request that is cancelled there takes no part in it.
+
         Where a logits processor of one request raises, or a row has no room in memory, that request ends with
         "error" and the others go on.
 
         Raises:
             Exception: Whatever the target, the draft or a callback raises. In a prefill it ends that request, in a
                 step over the rows all that ran: [`ids`] names those that go on. Each `on_tokens` has been called
-                with the tokens before it; an error in one ends no request.
+                with the tokens before it; an error in one ends no request, and behind a first token it leaves the step
+                to the next call.
         """
         self.ended = {}
         self._found = []
+        self._num_told = 0
         rows = self._rows()
         if not rows:
             return []
         request = rows[0].request
-        errors: list[Exception] = []
-        num_told = 0
         try:
-            if self.num_waiting:
-                with between_callbacks(request):
-                    self._take_in()
+            if self._prefilled is not None or self._fits_next():
+                with_forwards(request, self._take_in)
                 # A first token does not wait for the step over all rows.
-                errors += self._call_back(num_told)
-                num_told = len(self._found)
-            with between_callbacks(request):
-                self._advance()
+                self._call_back()
+            if self._run is not None:
+                with_forwards(request, self._advance)
         finally:
             # Also what came before an error: rows that go on would miss it.
-            errors += self._call_back(num_told)
-            if errors:
-                raise errors[0]
+            self._call_back()
         return [new for _, new in self._found]
 
     # ---- requests that wait
@@ -297,7 +296,7 @@ class RunningBatch:
             except torch.OutOfMemoryError:
                 # A part of the text may have been taken: the prefill begins anew, with the memory of the kept texts.
                 self._kept.drop_all()
-                begun = begin()
+                begun = self._with_room(begin)
         except ValueError as error:
             self._fail(row, error)
             return
@@ -566,17 +565,21 @@ class RunningBatch:
         self.ended[row.id] = row.stats
         self._found.append((row, new))
 
-    def _call_back(self, num_told: int) -> list[Exception]:
-        """Hands each request its new tokens, but for the first `num_told` reports; returns what callbacks raised."""
+    def _call_back(self) -> None:
+        """Hands each request what is new to it; raises the first error of a callback once all have been called."""
         errors: list[Exception] = []
-        for row, new in self._found[num_told:]:
+        while self._num_told < len(self._found):
+            row, new = self._found[self._num_told]
+            # Counted before the call: what an interrupt cuts short is not told twice.
+            self._num_told += 1
             if row.on_tokens is None:
                 continue
             try:
                 row.on_tokens(new)
             except Exception as error:
                 errors.append(error)
-        return errors
+        if errors:
+            raise errors[0]
 
     def _rows(self) -> list[Row]:
         """Returns the requests that have not ended; see [`ids`]."""
