@@ -68,7 +68,7 @@ class TrainSettings:
         "Recipe for a new draft. Each recipe sets some options (docs/training.md). dflash sets --loss dpace. dflash2 "
         "sets conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. "
         "dspark sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees of guesses. "
-        "It sets is_causal true in --draft-options, and --loss kl.",
+        "It sets --loss kl, and is_causal true in --draft-options.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(
@@ -90,7 +90,7 @@ class TrainSettings:
     )
     block_size: int = option(
         TRAINING,
-        "Number of tokens per block of a new draft. The first token is the anchor.",
+        "Number of tokens per block of a new draft. The first token, the anchor, is already known.",
         16,
     )
     num_hidden_layers: int = option(TRAINING, "Number of layers of a new draft.", 5)
@@ -121,8 +121,8 @@ class TrainSettings:
     )
     gamma: float | None = option(
         TRAINING,
-        "Later tokens of a block count less in the loss. A larger gamma makes this difference smaller. dpace does not "
-        "use gamma. The default depends on the block size.",
+        "Later tokens of a block count less in the loss. A larger gamma makes this difference smaller. --loss dpace "
+        "does not use gamma. The default depends on the block size.",
         None,
     )
 
