@@ -116,7 +116,7 @@ def bench(
     proposal: Annotated[
         str,
         typer.Option(
-            help="How the draft guesses tokens in sampling. argmax: its most likely token. shared_noise: a token "
+            help="How the draft guesses tokens when sampling. argmax: its most likely token. shared_noise: a token "
             "drawn with the target's random numbers. sample: a token drawn with other random numbers."
         ),
     ] = "",
@@ -150,7 +150,7 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
 ) -> None:
-    """Answer sets of questions by several ways of decoding. Write the answers, a summary and a report.
+    """Answer sets of questions with several ways of decoding. Write the answers, a summary and a report.
 
     Some options take several values, separated by commas: --batch 1,8 --temperature 0,1 compares four settings.
     """
@@ -182,7 +182,7 @@ def prepare(
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder to write. On a machine without a network, pass this folder as --data-dir."
+            help="Folder to write. On a machine without a network, pass it to dflash-hf bench as --data-dir."
         ),
     ],
     data_dir: Annotated[

@@ -102,7 +102,7 @@ def generate(
     proposal: Annotated[
         str | None,
         typer.Option(
-            help="How the draft guesses tokens in sampling. argmax: its most likely token. shared_noise: a token "
+            help="How the draft guesses tokens when sampling. argmax: its most likely token. shared_noise: a token "
             "drawn with the target's random numbers. sample: a token drawn with other random numbers."
         ),
     ] = None,

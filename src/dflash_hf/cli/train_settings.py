@@ -67,8 +67,8 @@ class TrainSettings:
         TRAINING,
         "Recipe for a new draft. Each recipe sets some options (docs/training.md). dflash sets --loss dpace. dflash2 "
         "sets conv_kernel_size 2, conv_group_size 16, selector_rank 256 and selector_top_k 16 in --draft-options. "
-        "dspark sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees of guesses. "
-        "It sets --loss kl, and is_causal true in --draft-options.",
+        "dspark sets markov_rank 256 and sample_from_anchor true in --draft-options. jetspec is for trees: several "
+        "guesses for one position. It sets --loss kl, and is_causal true in --draft-options.",
         "dflash",
     )
     answers: Literal["target", "data"] = option(
