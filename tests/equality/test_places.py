@@ -20,7 +20,7 @@ from dflash_hf.generation import running_batch
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.cuda_graph import why_not
 from helpers.float8 import use_emulation
-from helpers.running import END, answer_alone, asked, drive, place_oracle
+from helpers.running import END, answer_alone, asked, drive, make_infinite, place_oracle
 from helpers.static import Tape, TapeStep, set_engine, use_tapes
 from tiny import DFLASH2, DSPARK, VOCAB, tiny_draft, tiny_target
 
@@ -444,14 +444,7 @@ def test_steps_leave_a_free_place_as_it_is(family: str, engine: str) -> None:
     run = batch._run
     assert run is not None
     # What a row leaves behind may be infinite.
-    for cache in (run.cache, run.generator.cache):
-        for layer in cache.attention.values():
-            for buffer in layer.buffers():
-                buffer[1] = torch.inf
-        for group in cache.groups:
-            for buffer in (group.windows, group.states, group.blocks, group.projections):
-                if buffer is not None:
-                    buffer[:, 1] = torch.inf
+    make_infinite(run, 1)
     batch.cancel(left)
     addresses = [tensor.data_ptr() for tensor in run.buffers.owned()]
     for _ in range(3):

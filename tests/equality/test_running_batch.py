@@ -13,7 +13,7 @@ from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import running_batch
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from helpers.half import half
-from helpers.running import END, answer_alone, asked, batch_oracle, drive
+from helpers.running import END, answer_alone, asked, batch_oracle, drive, make_infinite
 from helpers.whole_blocks import use_whole_blocks
 from tiny import VOCAB, shallow_target, tiny_draft
 
@@ -471,14 +471,7 @@ def test_a_row_that_has_left_leaves_nothing_behind(family: str) -> None:
     step()
     run = batch._run
     assert run is not None
-    for cache in (run.cache, run.generator.cache):
-        for layer in cache.attention.values():
-            for buffer in layer.buffers():
-                buffer[1] = torch.inf
-        for group in cache.groups:
-            for buffer in (group.windows, group.states, group.blocks, group.projections):
-                if buffer is not None:
-                    buffer[:, 1] = torch.inf
+    make_infinite(run, 1)
     batch.cancel(spoiled)
     batch.add(requests[2].ids, **requests[2].settings)
     while batch.ids:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel, RunningBatch
+from dflash_hf.generation.run import Run
 from helpers.static import TensorOracle
 from tiny import VOCAB, OracleDraft, draft_config
 
@@ -164,3 +165,15 @@ def drive(
         assert finished[number] == ("stop" if ends else "length")
     assert batch.num_running == batch.num_waiting == 0
     return {"answered": len(finished), "broken": len(broken), "most": most}
+
+
+def make_infinite(run: Run, place: int) -> None:
+    """Makes all keys, values and states of the row at a place infinite, as what a row leaves behind may be."""
+    for cache in (run.cache, run.generator.cache):
+        for layer in cache.attention.values():
+            for buffer in layer.buffers():
+                buffer[place] = torch.inf
+        for group in cache.groups:
+            for buffer in (group.windows, group.states, group.blocks, group.projections):
+                if buffer is not None:
+                    buffer[:, place] = torch.inf

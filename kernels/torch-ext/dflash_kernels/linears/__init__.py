@@ -48,7 +48,9 @@ def check_weights(states: Tensor, weights: Sequence[Tensor]) -> None:
 
 
 def _check(given: Given, size: Sizes) -> None:
-    states, weights, biases = given["states"], given["weights"], given["biases"]
+    states = given["states"]
+    weights = given["weights"]
+    biases = given["biases"]
     if not 1 <= len(weights) <= MAX_WEIGHTS:
         raise ValueError(
             f"expected 1 to {MAX_WEIGHTS} weights, got {len(weights)}; multiply the others in a call of their own"

@@ -53,8 +53,10 @@ def _write_product(
 ):
     """`out[:, n] = rounded(states @ weight[n]^T + bias[n])`, plus the residual, for `BLOCK_N` rows of a weight."""
     dtype: tl.constexpr = states.dtype.element_ty
-    row, column = tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = row < num_rows, column < N
+    row = tl.arange(0, BLOCK_M)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = row < num_rows
+    is_column = column < N
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
@@ -167,8 +169,10 @@ def _gated_linear_kernel(
 ):
     """`out[:, n] = silu(gate[:, n]) * up[:, n]` of both products, each rounded, and the quotient too."""
     dtype: tl.constexpr = states.dtype.element_ty
-    row, column = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = row < num_rows, column < N
+    row = tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = row < num_rows
+    is_column = column < N
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
