@@ -137,6 +137,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--draft-vocab-size",
         "--dtype",
         "--feature-cache",
+        "--feature-dtype",
         "--feature-server",
         "--formats",
         "--gamma",

@@ -41,6 +41,10 @@ IDLE: dict[str, tuple[list[object], str]] = {
     ),
     "name of no server": (["--server-model", "x"], "expected --server-model with --server"),
     "decay of D-PACE": (["--gamma", 4], "expected --gamma with another --loss than dpace"),
+    "dtype of no cache": (
+        ["--feature-dtype", "float8"],
+        "expected --feature-dtype with --feature-cache, got 'float8'",
+    ),
     "folder of no sets": (["--bench-data-dir", TOY], "expected --bench-data-dir with --bench-data"),
 }
 

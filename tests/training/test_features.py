@@ -17,7 +17,13 @@ from dflash_hf.training import features as module
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate, collate_packed
 from dflash_hf.training.data import Example
-from dflash_hf.training.features import FeatureCache, bytes_per_token, features_alone
+from dflash_hf.training.features import (
+    FeatureCache,
+    bytes_per_token,
+    features_alone,
+    from_float8,
+    to_float8,
+)
 from dflash_hf.training.forward import Features, batch_loss
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.loss import decay_weights
@@ -280,3 +286,100 @@ def test_a_file_is_plain_safetensors(written: FeatureCache) -> None:
     assert json.loads((written.folder / "features.json").read_text())["target_layer_ids"] == [0, 2]
     with safe_open(files(written)[0], framework="pt") as file:
         assert set(file.keys()) == {"taps", "next_ids", "next_log_probs"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_float8_keeps_outliers_and_zeros(dtype: torch.dtype) -> None:
+    """Each tap of each token has a scale, so that a number is 1/16 off at most, or small beside its tap's largest."""
+    states = torch.randn(5, 3 * 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    states[0] = 0
+    states[1, 7] = 6e4
+    states[2] *= 1e-4
+    states[3, 40] = -3e3
+    numbers, scales = to_float8(states, 3)
+    assert numbers.dtype == torch.float8_e4m3fn
+    assert scales.dtype == dtype
+    assert scales.shape == (5, 3)
+    read = from_float8(numbers, scales)
+    assert read.dtype == dtype
+    assert not read[0].any()
+    taps, found = (some.double().unflatten(-1, (3, -1)) for some in (states, read))
+    largest = taps.abs().amax(-1, keepdim=True)
+    bound = torch.maximum(taps.abs() * (2**-4 + 2**-7), largest / 448 * 2**-9)
+    assert ((found - taps).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_features_are_read_in_the_targets_dtype(
+    dtype: torch.dtype,
+    target: Qwen3ForCausalLM,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    tmp_path: Path,
+) -> None:
+    found = find_target(target.to(dtype))
+    cache = FeatureCache(tmp_path, "float8")
+    cache.write(found, draft.config, examples, num_likely=4)
+    for example in examples:
+        wanted = features_alone(found, draft.config, example, 4)
+        read = FeatureCache(tmp_path, "float8").read([example], collate([example]))
+        assert read.taps.dtype == dtype
+        assert read.taps[0].equal(from_float8(*to_float8(wanted.taps[0], 2)))
+        assert read.next_ids.equal(wanted.next_ids)
+        assert read.next_log_probs.equal(wanted.next_log_probs)
+    size = bytes_per_token(draft.config, dtype, 4, "float8")
+    assert size == 2 * (32 + dtype.itemsize) + 32
+    with safe_open(files(cache)[0], framework="pt") as file:
+        names = ("taps", "scales", "next_ids", "next_log_probs")
+        tensors = [file.get_tensor(name) for name in names]
+    assert sum(tensor.nbytes for tensor in tensors) == size * len(tensors[0])
+
+
+@pytest.mark.parametrize("stored", ["auto", "float8"])
+def test_features_of_another_dtype_are_refused(
+    stored: str, found: Target, draft: DFlashDraftModel, examples: list[Example], tmp_path: Path
+) -> None:
+    other = {"auto": "float8", "float8": "auto"}[stored]
+    cache = FeatureCache(tmp_path / "features", stored)
+    cache.write(found, draft.config, examples)
+    message = rf"expected features with feature_dtype '{other}' in .*features.json, got '{stored}'"
+    with pytest.raises(ValueError, match=message):
+        FeatureCache(cache.folder, other).write(found, draft.config, examples)
+    # A file from another folder, or of a reader that has checked nothing
+    with pytest.raises(ValueError, match=rf"expected {other} features in .*, got '{stored}'; read"):
+        FeatureCache(cache.folder, other).read(examples, collate(examples))
+
+
+def test_a_folder_without_a_feature_dtype_is_auto(
+    found: Target, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache
+) -> None:
+    path = written.folder / "features.json"
+    settings = json.loads(path.read_text())
+    del settings["feature_dtype"]
+    path.write_text(json.dumps(settings))
+    written.write(found, draft.config, examples)
+    with pytest.raises(ValueError, match=r"feature_dtype 'float8' in .*, got 'auto'"):
+        FeatureCache(written.folder, "float8").write(found, draft.config, examples)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_states_without_a_finite_float8_are_refused(
+    value: float,
+    found: Target,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*args: Any) -> Features:
+        features = features_alone(*args)
+        features.taps[0, 1, 3] = value
+        return features
+
+    monkeypatch.setattr(module, "features_alone", broken)
+    cache = FeatureCache(tmp_path, "float8")
+    with pytest.raises(
+        ValueError, match=r"expected states .* finite in float8, got 'inf or nan'; use"
+    ):
+        cache.write(found, draft.config, examples)
+    assert not files(cache)

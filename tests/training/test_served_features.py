@@ -90,6 +90,27 @@ def test_the_command_trains_the_same_draft(toy_server: str, rows: Path, tmp_path
     assert lengths[0] == lengths[1]
 
 
+def test_float8_features_train_the_same_draft_and_are_compared(
+    toy_server: str, rows: Path, tmp_path: Path
+) -> None:
+    """Of servers, whose features are evaluated too, as of the target; a run goes on with what it began with."""
+    common = [*RECIPE, "--dataset", str(rows), "--feature-dtype", "float8"]
+    served = [*common, "--feature-cache", str(tmp_path / "a"), "--feature-server", toy_server]
+    result = train(*served, "--output-dir", tmp_path / "served")
+    assert result.exit_code == 0, result.output
+    whole = [*common, "--feature-cache", str(tmp_path / "b"), "--output-dir", tmp_path / "whole"]
+    result = train(*whole)
+    assert result.exit_code == 0, result.output
+    ours = load_draft(tmp_path / "served" / "draft").state_dict()
+    theirs = load_draft(tmp_path / "whole" / "draft").state_dict()
+    assert all(value.equal(theirs[name]) for name, value in ours.items())
+    stages = json.loads((tmp_path / "served" / "stages.json").read_text())
+    assert stages["run"]["facts"]["acceptance_length"] >= 1
+    result = train(*whole, "--feature-dtype", "auto")
+    assert result.exit_code == 2
+    assert "feature_dtype was 'float8' and is 'auto'" in said(result)
+
+
 def test_a_failing_server_is_asked_again(
     target: Qwen3ForCausalLM, make_draft: Any, examples: list[Example], tmp_path: Path
 ) -> None:
@@ -122,6 +143,23 @@ def test_long_examples_are_named(
     ):
         cache.write_served(find_target(target), config, examples, [OpenAIClient(url)])
     assert sum(example in cache for example in examples) == 2
+
+
+def test_states_that_float8_cannot_hold_are_asked_for_once(
+    target: Qwen3ForCausalLM, make_draft: Any, examples: list[Example], tmp_path: Path
+) -> None:
+    config = make_draft().config
+    others = {token for example in examples[1:] for token in example.input_ids}
+    own = set(examples[0].input_ids) - others - set(served_features.SHORT_TEXT)
+    with torch.no_grad():
+        target.model.embed_tokens.weight[own.pop()] = float("nan")
+    server = HiddenStatesServer(target, tmp_path, layer_ids(config))
+    cache = FeatureCache(tmp_path / "features", "float8")
+    message = r"the states of 3 examples, got 1 refusals \(.* finite in float8, got 'inf or nan'"
+    with serving(server) as url, pytest.raises(ValueError, match=message):
+        cache.write_served(find_target(target), config, examples, [OpenAIClient(url)])
+    assert [example in cache for example in examples] == [False, True, True]
+    assert server.num_requests == len(examples) + 1, "one more asks whether the server is well"
 
 
 def test_other_states_are_refused(

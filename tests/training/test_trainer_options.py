@@ -191,3 +191,12 @@ def test_a_decay_that_the_loss_does_not_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected no gamma beside loss='dpace', got 7\.0; leave"):
         options(tmp_path, gamma=7.0)
     assert options(tmp_path, gamma=7.0, loss="kl").gamma == 7.0
+
+
+def test_a_feature_dtype_without_a_cache_is_refused(tmp_path: Path) -> None:
+    message = r"expected feature_dtype with a feature_cache, got 'float8'; leave it out"
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, feature_dtype="float8")
+    message = r"expected feature_dtype 'auto' or 'float8', got 'float16'; use one of them"
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, feature_dtype="float16", feature_cache=str(tmp_path))

@@ -212,6 +212,12 @@ class TrainSettings:
         "computes them again.",
         None,
     )
+    feature_dtype: str = option(
+        MACHINE,
+        "How --feature-cache stores the hidden states. auto: in the target's dtype. float8: rounded to 8 bits, in "
+        "half the space of bfloat16.",
+        "auto",
+    )
     feature_server: tuple[str, ...] = option(
         MACHINE,
         "URLs of vLLM servers that compute the target's hidden states, separated by commas. The training then loads "
@@ -326,6 +332,7 @@ class TrainSettings:
             (OF_SAMPLES, is_sampled, "with a --temperature above 0"),
             (("server_model",), bool(self.server), "with --server"),
             (("gamma",), self.loss != "dpace", "with another --loss than dpace"),
+            (("feature_dtype",), self.feature_cache is not None, "with --feature-cache"),
             (("bench_data_dir",), bool(self.bench_data), "with --bench-data"),
             (
                 ("template",),
@@ -432,6 +439,7 @@ OF_THE_TRAINER = (
     "per_device_train_batch_size",
     "chunk_blocks",
     "feature_cache",
+    "feature_dtype",
 )
 MADE_FROM: dict[Stage, tuple[str, ...]] = {
     "prepare": (
@@ -467,6 +475,7 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
         "warmup_steps",
         "num_train_epochs",
         "per_device_train_batch_size",
+        "feature_dtype",
     ),
     "bench": ("bench_data", "bench_prompts"),
     "export": ("formats", "license"),

@@ -382,7 +382,7 @@ def _write_served_features(
 ) -> None:
     """Has the servers compute the hidden states of all examples; each process asks for its share."""
     mine = share_of(examples, process_index(), num_processes())
-    cache = FeatureCache(str(settings.feature_cache))
+    cache = FeatureCache(str(settings.feature_cache), trainer.args.feature_dtype)
     servers = feature_servers(settings)
     cache.write_served(trainer.target, trainer.draft.config, mine, servers)
     if num_processes() > 1:

@@ -13,6 +13,7 @@ from transformers import SchedulerType, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from dflash_hf.errors import require
+from dflash_hf.training.features import FeatureDtype
 from dflash_hf.training.forward import Attention
 from dflash_hf.training.loss import OBJECTIVES, Objective
 
@@ -21,6 +22,7 @@ CHOICES = {
     "loss": OBJECTIVES,
     "labels": ("tokens", "target"),
     "attention": get_args(Attention),
+    "feature_dtype": get_args(FeatureDtype),
     "save_dtype": ("float32", "auto"),
 }
 
@@ -45,7 +47,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     Args:
         num_anchors, block_size, gamma, loss, labels, chunk_blocks, attention: See their `help`.
-        packing_length, feature_cache, save_dtype: See their `help`; the other arguments are those of
+        packing_length, feature_cache, feature_dtype, save_dtype: See their `help`; the other arguments are those of
             [`~transformers.TrainingArguments`].
 
     Raises:
@@ -122,6 +124,13 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Folder of the target's features; missing ones are written first."},
     )
+    feature_dtype: FeatureDtype = field(
+        default="auto",
+        metadata={
+            "help": "How feature_cache stores the target's states; auto: in the target's dtype. float8: rounded to "
+            "8 bits, with a scale for each token and tap."
+        },
+    )
     save_dtype: Literal["float32", "auto"] = field(
         default="float32",
         metadata={
@@ -185,6 +194,9 @@ class DFlashTrainingArguments(TrainingArguments):
         has_decay = self.gamma is None or self.loss != "dpace"
         action = "leave one of them out: D-PACE's weights follow from the draft's own losses"
         require(has_decay, "no gamma beside loss='dpace'", self.gamma, action)
+        has_cache = self.feature_cache is not None or self.feature_dtype == "auto"
+        action = "leave it out, or name a folder"
+        require(has_cache, "feature_dtype with a feature_cache", self.feature_dtype, action)
         size = self.block_size
         length = self.packing_length
         require(

@@ -6,6 +6,8 @@ another order.
 
 A folder holds `features.json`, which says of which target and how, and a file of safetensors for each example, named
 by its content: so the same folder serves any order of the examples, and whatever is missing of them.
+
+With the dtype "float8" the states are rounded: a file then has `scales` beside its `taps`, see [`to_float8`].
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,22 +40,77 @@ from dflash_hf.training.served_features import ServedFeatures
 logger: Any = logging.get_logger(__name__)
 
 SETTINGS_FILE = "features.json"
-PARTS = ("taps", "next_ids", "next_log_probs")
+PARTS = ("taps", "scales", "next_ids", "next_log_probs")
+FLOAT8 = torch.float8_e4m3fn
+# auto: the target's dtype.
+FeatureDtype = Literal["auto", "float8"]
 
 
-def bytes_per_token(config: DFlashConfig, dtype: torch.dtype, num_likely: int = 0) -> int:
-    """Returns what a token's features take on disk: 40,960 bytes for five taps of Qwen3-8B in bfloat16."""
-    return (
-        len(config.target_layer_ids) * int(config.target_hidden_size) * dtype.itemsize
-        + 8 * num_likely
-    )
+def bytes_per_token(
+    config: DFlashConfig,
+    dtype: torch.dtype,
+    num_likely: int = 0,
+    feature_dtype: FeatureDtype = "auto",
+) -> int:
+    """Returns what a token's features take on disk: 40,960 bytes for five taps of Qwen3-8B in bfloat16.
+
+    In float8 they take 20,490 bytes.
+
+    Args:
+        dtype (`torch.dtype`): The target's.
+    """
+    width = int(config.target_hidden_size)
+    tap_bytes = width * dtype.itemsize
+    if feature_dtype == "float8":
+        tap_bytes = width * FLOAT8.itemsize + dtype.itemsize
+    return len(config.target_layer_ids) * tap_bytes + 8 * num_likely
+
+
+def to_float8(states: Tensor, num_taps: int) -> tuple[Tensor, Tensor]:
+    """Returns states rounded to float8, and the scales by which [`from_float8`] multiplies them.
+
+    Each tap of each token has a scale, by which its largest number becomes 448, the largest one of float8. So an
+    outlier makes only the small numbers of its own tap and token less exact.
+
+    Args:
+        states (`torch.Tensor` of shape `[T, L * D]`): Of any floating dtype.
+        num_taps (`int`): `L`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Numbers `[T, L * D]` in float8_e4m3fn, and scales `[T, L]` in the states'
+        dtype; neither is of use where a state is infinite or no number.
+    """
+    largest = torch.finfo(FLOAT8).max
+    taps = states.unflatten(-1, (num_taps, -1))
+    # Above 0 in a tap of zeros too, and no subnormal number, which would have fewer digits
+    smallest = torch.finfo(states.dtype).tiny
+    scales = (taps.abs().amax(dim=-1) / largest).clamp_min(smallest)
+    # In bfloat16 the quotient would be rounded twice
+    wide = torch.promote_types(states.dtype, torch.float32)
+    numbers = taps.to(wide) / scales.to(wide)[..., None]
+    # A scale that was rounded down leaves its largest number above the limit
+    numbers = numbers.clamp(-largest, largest)
+    return numbers.to(FLOAT8).flatten(-2), scales
+
+
+def from_float8(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Returns states `[T, L * D]` in the scales' dtype, of numbers `[T, L * D]` in float8 and scales `[T, L]`."""
+    taps = numbers.to(scales.dtype).unflatten(-1, (scales.shape[-1], -1))
+    return (taps * scales[..., None]).flatten(-2)
 
 
 class FeatureCache:
-    """Features of examples in a folder, which need not exist before it is written to."""
+    """Features of examples in a folder, which need not exist before it is written to.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    Args:
+        folder (path): The folder.
+        dtype (`str`): How the states are stored: `"auto"` in the target's dtype, `"float8"` rounded to 8 bits. Read
+            back they are of the target's dtype either way.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], dtype: FeatureDtype = "auto") -> None:
         self.folder = Path(folder)
+        self.dtype: FeatureDtype = dtype
         self._checked: set[str] = set()
 
     def write(
@@ -74,8 +131,8 @@ class FeatureCache:
                 them: see `batch_loss`. A folder that has more goes on with as many.
 
         Raises:
-            ValueError: If the folder holds features of another target or others taps, or the disk has too little room
-                for all of them.
+            ValueError: If the folder holds features of another target, of others taps or of another dtype, the disk
+                has too little room for all of them, or states have no finite value in float8.
             OSError: If the disk is full after all.
         """
         num_likely = self._begin(target, config, examples, num_likely)
@@ -84,7 +141,7 @@ class FeatureCache:
             what = f"features of every example in {self.folder}"
             require(target.has_layers, what, got, "write them first, with --feature-server")
             features = features_alone(target, config, example, num_likely)
-            self._save_features(self._path(example), features)
+            self._save_features(example, features, config)
 
     def write_served(
         self,
@@ -106,7 +163,7 @@ class FeatureCache:
         self._begin(target, config, examples, num_likely=0)
 
         def keep(example: Example, states: Tensor) -> None:
-            self._save_features(self._path(example), Features(taps=states[None]))
+            self._save_features(example, Features(taps=states[None]), config)
 
         served = ServedFeatures(servers, config, target.model.dtype)
         served.compute(self.missing(examples), keep)
@@ -123,12 +180,12 @@ class FeatureCache:
         num_likely: int,
     ) -> int:
         """Checks what is there and the room on the disk, writes the settings, and returns the next tokens to keep."""
-        settings = _settings(target, config, num_likely)
+        settings = {**_settings(target, config, num_likely), "feature_dtype": self.dtype}
         is_old = (self.folder / SETTINGS_FILE).exists()
         if is_old:
             self.check(target, config, num_likely=num_likely)
             num_likely = int(self._settings()["num_likely"])
-        size = bytes_per_token(config, target.model.dtype, num_likely)
+        size = bytes_per_token(config, target.model.dtype, num_likely, self.dtype)
         # What is there already needs no room; lengths are known without building the examples.
         tokens = sum(example_lengths(examples))
         present = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
@@ -154,12 +211,17 @@ class FeatureCache:
         return num_likely
 
     def check(self, target: Target, config: DFlashConfig, *, num_likely: int = 0) -> None:
-        """Refuses a folder that was written of another target, with other taps or with too few next tokens.
+        """Refuses a folder of another target, dtype or taps, or with too few next tokens.
 
         Raises:
             ValueError: Saying which.
         """
         found = self._settings()
+        # A folder that was written before there was a choice does not say it
+        stored = found.get("feature_dtype", "auto")
+        what = f"features with feature_dtype {self.dtype!r} in {self.folder / SETTINGS_FILE}"
+        action = f"use feature_dtype {stored}, or write them into another folder"
+        require(stored == self.dtype, what, stored, action)
         action = "use the target they were written with, or write them into another folder"
         for name, value in _settings(target, config, num_likely).items():
             got = found.get(name)
@@ -191,7 +253,7 @@ class FeatureCache:
             batch ([`Batch`]): Padded on the right, or packed.
 
         Raises:
-            ValueError: If an example is missing, or its file is truncated or changed; names it.
+            ValueError: If an example is missing, or its file is truncated, changed or of another dtype; names it.
         """
         starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
         places = [
@@ -216,7 +278,7 @@ class FeatureCache:
         return self.folder / f"{example_key(example)}.safetensors"
 
     def _read(self, example: Example) -> dict[str, Tensor]:
-        """One example's tensors, compared with their checksum the first time they are read."""
+        """One example's taps and next tokens, compared with their checksum the first time they are read."""
         path = self._path(example)
         got = f"none of an example of {len(example.input_ids)} tokens"
         require(
@@ -236,11 +298,27 @@ class FeatureCache:
                 wanted == _checksum(found.values()), what, "other bytes than were written", action
             )
             self._checked.add(path.name)
+        stored = "float8" if "scales" in found else "auto"
+        what = f"{self.dtype} features in {path}"
+        action = f"read a folder of {stored} features with that dtype, or delete the file and write it again"
+        require(stored == self.dtype, what, stored, action)
+        if stored == "float8":
+            found["taps"] = from_float8(found["taps"], found.pop("scales"))
         return found
 
-    def _save_features(self, path: Path, features: Features) -> None:
+    def _save_features(self, example: Example, features: Features, config: DFlashConfig) -> None:
+        path = self._path(example)
         features = features.to(torch.device("cpu"))
         parts = {"taps": features.taps[0].contiguous()}
+        if self.dtype == "float8":
+            numbers, scales = to_float8(features.taps[0], len(config.target_layer_ids))
+            # Inf and nan are none here, and the largest numbers of a dtype may be rounded to more than it holds
+            is_finite = bool(from_float8(numbers, scales).isfinite().all())
+            length = len(example.input_ids)
+            what = f"states of an example of {length} tokens that are finite in float8"
+            action = "use feature_dtype auto, or leave the example out"
+            require(is_finite, what, "inf or nan", action)
+            parts = {"taps": numbers, "scales": scales}
         if features.next_ids is not None and features.next_log_probs is not None:
             parts["next_ids"] = features.next_ids[0].to(torch.int32)
             parts["next_log_probs"] = features.next_log_probs[0].contiguous()

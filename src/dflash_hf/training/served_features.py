@@ -90,7 +90,8 @@ class ServedFeatures:
 
         Args:
             examples (iterable of [`Example`]): Without images.
-            keep (callable): Is given each example with its states, `[T, L * D]`, on the CPU.
+            keep (callable): Is given each example with its states, `[T, L * D]`, on the CPU. A `ValueError` of it
+                refuses the example.
 
         Raises:
             ValueError: If an example has images, no server answers any more, or a server refuses an example.
@@ -99,7 +100,11 @@ class ServedFeatures:
         num_jobs = 0
 
         async def ask(server: OpenAIClient, job: FeatureJob) -> None:
-            keep(job.example, await self._states(server, job.example.input_ids))
+            states = await self._states(server, job.example.input_ids)
+            try:
+                keep(job.example, states)
+            except ValueError as error:  # asking again gives the same states
+                raise OtherPromptError(str(error)) from error
 
         async def ask_again(server: OpenAIClient) -> None:
             await self._states(server, SHORT_TEXT)

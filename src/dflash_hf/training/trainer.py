@@ -237,9 +237,10 @@ class DFlashTrainer(Trainer):
             return None
         num_likely = LIKELY_TOKENS if args.loss in DISTILLATION else int(args.labels == "target")
         mine: Any = share_of(examples, args.process_index, args.world_size)  # type: ignore[arg-type]
-        FeatureCache(args.feature_cache).write(self.target, config, mine, num_likely=num_likely)
+        cache = FeatureCache(args.feature_cache, args.feature_dtype)
+        cache.write(self.target, config, mine, num_likely=num_likely)
         self.accelerator.wait_for_everyone()
-        return FeatureCache(args.feature_cache)
+        return cache
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Overrides: Transformers has no Muon."""
@@ -387,7 +388,7 @@ class DFlashTrainer(Trainer):
         handler.eval_dataloader = dataloader
         cache = None
         if not self.target.has_layers:
-            cache = FeatureCache(str(self.args.feature_cache))
+            cache = FeatureCache(str(self.args.feature_cache), self.args.feature_dtype)
         with self.accelerator.autocast():
             walked = walked_acceptance(
                 self._whole_draft(),
