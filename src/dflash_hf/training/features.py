@@ -131,7 +131,7 @@ class FeatureCache:
                 them: see `batch_loss`. A folder that has more goes on with as many.
 
         Raises:
-            ValueError: If the folder holds features of another target, of others taps or of another dtype, the disk
+            ValueError: If the folder holds features of another target, of other taps or of another dtype, the disk
                 has too little room for all of them, or states have no finite value in float8.
             OSError: If the disk is full after all.
         """
