@@ -169,6 +169,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--target",
         "--temperature",
         "--template",
+        "--tensor-parallel-size",
         "--threads",
         "--top-k",
         "--top-p",

@@ -179,6 +179,17 @@ def brought_in(module: nn.Module) -> Generator[None]:
             hook.post_forward(module, None)
 
 
+def in_one_piece(weight: Tensor) -> Tensor:
+    """Returns a weight as a plain tensor, in its whole shape; gathered where several processes have a share of it.
+
+    All of these processes call it.
+    """
+    shared: Any = weight
+    if not hasattr(shared, "device_mesh"):
+        return weight
+    return shared.full_tensor()
+
+
 def raw_embeddings(embedding: nn.Module, token_ids: Tensor) -> Tensor:
     """Looks ids `[...]` up in an embedding's weight as it stands there, wherever that is: `[..., D]`.
 

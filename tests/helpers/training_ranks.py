@@ -17,6 +17,8 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import distributed
+from transformers import Qwen3ForCausalLM
+from transformers.distributed import DistributedConfig
 
 from dflash_hf.training import DFlashTrainer
 from helpers.forked_ranks import run_ranks
@@ -33,29 +35,39 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
     Args:
         folder (`Path`): Of the run.
         kind (`str`): `"plain"` or `"fsdp"`, a DFlash 2 draft under either; `"muon"`; `"lora"` or `"lora-fsdp"`, PEFT's
-            adapter on such a draft.
+            adapter on such a draft. In a kind with `"shared"` the processes hold one target together, and get the same
+            rows; with `"cache"` its features are on the disk.
         seed (`int`): Of the draft, or of its adapter.
     """
-    target = tiny_target("qwen3")
+    target: Any = tiny_target("qwen3")
     changes: dict[str, Any] = {}
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    num_groups = world
+    is_shared = "shared" in kind and world > 1
+    if is_shared:
+        num_groups = 1
+        changes = {"tensor_parallel_size": world}
+    if "cache" in kind:
+        changes |= {"feature_cache": str(folder / "features"), "loss": "kl"}
     if "fsdp" in kind:
         # As accelerate's own YAML of FSDP2 has it: what is saved is one file all the same
         how = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
-        changes = {"fsdp": True, "fsdp_config": how}
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+        changes |= {"fsdp": True, "fsdp_config": how}
     args = options(
         folder,
         optim="muon" if kind == "muon" else "adamw_torch",
         max_steps=STEPS,
         logging_steps=STEPS // 2,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=BATCHES // world,
+        gradient_accumulation_steps=BATCHES // num_groups,
         save_steps=STEPS // 2,
         eval_strategy="steps",
         eval_steps=STEPS // 2,
         use_cpu=True,
         **changes,
     )
+    if is_shared:
+        target = share_of(target, folder / "target", world)
     draft: Any = tiny_draft(target, seed=1 if "lora" in kind else seed, **DFLASH2)
     if "lora" in kind:
         import peft
@@ -65,6 +77,14 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
     return DFlashTrainer(
         model=draft, target=target, args=args, train_dataset=draws(9), eval_dataset=draws(5)
     )
+
+
+def share_of(whole: Any, folder: Path, num_ranks: int) -> Any:
+    """A process's share of a target, which the first process writes to a folder."""
+    whole.save_pretrained(folder)
+    distributed.barrier()
+    shares = DistributedConfig(tp_size=num_ranks)
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype="auto", distributed_config=shares)
 
 
 def train(folder: Path, kind: str) -> None:

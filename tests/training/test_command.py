@@ -467,6 +467,7 @@ def test_every_setting_but_the_machines_is_what_some_stage_is_made_from() -> Non
         "feature_cache",
         "feature_server",
         "device",
+        "tensor_parallel_size",
         "threads",
         "logging_steps",
     }

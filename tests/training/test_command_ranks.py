@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.distributed import DistributedConfig
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
@@ -30,6 +32,12 @@ def told(text: str) -> list[tuple[str, str]]:
     """The lines of stages, as name and rest."""
     parts = [line.partition(": ")[::2] for line in text.splitlines()]
     return [(name, rest) for name, rest in parts if name in STAGES]
+
+
+def told_by(stage: dict[str, Any]) -> dict[str, Any]:
+    """What a stage told when it ended, without its times."""
+    facts = stage["facts"]
+    return {name: value for name, value in facts.items() if "second" not in name}
 
 
 def run_python(*words: object) -> subprocess.CompletedProcess[str]:
@@ -88,6 +96,46 @@ def test_processes_are_one_that_accumulates(ranks: int, tmp_path: Path, in_float
     assert [state[stage]["finished"] for stage in STAGES] == [True] * 5
 
 
+@pytest.mark.skipif(
+    not hasattr(DistributedConfig, "dp_replicate_size"), reason="this Transformers has no groups"
+)
+def test_groups_that_share_a_target_train_as_plain_processes(
+    tmp_path: Path, in_float64: None
+) -> None:
+    """Four processes that hold two targets answer and train as two that hold one each, and go on as one."""
+    many = training_command_many.__file__
+    words: list[object] = [
+        *("train", "--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--dtype", "float64"),
+        *("--per-device-train-batch-size", 1, "--draft-vocab-size", 64, "--answer-batch", 1),
+        *("--temperature", 0.8, "--stages", "prepare,regenerate,run,export"),
+    ]
+    shared, plain = tmp_path / "shared", tmp_path / "plain"
+    share = ("--tensor-parallel-size", 2)
+    run = run_forked(many, 4, tmp_path / "facts", *words, *share, "--output-dir", shared)
+    assert [name for name, _ in told(run.stdout)] == ["prepare", "regenerate", "run", "export"]
+    run_forked(many, 2, tmp_path / "facts", *words, "--output-dir", plain)
+    answers = ("--stages", "prepare,regenerate", "--output-dir", tmp_path / "group")
+    run_forked(many, 2, tmp_path / "facts", *words, *share, *answers)
+    for name in ("train.jsonl", "held_out.jsonl"):
+        folders = (shared, plain, tmp_path / "group")
+        assert len({(folder / "answered" / name).read_text() for folder in folders}) == 1
+    ours, theirs = (load_file(folder / "draft" / "model.safetensors") for folder in (shared, plain))
+    assert {value.dtype for value in ours.values() if value.is_floating_point()} == {torch.float64}
+    assert all((value - theirs[name]).abs().max() < 1e-6 for name, value in ours.items())
+    states = [json.loads((folder / "stages.json").read_text()) for folder in (shared, plain)]
+    for stage in ("regenerate", "run"):
+        assert states[0][stage]["target"] == states[1][stage]["target"]
+        assert told_by(states[0][stage]) == told_by(states[1][stage])
+    assert states[0]["run"]["made_from"][BATCHES_PER_STEP] == 2
+    # The run goes on from its last checkpoint in one process, which holds the whole target
+    shutil.rmtree(shared / "draft")
+    alone = ("--tensor-parallel-size", 1, "--gradient-accumulation-steps", 2)
+    result = train(*words[1:], *alone, "--output-dir", shared)
+    assert result.exit_code == 0, result.output
+    again = load_file(shared / "draft" / "model.safetensors")
+    assert all(value.equal(again[name]) for name, value in ours.items())
+
+
 def test_a_process_loads_its_target_on_its_own_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +165,13 @@ def test_steps_of_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         what = f"got a change: {BATCHES_PER_STEP} was 8 and is 16; add --redo"
         with pytest.raises(ValueError, match=what):
             RunState(of_more, [*STAGES], False).check()
+        # Four processes with one target count as one
+        shared = replace(of_eight, tensor_parallel_size=4)
+        what = f"got a change: {BATCHES_PER_STEP} was 8 and is 2; add --redo"
+        with pytest.raises(ValueError, match=what):
+            RunState(shared, [*STAGES], False).check()
+        of_four = replace(shared, arguments={"gradient_accumulation_steps": 4})
+        RunState(of_four, [*STAGES], False).check()
 
 
 # As docs/training.md starts them.

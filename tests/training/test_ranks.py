@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default:`is_gradient_checkpointing`:Fut
 LIMIT = 280
 # Of two processes -> of one.
 KINDS = {"plain": "plain", "fsdp": "plain"}
+KINDS |= {"shared": "plain", "shared-cache": "cache", "shared-fsdp": "plain"}
 KINDS |= {"muon": "muon"} if hasattr(torch.optim, "Muon") else {}
 KINDS |= {"lora-fsdp": "lora"} if importlib.util.find_spec("peft") else {}
 

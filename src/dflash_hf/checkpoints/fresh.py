@@ -17,7 +17,7 @@ from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.checkpoints.formats import check_is_no_draft
 from dflash_hf.checkpoints.mapping import FIELDS
 from dflash_hf.configuration_dflash import ROPE_TYPES, DFlashConfig
-from dflash_hf.devices import brought_in, execution_device
+from dflash_hf.devices import brought_in, execution_device, in_one_piece
 from dflash_hf.errors import listed, require, shown
 from dflash_hf.layer_configs import attention_sizes, commonest, layer_values
 
@@ -197,7 +197,8 @@ def set_first_values(
             draft.d2t.copy_(ids - kept)
             kept = ids
         with brought_in(head):
-            draft.lm_head.weight.copy_(head.weight[kept.to(head.weight.device)])
+            weight = in_one_piece(head.weight)
+            draft.lm_head.weight.copy_(weight[kept.to(weight.device)])
     # Over the vocabulary, of random states whose mean square is 1.
     states = torch.randn(
         16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu"

@@ -224,6 +224,12 @@ class TrainSettings:
         "only the embedding and the head of the target.",
         (),
     )
+    tensor_parallel_size: int = option(
+        MACHINE,
+        "Number of processes that hold one target together, each with a share of every layer; for a target that is "
+        "larger than a GPU. Start this many processes or a multiple of it.",
+        1,
+    )
     dtype: str = option(MACHINE, "torch dtype of the target, or auto.", "auto")
     device: str = option(MACHINE, "Device map of the target, or auto.", "auto")
     threads: int | None = option(MACHINE, "Number of CPU threads.", None)
@@ -263,6 +269,8 @@ class TrainSettings:
         _check_urls("feature_server", self.feature_server)
         if self.feature_server:
             self._check_without_layers()
+        if self.tensor_parallel_size > 1:
+            self._check_shared_target()
 
     def _check_without_layers(self) -> None:
         """Refuses what needs the target's layers, where a server runs them."""
@@ -283,6 +291,17 @@ class TrainSettings:
         what = "no --packing-length with --feature-server"
         action = "leave it out: the target cannot be tried here"
         require(self.packing_length is None, what, self.packing_length, action)
+
+    def _check_shared_target(self) -> None:
+        """Refuses what one process would do by itself with a target that several hold together."""
+        beside = "with --tensor-parallel-size"
+        action = "leave one of them out: the server runs the target's layers"
+        urls = ",".join(self.feature_server)
+        require(not self.feature_server, f"no --feature-server {beside}", urls, action)
+        action = "give a --dataset"
+        require(self.self_prompts == 0, f"no --self-prompts {beside}", self.self_prompts, action)
+        action = "leave it out: each process takes its own accelerator"
+        require(self.device == "auto", f"no --device {beside}", self.device, action)
 
     def _check_places(self) -> None:
         """Refuses a target, data or folders that are not there."""
@@ -393,9 +412,10 @@ class TrainSettings:
             keeps_best = bool(self.arguments.get("load_best_model_at_end"))
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
             found |= {name: plain[name] for name in self.arguments if not name.startswith(how)}
-            # Eight processes do what one does that accumulates eight batches.
+            # Eight processes do what one does that accumulates eight batches; those that share a target count as one.
             accumulated = int(found.pop("gradient_accumulation_steps", 1))
-            found[BATCHES_PER_STEP] = num_processes() * accumulated
+            num_groups = num_processes() // self.tensor_parallel_size
+            found[BATCHES_PER_STEP] = num_groups * accumulated
         return found
 
 
@@ -414,6 +434,7 @@ LEAST = {
     "num_hidden_layers": 1,
     "bench_prompts": 1,
     "threads": 1,
+    "tensor_parallel_size": 1,
 }
 OF_A_FRESH_DRAFT = (
     "algorithm",
@@ -440,6 +461,7 @@ OF_THE_TRAINER = (
     "chunk_blocks",
     "feature_cache",
     "feature_dtype",
+    "tensor_parallel_size",
 )
 MADE_FROM: dict[Stage, tuple[str, ...]] = {
     "prepare": (

@@ -44,6 +44,7 @@ from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.pair.loading import load_processor, load_target
+from dflash_hf.pair.shared_target import load_shared_target
 from dflash_hf.pair.vocabulary import load_vocabulary
 from dflash_hf.training.answering import regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
@@ -80,11 +81,7 @@ class TargetOnce:
     def look(self) -> tuple[PreTrainedModel, Processor]:
         """Returns the target and what encodes its prompts, and keeps both for the next one who asks."""
         if not self._loaded:
-            settings = self.settings
-            # Of several processes each has a device of its own
-            device_map = Processes(settings.device).device_map
-            load = load_vocabulary if settings.feature_server else load_target
-            self._loaded.append(load(settings.target, settings.dtype, device_map))
+            self._loaded.append(self._load())
         return self._loaded[0]
 
     def take(self) -> tuple[PreTrainedModel, Processor]:
@@ -95,6 +92,16 @@ class TargetOnce:
     def drop(self) -> None:
         """Frees a target that nobody has taken."""
         self._loaded.clear()
+
+    def _load(self) -> tuple[PreTrainedModel, Processor]:
+        settings = self.settings
+        num_ranks = settings.tensor_parallel_size
+        if num_ranks > 1:
+            return load_shared_target(settings.target, settings.dtype, num_ranks)
+        # Of several processes each has a device of its own
+        device_map = Processes(settings.device).device_map
+        load = load_vocabulary if settings.feature_server else load_target
+        return load(settings.target, settings.dtype, device_map)
 
 
 def run_stages(
@@ -115,6 +122,15 @@ def run_stages(
     action = "add --stages prepare,regenerate,run,export, and measure where the target runs"
     what = "no bench among --stages with --feature-server"
     require(has_layers or "bench" not in stages, what, ",".join(stages), action)
+    num_ranks = settings.tensor_parallel_size
+    action = f"start them with torchrun --nproc-per-node {num_ranks}, or accelerate launch"
+    what = f"a number of processes that --tensor-parallel-size {num_ranks} divides"
+    require(num_processes() % num_ranks == 0, what, num_processes(), action)
+    action = (
+        "add --stages prepare,regenerate,run,export: each process of a bench loads the whole target"
+    )
+    what = "no bench among --stages with --tensor-parallel-size"
+    require(num_ranks == 1 or "bench" not in stages, what, ",".join(stages), action)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     arguments = make_arguments(settings)  # it refuses what is out of range
@@ -139,14 +155,17 @@ def _run_pending(
     target = TargetOnce(settings)
     if is_first:
         state.check()
+    # Processes that hold the target together load it together
+    if is_first or settings.tensor_parallel_size > 1:
         _preflight(settings, arguments, state, target)
+    if is_first:
         if state.outdated:
             tell(f"made again: {', '.join(state.outdated)}; {state.reason}")
         state.discard_outdated()
         # Options of a command that runs nothing would stay, and be refused or meant by the next one
         if state.pending():
             state.write_settings()
-    pending = _said_by_the_first(state.pending())
+    pending: list[Stage] = _said_by_the_first(state.pending())
     for stage in state.stages:
         if stage not in pending:
             if is_first:
@@ -172,11 +191,11 @@ def _run_pending(
         tell(f"https://huggingface.co/{_upload(settings, state.folder('run'))}")
 
 
-def _said_by_the_first(pending: list[Stage]) -> list[Stage]:
-    """Returns the first process's list in all of them: one that reads the folder later may find a stage done."""
+def _said_by_the_first(value: Any) -> Any:
+    """Returns the first process's value in all of them: one that reads the folder later may find a stage done."""
     if num_processes() == 1:
-        return pending
-    said: list[Any] = broadcast_object_list([pending])
+        return value
+    said: list[Any] = broadcast_object_list([value])
     return said[0]
 
 
@@ -193,10 +212,45 @@ def _preflight(
     state: RunState,
     target: TargetOnce,
 ) -> None:
-    """Checks all that the pending stages need, before the first of them; nothing is written."""
+    """Checks all that the pending stages need, before the first of them; nothing is written.
+
+    With `--tensor-parallel-size` all processes call it: a forward and a hash of the target need each one's share.
+    """
+    is_first = process_index() == 0
+    is_shared = settings.tensor_parallel_size > 1
+    needs_target = is_first and _check_without_target(settings, arguments, state)
+    if is_shared:
+        needs_target = _said_by_the_first(needs_target)
+    if not needs_target:
+        return
+    try:
+        model, processor = target.look()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = "add --dtype bfloat16 or --tensor-parallel-size, or use a larger device"
+        raise ValueError(
+            f"expected a target that fits the memory, got {one_line(error)}; {advice}"
+        ) from error
+    identity = {**target_identity(model), **processor_identity(processor)}
+    if settings.feature_server:
+        del identity["weights"]  # they are on the server
+    if is_first:
+        state.check_target(identity)
+    has_draft = state.is_done("run")
+    if is_shared:
+        has_draft = _said_by_the_first(has_draft)
+    if not has_draft:
+        check_with_target(settings, arguments, model, processor)
+
+
+def _check_without_target(
+    settings: TrainSettings, arguments: DFlashTrainingArguments, state: RunState
+) -> bool:
+    """Checks what can be checked without the target's weights, and returns whether a stage needs them."""
     pending = state.pending()
     if not pending:
-        return
+        return False
     check_before_loading(settings, arguments, pending)
     is_answering = settings.answers == "target" and not settings.server
     needs_target = (
@@ -207,22 +261,7 @@ def _preflight(
     )
     if not needs_target:
         state.check_target(processor_identity(load_processor(settings.target)))
-        return
-    try:
-        model, processor = target.look()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        advice = "add --dtype bfloat16, or use a larger device"
-        raise ValueError(
-            f"expected a target that fits the memory, got {one_line(error)}; {advice}"
-        ) from error
-    identity = {**target_identity(model), **processor_identity(processor)}
-    if settings.feature_server:
-        del identity["weights"]  # they are on the server
-    state.check_target(identity)
-    if not state.is_done("run"):
-        check_with_target(settings, arguments, model, processor)
+    return needs_target
 
 
 def _upload(settings: TrainSettings, draft: Path) -> str:
@@ -278,11 +317,17 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
     ranks = ALONE
     if not settings.server:
         if num_processes() > 1:
-            wait = Processes("auto").wait
-            ranks = Ranks(rank=process_index(), size=num_processes(), wait=wait)
+            num_ranks = settings.tensor_parallel_size
+            ranks = Ranks(
+                rank=process_index() // num_ranks,
+                size=num_processes() // num_ranks,
+                wait=Processes("auto").wait,
+                writes=process_index() % num_ranks == 0,
+            )
         model, processor = target.take()
         if settings.draft is not None:
-            draft = load_draft(settings.draft, dtype=model.dtype, device_map=settings.device)
+            device_map = Processes(settings.device).device_map
+            draft = load_draft(settings.draft, dtype=model.dtype, device_map=device_map)
     else:
         model = clients_of(settings)
         processor = load_processor(settings.target)
@@ -339,7 +384,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     begun = any(is_whole(folder) for folder in (state.path / "run").glob("checkpoint-*"))
     facts: dict[str, Any] = {}
     # Without its layers the target cannot say whether the answers are its own
-    if process_index() == 0 and not begun and trainer.target.has_layers:
+    if arguments.group_index == 0 and not begun and trainer.target.has_layers:
         facts["share_of_own_answers"] = round(own_share(trainer.target, train), 4)
     trainer.train(resume_from_checkpoint=begun)
     fresh = state.path / ".draft"

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf.generation.accept import AcceptanceRule, accepted
 from dflash_hf.generation.state import DecodeState
+from dflash_hf.target_model.mesh import mesh_of
 
 # What a rank reports when they meet.
 WELL = 0
@@ -43,19 +44,15 @@ class Ranks:
         self.model = model
         self.rank = 0
         self.size = 1
-        # The attribute in which Transformers keeps the mesh of devices that a model is sharded over.
-        mesh: Any = getattr(model, "_device_mesh", None)
-        if mesh is not None:
-            if "tp" in (mesh.mesh_dim_names or ()):
-                mesh = mesh["tp"]
-            self.rank = mesh.get_local_rank()
-            self.size = mesh.size()
-        # Whether this process holds the whole target.
-        self.is_alone = self.size == 1
         # The group of the collective operations; never used where this process is alone.
         self.group: Any = None
-        if mesh is not None and not self.is_alone:
+        mesh = mesh_of(model)
+        if mesh is not None:
+            self.rank = mesh.get_local_rank()
+            self.size = mesh.size()
             self.group = mesh.get_group()
+        # Whether this process holds the whole target.
+        self.is_alone = mesh is None
         # Whether the others' next collective operation is a meeting, where a failure can be reported.
         self._meets_next = True
         self._interrupted = False

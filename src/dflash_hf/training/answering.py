@@ -53,7 +53,7 @@ def regenerate(
     Args:
         target (`PreTrainedModel` or sequence of [`OpenAIClient`]): The target, or servers that run it.
         draft (`PreTrainedModel`, *optional*): A draft of the target's to be faster: greedy answers are the same.
-        ranks ([`Ranks`]): The processes that share the work, each with its own copy of the target; not for servers.
+        ranks ([`Ranks`]): The processes that share the work; not for servers.
 
     Raises:
         ValueError: If the prompts cannot be read (naming the line), the file was begun by another target or with other
@@ -66,7 +66,7 @@ def regenerate(
         template=ChatTemplate(processing_class),
         prompts=RowFile(settings.prompts),
         report=Regenerated(),
-        progress=AnswerProgress(is_shown=ranks.rank == 0),
+        progress=AnswerProgress(is_shown=ranks.is_first),
     )
     answers: LocalAnswers | ServedAnswers
     if isinstance(target, Sequence):
@@ -75,7 +75,7 @@ def regenerate(
         answers = LocalAnswers(common, target, draft, ranks)
     run = _Run(common)
     made_of = answers.identity()
-    if ranks.rank == 0:
+    if ranks.is_first:
         run.begin(made_of)
     ranks.wait()
     report = common.report

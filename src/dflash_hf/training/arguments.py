@@ -47,8 +47,8 @@ class DFlashTrainingArguments(TrainingArguments):
 
     Args:
         num_anchors, block_size, gamma, loss, labels, chunk_blocks, attention: See their `help`.
-        packing_length, feature_cache, feature_dtype, save_dtype: See their `help`; the other arguments are those of
-            [`~transformers.TrainingArguments`].
+        packing_length, feature_cache, feature_dtype, save_dtype, tensor_parallel_size: See their `help`; the other
+            arguments are those of [`~transformers.TrainingArguments`].
 
     Raises:
         ValueError: If an option is out of range, before anything else happens.
@@ -139,6 +139,24 @@ class DFlashTrainingArguments(TrainingArguments):
         },
     )
 
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that hold one target together, each with a share of every layer. They get the same "
+            "batches; 1: each process holds the whole target."
+        },
+    )
+
+    @property
+    def num_groups(self) -> int:
+        """Number of targets in all processes: each is held by `tensor_parallel_size` of them, which are a group."""
+        return self.world_size // self.tensor_parallel_size
+
+    @property
+    def group_index(self) -> int:
+        """Which group this process is of: processes that follow one another are a group."""
+        return self.process_index // self.tensor_parallel_size
+
     def __post_init__(self) -> None:
         self._check()
         is_muon = self.optim == MUON
@@ -210,5 +228,12 @@ class DFlashTrainingArguments(TrainingArguments):
         )
         what = "positive batch size, gradient_accumulation_steps and chunk_blocks"
         require(min(counts) > 0, what, counts, "fix the one that is not")
+        num_ranks = self.tensor_parallel_size
+        require(
+            num_ranks >= 1,
+            "tensor_parallel_size >= 1",
+            num_ranks,
+            "1 is a whole target per process",
+        )
         steps = (self.max_steps, self.num_train_epochs)
         require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")

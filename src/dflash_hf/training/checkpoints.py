@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import logging
 
 from dflash_hf.errors import require
+from dflash_hf.training.arguments import DFlashTrainingArguments
 
 logger: Any = logging.get_logger(__name__)
 
@@ -34,12 +35,10 @@ class Records(TrainerCallback, ExportableState):
         """Returns what `trainer_state.json` keeps of it."""
         return {"args": {}, "attributes": vars(self)}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
         """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint."""
         state.compute_steps(args, state.max_steps)
-        self.batches_per_step = args.world_size * args.gradient_accumulation_steps
+        self.batches_per_step = args.num_groups * args.gradient_accumulation_steps
         self.rows_per_batch = args.per_device_train_batch_size
 
     def on_step_end(
@@ -91,7 +90,7 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
     )
 
 
-def check_same_steps(folder: Path, args: TrainingArguments) -> None:
+def check_same_steps(folder: Path, args: DFlashTrainingArguments) -> None:
     """Refuses to go on with steps of other rows than those of a checkpoint: rows would be left out or come twice.
 
     Raises:
@@ -102,13 +101,14 @@ def check_same_steps(folder: Path, args: TrainingArguments) -> None:
     if records is None:  # of an earlier version, which kept neither
         return
     was: Any = records["attributes"]
-    batches = args.world_size * args.gradient_accumulation_steps
+    batches = args.num_groups * args.gradient_accumulation_steps
     rows = args.per_device_train_batch_size
     require(
         was["batches_per_step"] == batches,
         f"{was['batches_per_step']} batches per step as in {folder}",
         batches,
-        f"with {args.world_size} processes set gradient_accumulation_steps so that their product is that",
+        f"with {args.num_groups} processes (or groups of tensor_parallel_size processes) set "
+        "gradient_accumulation_steps so that their product is that",
     )
     require(
         was["rows_per_batch"] == rows,

@@ -17,19 +17,21 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.errors import one_line, require
+from dflash_hf.target_model.mesh import mesh_of
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example, example_lengths
@@ -123,7 +125,8 @@ class FeatureCache:
     ) -> None:
         """Runs the target over every example that is not in the folder yet; what is written stays when it fails.
 
-        Several processes may write different examples at the same time.
+        Several processes may write different examples at the same time. Those that hold one target together are given
+        the same examples, and the first of them writes.
 
         Args:
             config (`DFlashConfig`): The draft's: which layers are tapped.
@@ -136,12 +139,19 @@ class FeatureCache:
             OSError: If the disk is full after all.
         """
         num_likely = self._begin(target, config, examples, num_likely)
-        for example in self.missing(examples):
+        mesh = mesh_of(target.model)
+        for example in examples:
+            is_missing = example not in self
+            if mesh is not None:
+                is_missing = _said_by_the_first(is_missing, mesh)
+            if not is_missing:
+                continue
             got = "none of an example, and the target's layers are on a server"
             what = f"features of every example in {self.folder}"
             require(target.has_layers, what, got, "write them first, with --feature-server")
             features = features_alone(target, config, example, num_likely)
-            self._save_features(example, features, config)
+            if mesh is None or mesh.get_local_rank() == 0:
+                self._save_features(example, features, config)
 
     def write_served(
         self,
@@ -180,10 +190,10 @@ class FeatureCache:
         num_likely: int,
     ) -> int:
         """Checks what is there and the room on the disk, writes the settings, and returns the next tokens to keep."""
-        settings = {**_settings(target, config, num_likely), "feature_dtype": self.dtype}
+        settings = _settings(target, config, num_likely)
         is_old = (self.folder / SETTINGS_FILE).exists()
         if is_old:
-            self.check(target, config, num_likely=num_likely)
+            self._compare(settings, num_likely)
             num_likely = int(self._settings()["num_likely"])
         size = bytes_per_token(config, target.model.dtype, num_likely, self.dtype)
         # What is there already needs no room; lengths are known without building the examples.
@@ -204,6 +214,7 @@ class FeatureCache:
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         if not is_old:
+            settings["feature_dtype"] = self.dtype
             self._save(
                 SETTINGS_FILE,
                 lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"),
@@ -216,6 +227,10 @@ class FeatureCache:
         Raises:
             ValueError: Saying which.
         """
+        self._compare(_settings(target, config, num_likely), num_likely)
+
+    def _compare(self, settings: Mapping[str, object], num_likely: int) -> None:
+        """Refuses a folder that was written with other settings, or with too few next tokens."""
         found = self._settings()
         # A folder that was written before there was a choice does not say it
         stored = found.get("feature_dtype", "auto")
@@ -223,7 +238,7 @@ class FeatureCache:
         action = f"use feature_dtype {stored}, or write them into another folder"
         require(stored == self.dtype, what, stored, action)
         action = "use the target they were written with, or write them into another folder"
-        for name, value in _settings(target, config, num_likely).items():
+        for name, value in settings.items():
             got = found.get(name)
             is_good = (
                 isinstance(got, int) and got >= num_likely if name == "num_likely" else got == value
@@ -364,6 +379,14 @@ def example_key(example: Example) -> str:
     if "token_type_ids" in example.model_inputs:  # answers get types of their own
         digest.update(bytes(example.loss_mask))
     return digest.hexdigest()[:32]
+
+
+def _said_by_the_first(is_missing: bool, mesh: DeviceMesh) -> bool:
+    """Returns what the first process of a mesh says, which may have written an example that another one then finds."""
+    group = mesh.get_group()
+    said = torch.tensor([is_missing], dtype=torch.long, device=mesh.device_type)
+    distributed.broadcast(said, distributed.get_global_rank(group, 0), group=group)
+    return bool(said.item())
 
 
 def _settings(target: Target, config: DFlashConfig, num_likely: int) -> dict[str, object]:

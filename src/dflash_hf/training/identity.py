@@ -1,6 +1,6 @@
 """Which target wrote answers or features, or a draft is for: hashes of its settings, weights, template and vocabulary.
 
-Those of a target are the same in any dtype, and wherever its files are.
+Those of a target are the same in any dtype, wherever its files are, and however many processes hold it together.
 
 Every weight counts: what is hashed of a tensor are the sums of its rows and of its columns, of the bits of its values
 in bfloat16 as integers. They are exact in any order, and take as long as reading it.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from dflash_hf.devices import in_one_piece
 from dflash_hf.training.messages import ChatTemplate
 
 # Of a config: where it is from and how it is run, which is not what it computes.
@@ -24,6 +25,7 @@ NOT_THE_MODEL = {
     "_attn_implementation",
     "_commit_hash",
     "architectures",
+    "distributed_config",
     "dtype",
     "torch_dtype",
     "transformers_version",
@@ -32,12 +34,16 @@ NOT_THE_MODEL = {
 
 
 def target_identity(target: PreTrainedModel) -> dict[str, str]:
-    """Returns `{"config", "weights"}`, two hashes that tell a target from a changed one."""
+    """Returns `{"config", "weights"}`, two hashes that tell a target from a changed one.
+
+    All processes that hold the target together call it.
+    """
     config = json.dumps(_plain(target.config.to_dict()), sort_keys=True, default=str)
     weights = hashlib.sha256()
     with torch.no_grad():
         for name, value in sorted(target.named_parameters()):
-            weights.update(f"{name} {tuple(value.shape)} {_fingerprint(value)}\n".encode())
+            whole = in_one_piece(value)
+            weights.update(f"{name} {tuple(whole.shape)} {_fingerprint(whole)}\n".encode())
     return {
         "config": hashlib.sha256(config.encode()).hexdigest()[:16],
         "weights": weights.hexdigest()[:16],

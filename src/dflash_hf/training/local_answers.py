@@ -35,16 +35,25 @@ def _go_on() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The processes that share the answering, of which this is one; each holds the whole target.
+    """The processes that share the answering, of which this is one.
+
+    Each holds the whole target, or is one of a group that holds it together and answers the same prompts.
 
     Args:
-        rank, size (`int`): Which of how many.
+        rank, size (`int`): Which of how many groups; a process that holds the whole target is a group.
         wait (callable): Returns when all processes have called it.
+        writes (`bool`): Whether this process writes what its group answers: one of each group does.
     """
 
     rank: int = 0
     size: int = 1
     wait: Callable[[], object] = _go_on
+    writes: bool = True
+
+    @property
+    def is_first(self) -> bool:
+        """Returns True for the one process that does what is done once for all."""
+        return self.rank == 0 and self.writes
 
     def part_of(self, path: Path) -> Path:
         """Returns the file that this process writes to until all are merged: the file itself, where it is alone."""
@@ -112,7 +121,7 @@ class LocalAnswers:
                 asked = [question for _, question in (questions[at] for at in pool)]
                 self._answer_pool(asked, done)
         self.ranks.wait()
-        if self.ranks.rank == 0:
+        if self.ranks.is_first:
             self._merge()
         self.ranks.wait()
 
@@ -144,7 +153,8 @@ class LocalAnswers:
             for question, answer, example in zip(batch, answers, examples, strict=True)
             if question["id"] not in done
         ]
-        append_rows(self.ranks.part_of(self.settings.output), lines)
+        if self.ranks.writes:
+            append_rows(self.ranks.part_of(self.settings.output), lines)
         self.common.report.num_new += len(lines)
         self.common.progress.add(len(lines), sum(len(line["answer_ids"]) for line in lines))
 

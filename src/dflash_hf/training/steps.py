@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler, Subset
-from transformers import TrainingArguments
 
+from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.collators import collate, collate_packed
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
@@ -21,11 +21,13 @@ class EpochBatches(Sampler[list[int]]):
 
     Batch `i` of an epoch goes to process `i % world_size`, so a step over several processes has the batches that one
     process would accumulate. Where an epoch ends before every process has its batch, the others get rows without
-    labels (`~i` for row `i`): every process takes part in every step, and no row counts twice.
+    labels (`~i` for row `i`): every process takes part in every step, and no row counts twice. Processes that hold one
+    target together count as one, and have the same batches.
 
     Args:
         batches_of (callable): From an epoch to all processes' batches, as many in every one: see [`epoch_batches`].
-        args (`TrainingArguments`): Say which process this is, of how many, and how many batches it accumulates.
+        args ([`DFlashTrainingArguments`]): Say which process this is, of how many, and how many batches it
+            accumulates.
         next_step (callable): The number of steps done, from which the epoch follows; so a resumed run asks for the
             right one.
     """
@@ -33,7 +35,7 @@ class EpochBatches(Sampler[list[int]]):
     def __init__(
         self,
         batches_of: Callable[[int], list[list[int]]],
-        args: TrainingArguments,
+        args: DFlashTrainingArguments,
         next_step: Callable[[], int],
     ) -> None:
         self.batches_of = batches_of
@@ -42,13 +44,13 @@ class EpochBatches(Sampler[list[int]]):
         self.num_batches = len(batches_of(0))
 
     def __len__(self) -> int:
-        return math.ceil(self.num_batches / self.args.world_size)
+        return math.ceil(self.num_batches / self.args.num_groups)
 
     def __iter__(self) -> Iterator[list[int]]:
         steps_per_epoch = math.ceil(len(self) / self.args.gradient_accumulation_steps)
         batches = self.batches_of(self.next_step() // steps_per_epoch)
-        world_size = self.args.world_size
-        for at in range(self.args.process_index, len(self) * world_size, world_size):
+        num_groups = self.args.num_groups
+        for at in range(self.args.group_index, len(self) * num_groups, num_groups):
             if at < len(batches):
                 yield batches[at]
             else:

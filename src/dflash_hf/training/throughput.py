@@ -45,11 +45,14 @@ class Throughput(TrainerCallback):
         """Ends a step."""
         self._seconds += time.perf_counter() - self._began
 
-    def take(self) -> dict[str, float]:
+    def take(self, num_copies: int) -> dict[str, float]:
         """Returns what a record tells of the steps since the last one, and begins anew; all processes call it.
 
         Tokens and rows are those of all processes. The seconds are those of the slowest one, and the wait is that of
         the one that waited longest: the others wait for it.
+
+        Args:
+            num_copies (`int`): How many processes have the same rows.
         """
         mine = (self._tokens, self._rows, self._seconds, self._waited)
         self.reset()
@@ -58,7 +61,7 @@ class Throughput(TrainerCallback):
         longest = max(*seconds, 1e-9)
         return {
             "seconds": longest,
-            "tokens_per_second": sum(tokens) / longest,
-            "rows_per_second": sum(rows) / longest,
+            "tokens_per_second": sum(tokens) / num_copies / longest,
+            "rows_per_second": sum(rows) / num_copies / longest,
             "data_wait_share": max(waited) / longest,
         }

@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.mesh import mesh_of
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors
@@ -82,7 +83,8 @@ class DFlashTrainer(Trainer):
         optimizers (`tuple`, *optional*): As in `Trainer`, instead of `args.optim`.
 
     Raises:
-        ValueError: If draft and target do not fit, there is nothing to train on, or one process has several GPUs.
+        ValueError: If draft and target do not fit, there is nothing to train on, one process has several GPUs, or the
+            target is held by another number of processes than `args.tensor_parallel_size`.
     """
 
     # The loss is divided by the labels of a whole step: `get_batch_samples`.
@@ -127,6 +129,16 @@ class DFlashTrainer(Trainer):
         has_features = self.target.has_layers or args.feature_cache is not None
         what = "a feature_cache for a target of which only the vocabulary is loaded"
         require(has_features, what, args.feature_cache, "write one, or load the whole target")
+        mesh = mesh_of(target)
+        num_ranks = 1
+        if mesh is not None:
+            num_ranks = mesh.size()
+        require(
+            num_ranks == args.tensor_parallel_size,
+            f"tensor_parallel_size {num_ranks}, as many processes as hold the target together",
+            args.tensor_parallel_size,
+            "set it to that, or load the target with DistributedConfig(tp_size=...)",
+        )
         has_place = getattr(target, "hf_device_map", None) is not None or not self.target.has_layers
         if not has_place and not getattr(target, "is_quantized", False):
             target.to(args.device)  # type: ignore[arg-type]
@@ -229,14 +241,14 @@ class DFlashTrainer(Trainer):
         )
 
     def _cache(self) -> FeatureCache | None:
-        """The target's features on disk, all of them; each process writes its share of what is missing."""
+        """The target's features on disk, all of them; each group of processes writes its share of what is missing."""
         args = self.args
         config = self.draft.config
         examples = self.train_dataset
         if args.feature_cache is None:
             return None
         num_likely = LIKELY_TOKENS if args.loss in DISTILLATION else int(args.labels == "target")
-        mine: Any = share_of(examples, args.process_index, args.world_size)  # type: ignore[arg-type]
+        mine: Any = share_of(examples, args.group_index, args.num_groups)  # type: ignore[arg-type]
         cache = FeatureCache(args.feature_cache, args.feature_dtype)
         cache.write(self.target, config, mine, num_likely=num_likely)
         self.accelerator.wait_for_everyone()
@@ -248,6 +260,10 @@ class DFlashTrainer(Trainer):
         if self.args.optim == MUON and given is None:
             self.optimizer = MuonAndAdamW(self.model if model is None else model, self.args)
         return super().create_optimizer(model)
+
+    def get_tp_size(self) -> int:
+        """Overrides: the library would ask the draft, which is whole in every process."""
+        return self.args.tensor_parallel_size
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Overrides: weight decay is for matrices; a selector's codebooks, embeddings and heads have none."""
@@ -315,7 +331,7 @@ class DFlashTrainer(Trainer):
         """Draws the anchors of a batch, on the CPU, from the seed, the step and the batch's place in it."""
         args = self.args
         seed = 0
-        place = micro * args.world_size + args.process_index
+        place = micro * args.num_groups + args.group_index
         for part in (args.seed, self.state.global_step, place):
             seed = (seed * 1_000_003 + part) % 2**63
         generator = torch.Generator().manual_seed(seed)
@@ -355,7 +371,7 @@ class DFlashTrainer(Trainer):
         total: Any = self.accelerator.reduce(
             torch.tensor(mine, device=self.args.device), reduction="sum"
         )
-        self.state.num_input_tokens_seen += int(total)
+        self.state.num_input_tokens_seen += int(total) // self.args.tensor_parallel_size
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Overrides: adds what was counted since the last record, over all processes."""
@@ -371,7 +387,7 @@ class DFlashTrainer(Trainer):
             logs["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
             if self.draft.candidate_selector is not None:
                 logs["selector_loss"] = float(total["selector_loss"]) / weight
-            logs |= self._throughput.take()
+            logs |= self._throughput.take(num_copies=self.args.tensor_parallel_size)
         super().log(logs, start_time)
 
     def evaluation_loop(
@@ -393,7 +409,7 @@ class DFlashTrainer(Trainer):
             walked = walked_acceptance(
                 self._whole_draft(),
                 self.target,
-                share_of(examples, self.args.process_index, self.args.world_size),
+                share_of(examples, self.args.group_index, self.args.num_groups),
                 block_size=self.block_size,
                 batch_size=self.args.per_device_eval_batch_size,
                 cache=cache,
