@@ -245,6 +245,16 @@ def test_duplicates_and_empty_answers_are_left_out(tmp_path: Path, smollm2: Any)
     }
 
 
+def test_a_prompt_with_several_answers_is_one_prompt(tmp_path: Path, smollm2: Any) -> None:
+    """Without it, the target's one answer would be among the held-out ones and be trained on, too."""
+    given = [{"prompt": f"q{n % 2}", "completion": f"a{n}"} for n in range(8)]
+    rows, report = prepared(tmp_path, smollm2, *given, {"prompt": "q1"}, turns="none")
+    assert [row["messages"][0]["content"] for row in rows] == ["q0", "q1"]
+    assert report.left_out == {"a duplicate": (7, f"line 3 of {tmp_path / 'in.jsonl'}")}
+    alone, _ = prepared(tmp_path, smollm2, {"prompt": "q1"}, turns="none")
+    assert alone[0]["id"] == rows[1]["id"]
+
+
 BAD: list[tuple[Any, str]] = [
     (
         {"text": "q"},

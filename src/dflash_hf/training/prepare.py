@@ -24,7 +24,7 @@ from dflash_hf.data.rows import Row
 from dflash_hf.data.sources import Origin, RowMap, full_name, is_no_room, open_source
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.conversations import conversation_of, resolved
+from dflash_hf.training.conversations import content_id, conversation_of, resolved
 from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
 from dflash_hf.training.messages import ChatTemplate, Processing
@@ -320,6 +320,8 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     if settings.turns == "none":
         while messages[-1]["role"] != "user":
             messages.pop()
+        # Rows that differ in their answers alone have become the same prompt.
+        found["id"] = content_id(found)
     turns = _chosen_turns(messages, settings.turns)
     answers = [messages[turn] for turn in turns]
     if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
