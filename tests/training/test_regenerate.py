@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoProcessor, PreTrainedModel
 
+from dflash_hf.data.row_files import append_rows
 from dflash_hf.training import (
     OpenAIClient,
     PromptSettings,
@@ -208,6 +210,18 @@ def test_processes_that_share_write_what_one_writes(
     assert report.num_new == len(lines) - 14
     assert sorted(shared.output.read_bytes().splitlines(keepends=True)) == sorted(lines)
     assert shared.parts() == []
+
+
+def test_rows_are_appended_one_by_one(tmp_path: Path) -> None:
+    """So that all answers of several processes are never in memory when they are merged."""
+    path = tmp_path / "rows.jsonl"
+    row = {"text": "x" * 10_000}
+    tracemalloc.start()
+    append_rows(path, (row for _ in range(1_000)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rows_of(path) == [row] * 1_000
+    assert peak < 1_000_000, "a tenth of the file"
 
 
 def test_every_turn_is_answered_behind_the_targets_own_answers(

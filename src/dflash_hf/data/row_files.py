@@ -94,10 +94,14 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes rows behind those of a file, and waits until the disk has them; `ValueError` where it is full."""
+    """Writes rows behind those of a file, and waits until the disk has them; `ValueError` where it is full.
+
+    Only one row is in memory at a time.
+    """
     try:
         with path.open("ab") as file:
-            file.write("".join(map(line_of, rows)).encode())
+            for row in rows:
+                file.write(line_of(row).encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
