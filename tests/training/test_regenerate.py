@@ -1,6 +1,7 @@
 """The target's own answers: its own whatever is in between, the same after a kill, refused once the target changed."""
 
 import copy
+import itertools
 import json
 import random
 import threading
@@ -15,11 +16,12 @@ import pytest
 import torch
 from transformers import AutoProcessor, PreTrainedModel
 
-from dflash_hf.data.row_files import append_rows
+from dflash_hf.data.row_files import RowFile, append_rows
 from dflash_hf.training import (
     OpenAIClient,
     PromptSettings,
     RegenerateSettings,
+    answering,
     check_answers,
     local_answers,
     read_examples,
@@ -210,6 +212,50 @@ def test_processes_that_share_write_what_one_writes(
     assert report.num_new == len(lines) - 14
     assert sorted(shared.output.read_bytes().splitlines(keepends=True)) == sorted(lines)
     assert shared.parts() == []
+
+
+def test_nobody_appends_before_all_have_read(
+    tmp_path: Path, target: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = asked(tmp_path)
+    meeting = threading.Barrier(2)
+    appended = threading.Event()
+    is_late = itertools.count()
+    events: list[str] = []
+    read = answering._Run.done
+    write = local_answers.append_rows
+
+    def done(run: Any) -> set[str]:
+        found = read(run)
+        if next(is_late):
+            appended.wait(timeout=1)
+        events.append("read")
+        return found
+
+    def append(path: Path, rows: Any) -> None:
+        events.append("written")
+        write(path, rows)
+        appended.set()
+
+    def share(rank: int) -> None:
+        ranks = Ranks(rank=rank, size=2, wait=lambda: meeting.wait(timeout=60))
+        regenerate(shared, target, tokenizer, ranks=ranks)
+
+    monkeypatch.setattr(answering._Run, "done", done)
+    monkeypatch.setattr(local_answers, "append_rows", append)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(share, (0, 1)))
+    assert events[:3] == ["read", "read", "written"]
+
+
+def test_rows_are_those_that_were_there_when_the_file_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_rows(path, [{"at": 0}, {"at": 1}])
+    rows = RowFile(path)
+    append_rows(path, [{"at": 2}])
+    with path.open("a") as file:
+        file.write('{"at": ')
+    assert list(rows) == [{"at": 0}, {"at": 1}]
 
 
 def test_rows_are_appended_one_by_one(tmp_path: Path) -> None:

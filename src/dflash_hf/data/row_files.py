@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,7 +55,9 @@ class RowFile:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self.path.open("rb") as stream:
-            for at, line in enumerate(line for line in stream if line.strip()):
+            lines = (line for line in stream if line.strip())
+            # What has been appended since the file was opened has no place here.
+            for at, line in enumerate(islice(lines, len(self))):
                 yield self._parsed(line, at)
 
     def where(self, index: int) -> str:

@@ -80,6 +80,8 @@ def regenerate(
     ranks.wait()
     report = common.report
     done = run.done()
+    # Nobody appends to a file that another one still reads.
+    ranks.wait()
     began = time.monotonic()
     with common.progress as progress:
         seen: set[str] = set()
