@@ -285,6 +285,9 @@ def test_misfits_are_refused(target, make_draft, tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="expected examples with answer tokens, got none"):
         make(make_draft(), [Example.from_pair([1, 2], [])])
+    with pytest.raises(ValueError, match="got none that another one follows; give prompts"):
+        make(make_draft(), [Example.from_pair([1, 2], [3])] * 4)
+    make(make_draft(), [Example.from_pair([1, 2], [3]), Example.from_pair([1, 2], [3, 4])])
     with pytest.raises(ValueError, match="expected a draft for hidden size 32"):
         make(make_draft(hidden_size=16), draws(3))
     with pytest.raises(ValueError, match=r"expected block_size 6 \(the draft's\) or less, got 8"):

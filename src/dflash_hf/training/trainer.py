@@ -33,7 +33,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.mesh import mesh_of
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.target_model.support import check_pair
-from dflash_hf.training.anchors import Anchors, sample_anchors
+from dflash_hf.training.anchors import Anchors, sample_anchors, valid_anchors
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments, default_gamma
 from dflash_hf.training.checkpoints import (
     STATE_FILE,
@@ -109,9 +109,10 @@ class DFlashTrainer(Trainer):
             train_dataset,
             *(eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]),
         ):
-            if examples is not None and not any(1 in example.loss_mask for example in examples):
+            if examples is not None and not any(_has_anchor(example) for example in examples):
                 raise ValueError(
-                    "expected examples with answer tokens, got none; give prompts with the target's answers"
+                    "expected examples with answer tokens, got none that another one follows; give prompts with the "
+                    "target's answers"
                 )
         self.block_size = args.block_size or draft.config.block_size
         what = f"block_size {draft.config.block_size} (the draft's) or less"
@@ -479,6 +480,12 @@ class DFlashTrainer(Trainer):
                 f"expected to write {folder}, got {type(error).__name__}: {one_line(error)}; make room or fix it, and "
                 "go on with resume_from_checkpoint=True"
             ) from error
+
+
+def _has_anchor(example: Example) -> bool:
+    """Whether a block can begin in an example: the first token of an answer predicts the next ones."""
+    loss_mask = torch.tensor([example.loss_mask], dtype=torch.bool, device="cpu")
+    return bool(valid_anchors(loss_mask).any())
 
 
 def _not_finite(rows: list[int], finite: list[bool]) -> list[int]:
