@@ -1,5 +1,6 @@
 """A run that was ended at any place and resumed is the same run, bit for bit."""
 
+import json
 import os
 import random
 import resource
@@ -208,6 +209,31 @@ def test_a_checkpoint_of_steps_with_other_rows_is_refused(
         with pytest.raises(ValueError, match=sentence):
             again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 0
+
+
+def test_a_checkpoint_of_other_batches_is_refused(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    make(target, make_draft(), tmp_path, save_steps=2, max_steps=2).train()
+    for changes, sentence in (
+        ({"packing_length": 32}, "expected packing_length None as in .*, got 32; go on with"),
+        ({"data_seed": 5}, "expected data_seed 42 as in .*, got 5; go on with"),
+    ):
+        again = make(target, make_draft(), tmp_path, **changes)
+        with pytest.raises(ValueError, match=sentence):
+            again.train(resume_from_checkpoint=True)
+    args = options(tmp_path, gradient_accumulation_steps=2)
+    other = DFlashTrainer(model=make_draft(), target=target, args=args, train_dataset=draws(9))
+    with pytest.raises(ValueError, match=r"expected lengths of train_dataset .* as in"):
+        other.train(resume_from_checkpoint=True)
+    make(target, make_draft(), tmp_path, data_seed=42).train(resume_from_checkpoint=True)
+    # A checkpoint of an earlier version is taken.
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"]["Records"]["attributes"]["rows"]
+    path.write_text(json.dumps(state))
+    again = make(target, make_draft(), tmp_path, data_seed=5)
+    assert again.train(resume_from_checkpoint=str(path.parent)).global_step == 8
 
 
 def test_a_full_disk_is_told_and_the_run_goes_on_afterwards(

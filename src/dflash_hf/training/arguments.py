@@ -169,6 +169,13 @@ class DFlashTrainingArguments(TrainingArguments):
         if is_muon:
             self.optim = MUON
 
+    @property
+    def order_seed(self) -> int:
+        """The seed of the examples' order: `data_seed`, or `seed` where there is none."""
+        if self.data_seed is None:
+            return self.seed
+        return self.data_seed
+
     def _begin_group_of_cpus(self) -> None:
         """Begins the processes' group with `ddp_timeout`, which Transformers hands on for accelerators alone."""
         is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1

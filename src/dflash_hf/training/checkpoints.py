@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -14,6 +16,7 @@ from transformers.utils import logging
 
 from dflash_hf.errors import require
 from dflash_hf.training.arguments import DFlashTrainingArguments
+from dflash_hf.training.identity import text_identity
 
 logger: Any = logging.get_logger(__name__)
 
@@ -24,12 +27,16 @@ STATE_FILE = "trainer_state.json"  # Transformers writes it last
 class Records(TrainerCallback, ExportableState):
     """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well.
 
-    Checkpoints keep how many batches a step has, and how many rows a batch: a run with others is another run.
+    Checkpoints keep what says which rows a step has: a run with other ones is another run.
+
+    Args:
+        kept (mapping): See [`kept_of_rows`].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Mapping[str, int | str | None] = MappingProxyType({})) -> None:
         self.batches_per_step = 0
         self.rows_per_batch = 0
+        self.rows = dict(kept)
 
     def state(self) -> dict[str, Any]:
         """Returns what `trainer_state.json` keeps of it."""
@@ -90,8 +97,31 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
     )
 
 
-def check_same_steps(folder: Path, args: DFlashTrainingArguments) -> None:
+def kept_of_rows(
+    args: DFlashTrainingArguments, lengths: Sequence[int]
+) -> dict[str, int | str | None]:
+    """Returns what says, beside their number, which rows come in which step: name -> value.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): Options of the run.
+        lengths (sequence of `int`): Tokens of each example.
+    """
+    return {
+        "packing_length": args.packing_length,
+        "data_seed": args.order_seed,
+        "lengths of train_dataset": text_identity(" ".join(str(int(size)) for size in lengths)),
+    }
+
+
+def check_same_steps(
+    folder: Path, args: DFlashTrainingArguments, kept: Mapping[str, int | str | None]
+) -> None:
     """Refuses to go on with steps of other rows than those of a checkpoint: rows would be left out or come twice.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        args ([`DFlashTrainingArguments`]): Options of the run that is to go on from it.
+        kept (mapping): See [`kept_of_rows`], of that run.
 
     Raises:
         ValueError: With both numbers.
@@ -116,6 +146,10 @@ def check_same_steps(folder: Path, args: DFlashTrainingArguments) -> None:
         rows,
         "set per_device_train_batch_size to that",
     )
+    # An earlier version kept no more.
+    for name, value in was.get("rows", {}).items():
+        action = "go on with the same examples and options, or begin anew"
+        require(kept[name] == value, f"{name} {value} as in {folder}", kept[name], action)
 
 
 def is_whole(folder: Path) -> bool:

@@ -39,6 +39,7 @@ from dflash_hf.training.checkpoints import (
     STATE_FILE,
     Records,
     check_same_steps,
+    kept_of_rows,
     whole_checkpoint,
 )
 from dflash_hf.training.collators import Batch, epoch_batches
@@ -148,13 +149,14 @@ class DFlashTrainer(Trainer):
         self._window: dict[str, Tensor] = {}
         self._losses: list[tuple[list[int], Tensor]] = []
         self._throughput = Throughput()
+        self._kept = kept_of_rows(args, self.lengths)
         super().__init__(
             model=model,
             args=args,
             data_collator=Collator(),  # where training has its own
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
-            callbacks=[self._throughput, Records(), *(callbacks or [])],
+            callbacks=[self._throughput, Records(self._kept), *(callbacks or [])],
             optimizers=optimizers,
         )
         self._save_in_one_piece()
@@ -206,7 +208,7 @@ class DFlashTrainer(Trainer):
             asked = self.args.resume_from_checkpoint
         checkpoint = whole_checkpoint(asked, Path(str(self.args.output_dir)))
         if checkpoint is not None:
-            check_same_steps(Path(checkpoint), self.args)
+            check_same_steps(Path(checkpoint), self.args, self._kept)
         self._window = {}
         self._throughput.reset()
         set_seed(self.args.seed)
@@ -222,9 +224,7 @@ class DFlashTrainer(Trainer):
         assert dataset is not None
         if args.packing_length is not None:
             check_packing(self.target)
-        seed = args.seed
-        if args.data_seed is not None:
-            seed = args.data_seed
+        seed = args.order_seed
 
         def batches_of(epoch: int) -> list[list[int]]:
             return epoch_batches(
