@@ -149,6 +149,26 @@ def test_a_process_loads_its_target_on_its_own_device(
     assert loaded == ["cuda:3", "cuda:0"]
 
 
+def test_a_process_answers_with_a_draft_on_its_targets_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Any] = []
+    monkeypatch.setattr(
+        stages, "load_draft", lambda *name, dtype, device_map: places.append(device_map)
+    )
+    settings = TrainSettings(target="org/x", output_dir=tmp_path, draft="org/draft")
+    model: Any = torch.nn.Linear(1, 1, device="cpu")
+    model.dtype = torch.float32
+    target: Any = SimpleNamespace(take=lambda: (model, None))
+    state = RunState(settings, ["regenerate"], False)
+    for name in (stages.HELD_OUT, stages.TRAIN):
+        path = state.folder("prepare") / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    stages._regenerate(settings, state, target)
+    assert places == [{"": torch.device("cpu")}]
+
+
 def test_steps_of_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight processes that take one batch each go on as one that takes eight, and as nothing else."""
     settings = TrainSettings(

@@ -40,6 +40,7 @@ from dflash_hf.cli.train_settings import (
 )
 from dflash_hf.cli.train_state import RunState, locked
 from dflash_hf.data.row_files import write_whole
+from dflash_hf.devices import execution_device
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
@@ -326,8 +327,9 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
             )
         model, processor = target.take()
         if settings.draft is not None:
-            device_map = Processes(settings.device).device_map
-            draft = load_draft(settings.draft, dtype=model.dtype, device_map=device_map)
+            # Of several processes each has a device of its own
+            place = {"": execution_device(model)}
+            draft = load_draft(settings.draft, dtype=model.dtype, device_map=place)
     else:
         model = clients_of(settings)
         processor = load_processor(settings.target)
