@@ -6,8 +6,9 @@ import json
 import random
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from dflash_hf.training.identity import target_identity
 from dflash_hf.training.local_answers import Ranks
 from dflash_hf.training.prepare import PrepareSettings, prepare
 from dflash_hf.training.prompts import write_prompts
+from dflash_hf.training.regenerate import random_numbers_of
 from helpers.processors import picture, published_folder, qwen_target
 from helpers.templates import FAMILIES
 from tiny import tiny_draft, tiny_target
@@ -307,6 +309,30 @@ def test_every_turn_is_answered_behind_the_targets_own_answers(
     regenerate(last, target, tokenizer)
     found = {json.dumps([m["content"] for m in row["messages"]]) for row in rows_of(last.output)}
     assert found == {json.dumps(said) for said in conversations}
+
+
+@pytest.mark.parametrize(("device", "forked"), [("cuda:3", ["cuda:3"]), ("cpu", [])])
+def test_random_numbers_are_of_the_targets_device_alone(
+    device: str, forked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each of several processes would take memory of every GPU."""
+    seen: list[list[str]] = []
+
+    def fork(devices: Sequence[Any]) -> nullcontext[None]:
+        seen.append([str(found) for found in devices])
+        return nullcontext()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.random, "fork_rng", fork)
+        with random_numbers_of(3, torch.device(device)):
+            pass
+    assert seen == [forked]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with random_numbers_of(3, torch.device("cpu")):
+        drawn = torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
 
 
 def test_long_prompts_are_left_out(tmp_path: Path, target: Any, tokenizer: Any) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from dflash_hf.data.row_files import RowFile, append_rows
@@ -26,7 +25,12 @@ from dflash_hf.training.collators import POOL_BATCHES, collate, sorted_batches
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.questions import Questions
-from dflash_hf.training.regenerate import end_tokens, generated, padding_of
+from dflash_hf.training.regenerate import (
+    end_tokens,
+    generated,
+    padding_of,
+    random_numbers_of,
+)
 
 
 def _go_on() -> None:
@@ -182,9 +186,7 @@ class LocalAnswers:
                 "min_p": settings.min_p,
             }
         batch = collate(examples, padding, padding_side="left").to(self.target.device)
-        with torch.random.fork_rng(enabled=sampled):
-            if sampled:
-                torch.manual_seed(seed)
+        with random_numbers_of(seed, self.target.device):
             written = generated(self.target, batch, ends, self.draft, **options)
         return [Answer(ids=ids, is_finished=ids[-1] in ends) for ids in written]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from dflash_hf.data.row_files import RowFile, append_rows, repair
@@ -21,7 +20,12 @@ from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.data import Example
 from dflash_hf.training.messages import ChatTemplate, Processing
-from dflash_hf.training.regenerate import end_tokens, generated, padding_of
+from dflash_hf.training.regenerate import (
+    end_tokens,
+    generated,
+    padding_of,
+    random_numbers_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +106,8 @@ def write_prompts(
     seen, number = _written_before(settings.output)
     empty = 0
     while len(seen) < settings.num_prompts:
-        with torch.random.fork_rng():
-            torch.manual_seed((settings.seed * 1_000_003 + number) % 2**63)
+        seed = (settings.seed * 1_000_003 + number) % 2**63
+        with random_numbers_of(seed, target.device):
             written = generated(target, batch, ends, **options)
         rows: list[dict[str, Any]] = []
         for ids in written:

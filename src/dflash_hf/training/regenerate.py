@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +110,22 @@ def generated(
         eos_token_id = [eos_token_id]
     rows: list[list[int]] = output[:, batch.input_ids.shape[1] :].tolist()
     return [_up_to_end(row, eos_token_id) for row in rows]
+
+
+@contextmanager
+def random_numbers_of(seed: int, device: torch.device) -> Generator[None]:
+    """Has what is within draw the random numbers of a seed; those of before go on behind it.
+
+    Args:
+        seed (`int`): The seed.
+        device (`torch.device`): Where the target is. No other GPU is touched: each process would begin to use all.
+    """
+    devices: list[torch.device] = []
+    if device.type == "cuda":
+        devices.append(device)
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
 
 
 def _up_to_end(tokens: list[int], ends: list[int]) -> list[int]:
