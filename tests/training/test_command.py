@@ -71,6 +71,28 @@ def test_a_run_is_killed_goes_on_and_leaves_everything(done: tuple[Path, str]) -
         assert all(value.equal(again[key]) for key, value in draft.state_dict().items())
 
 
+def test_the_acceptance_length_is_the_kept_drafts(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dflash_hf.training.trainer as trainer
+
+    walk = trainer.DFlashTrainer.evaluation_loop
+    lengths = iter([1.5, 3.0, 2.0, 1.25])
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = walk(self, *args, **kwargs)
+        found.metrics["eval_acceptance_length"] = next(lengths)
+        return found
+
+    monkeypatch.setattr(trainer.DFlashTrainer, "evaluation_loop", evaluate)
+    words = ("--eval-strategy", "steps", "--eval-steps", 1, "--save-steps", 1)
+    best = ("--load-best-model-at-end", "true", "--stages", "prepare,regenerate,run")
+    result = train(*SMALL, "--dataset", data, "--output-dir", tmp_path / "run", *words, *best)
+    assert result.exit_code == 0, said(result)
+    state = json.loads((tmp_path / "run" / "stages.json").read_text())
+    assert state["run"]["facts"]["acceptance_length"] == 3.0
+
+
 def test_only_checkpoints_have_pickles(done: tuple[Path, str]) -> None:
     pickles = {
         path.relative_to(done[0])

@@ -403,6 +403,9 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     fresh.rename(place)  # a killed process leaves the one or the other
     name = "eval_acceptance_length"
     lengths = [record[name] for record in trainer.state.log_history if name in record]
+    best = trainer.state.best_metric
+    if arguments.load_best_model_at_end and best is not None:
+        lengths.append(best)  # of the draft that was kept, which need not be the last one
     if lengths:
         facts["acceptance_length"] = round(lengths[-1], 3)
     return facts
