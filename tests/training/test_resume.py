@@ -159,6 +159,20 @@ def test_a_resumed_run_saves_at_the_steps_asked_for_now(
     assert [row["step"] for row in records(again) if "loss" in row][-4:] == [5, 6, 7, 8]
 
 
+def test_records_behind_the_checkpoint_are_dropped(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    """Their steps are done again, and what a kill has cut is no record."""
+    changes: dict[str, Any] = {"save_steps": 2, "logging_steps": 1}
+    with pytest.raises(Killed):
+        make(target, make_draft(), tmp_path, Kill(3, "log"), **changes).train()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    make(target, make_draft(), tmp_path, **changes).train(resume_from_checkpoint=True)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_an_unfinished_checkpoint_is_passed_over(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import logging
 
+from dflash_hf.data.row_files import write_whole
 from dflash_hf.errors import require
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.identity import text_identity
@@ -43,10 +44,16 @@ class Records(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": vars(self)}
 
     def on_train_begin(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
-        """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint."""
+        """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint.
+
+        Records behind the checkpoint are dropped: their steps are done again.
+        """
         state.compute_steps(args, state.max_steps)
         self.batches_per_step = args.num_groups * args.gradient_accumulation_steps
         self.rows_per_batch = args.per_device_train_batch_size
+        metrics = Path(str(args.output_dir)) / METRICS_FILE
+        if state.is_world_process_zero and state.global_step > 0 and metrics.is_file():
+            _keep_records(metrics, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -67,6 +74,23 @@ class Records(TrainerCallback, ExportableState):
                 file.write(
                     json.dumps({"step": state.global_step, **(kwargs.get("logs") or {})}) + "\n"
                 )
+
+
+def _keep_records(path: Path, last_step: int) -> None:
+    """Drops the records of steps behind `last_step`, and lines that are no records, from a file of records."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _is_up_to(line, last_step)]
+    if len(kept) < len(lines):
+        write_whole(path, kept)
+
+
+def _is_up_to(line: str, last_step: int) -> bool:
+    """Whether a line is a record of a step up to `last_step`."""
+    try:
+        record: Any = json.loads(line)
+    except ValueError:  # a kill has cut it
+        return False
+    return record["step"] <= last_step
 
 
 def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
