@@ -1,6 +1,8 @@
 """Which attention a draft is trained with: FlexAttention stands back for SDPA when it fails, and says why, once."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from dflash_hf.training import forward
 from dflash_hf.training.anchors import Anchors, BlockMaskRule, all_anchors, sample_anchors
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import run_blocks, target_features
+from helpers import flex_ranks, forked_python
 
 Case = tuple[DFlashDraftModel, Target, Batch, Tensor, Anchors]
 
@@ -92,6 +95,28 @@ def test_what_is_asked_for_and_what_is_out_of_memory_is_raised(
     with pytest.raises(torch.OutOfMemoryError):
         run_blocks(*case, "auto")
     assert not as_on_cuda
+
+
+def test_what_fails_behind_the_trial_is_raised(
+    case: Case, as_on_cuda: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process of several would go another way than the others."""
+    with torch.no_grad():
+        run_blocks(*case, "auto")
+        break_flex(monkeypatch, RuntimeError("no kernel fits"))
+        with pytest.raises(RuntimeError, match="no kernel fits"):
+            run_blocks(*case, "auto")
+    assert not as_on_cuda
+
+
+def test_a_failure_in_one_process_is_one_in_all(tmp_path: Path) -> None:
+    """Else it would call a forward twice that waits for the others, and all would hang."""
+    run = forked_python.run([flex_ranks.__file__, tmp_path], os.environ, 120)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert sorted(run.stdout.splitlines()) == [
+        "0 3 an error in another process",
+        "1 3 RuntimeError: out of resource",
+    ]
 
 
 def test_auto_is_sdpa_on_a_cpu_and_under_dropout(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -222,7 +223,8 @@ def run_blocks(
         features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the rows, on any device.
         anchors (`Anchors`): The blocks, on the draft's device.
         attention (`str`): `"sdpa"` under dense masks, `"flex"` for FlexAttention, or `"auto"`: FlexAttention on CUDA,
-            and SDPA from the first time on that FlexAttention fails, which is logged once with its reason.
+            or SDPA where that fails when a draft is first run, in this or another process. That is logged once with
+            its reason; what fails later is raised.
         module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
         then (callable, *optional*): What to make of the states within that call.
 
@@ -249,8 +251,8 @@ def run_blocks(
     rule = BlockMaskRule(batch.attention_mask[:, seen], anchors, starts_BQ)
     context = features[:, seen].to(device, _dtype_of_context(features.dtype, dtype, device))
 
-    def run(flex: bool) -> Any:
-        output = (draft if module is None else module)(
+    def run(called: torch.nn.Module, flex: bool, then: Callable[[Tensor], Any] | None) -> Any:
+        return called(
             noise_embeds=noise_embeds.to(device, dtype),
             context_hidden_states=context,
             position_ids=torch.cat([batch.position_ids[:, seen], positions], dim=1),
@@ -258,23 +260,12 @@ def run_blocks(
             block_size=anchors.block_size,
             then=then,
         )
-        return output.last_hidden_state if then is None else output
 
-    if not _wants_flex(draft, attention, device):
-        return run(False)
-    try:
-        return run(True)
-    except torch.OutOfMemoryError:
-        raise
-    # Whatever a compiler raises: what is not its fault SDPA raises again
-    except Exception as error:
-        if attention == "flex":
-            raise
-        _flex_failures.append(one_line(error))
-    logger.warning_once(
-        f"attention='auto' goes on with SDPA: FlexAttention failed with {_flex_failures[0]}"
-    )
-    return run(False)
+    flex = _wants_flex(draft, attention, device)
+    if flex and attention == "auto" and draft not in _flex_drafts:
+        flex = _flex_works(draft, lambda: run(draft, True, None), is_shared=module is not None)
+    output = run(draft if module is None else module, flex, then)
+    return output.last_hidden_state if then is None else output
 
 
 def _dtype_of_context(
@@ -291,6 +282,7 @@ def _dtype_of_context(
 
 
 _flex_failures: list[str] = []  # of this process
+_flex_drafts: WeakSet[DFlashDraftModel] = WeakSet()  # of which FlexAttention has run in a trial
 
 
 def _wants_flex(draft: DFlashDraftModel, attention: Attention, device: torch.device) -> bool:
@@ -303,6 +295,39 @@ def _wants_flex(draft: DFlashDraftModel, attention: Attention, device: torch.dev
         )
         return False
     return device.type == "cuda" and not _flex_failures
+
+
+def _flex_works(draft: DFlashDraftModel, trial: Callable[[], object], is_shared: bool) -> bool:
+    """Whether FlexAttention runs a draft here and, where that is shared, in all processes; logs why not.
+
+    Args:
+        trial (callable): Runs the draft by FlexAttention, without what DDP puts around it: that one's forward talks
+            with the other processes, none of which may call it twice in a step.
+        is_shared (`bool`): Whether all processes ask this now.
+    """
+    device = draft.fc.weight.device
+    kept = [device] if device.type == "cuda" else []
+    reason = ""
+    try:
+        # With gradients, as they are in the step: the backward pass is compiled together with the forward.
+        with torch.random.fork_rng(devices=kept):
+            trial()
+    except torch.OutOfMemoryError:
+        raise
+    # Whatever a compiler raises: what is not its fault SDPA raises again
+    except Exception as error:
+        reason = one_line(error)
+    works = torch.tensor(int(not reason), device=device)
+    if is_shared and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(works, torch.distributed.ReduceOp.MIN)
+    if works.item():
+        _flex_drafts.add(draft)
+        return True
+    _flex_failures.append(reason or "an error in another process")
+    logger.warning_once(
+        f"attention='auto' goes on with SDPA: FlexAttention failed with {_flex_failures[0]}"
+    )
+    return False
 
 
 def logits_of(draft: DFlashDraftModel, target: Target) -> Callable[[Tensor], Tensor]:
