@@ -15,6 +15,7 @@ from dflash_hf.cli.train_errors import CHECKPOINTING, explained, less_memory
 from dflash_hf.cli.train_settings import STAGES, TrainSettings, flag
 from dflash_hf.cli.train_stages import make_arguments
 from dflash_hf.cli.train_state import RunState
+from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.identity import processor_identity, target_identity
 from helpers.training_command import SMALL, TOY, said, train, write_rows
 
@@ -131,6 +132,17 @@ def test_what_a_later_stage_lacks_is_refused_first(
 
 def _unasked(*args: Any) -> Any:
     raise AssertionError("a stage was begun")
+
+
+def test_several_gpus_in_one_process_are_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DFlashTrainingArguments, "n_gpu", 8)
+    data = TOY / "held_out.jsonl"
+    result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL)
+    assert result.exit_code == 2, result.output
+    assert "expected one GPU per process, got 8 in this one; start it with" in said(result)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_draft_of_another_target_is_refused_first(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from dflash_hf.training.forward import check_packing
 from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers
-from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.trainer import DFlashTrainer, check_one_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,13 @@ TOKEN_BYTES = 8  # of an answer's token in a file of JSON, about
 def check_before_loading(
     settings: TrainSettings, arguments: DFlashTrainingArguments, pending: Sequence[Stage]
 ) -> None:
-    """Checks what the stages need beside the models: held-out rows, reporters, the optimizer, the server, questions.
+    """Checks what the stages need beside the models: one GPU, held-out rows, reporters, an optimizer, servers, sets.
 
     Raises:
         ValueError: If something is missing; with the option that asks for it.
     """
     if "run" in pending:
+        check_one_gpu(arguments)
         _check_evaluation(settings, arguments)
         _check_reporters(arguments)
         _check_optimizer(arguments)

@@ -510,9 +510,18 @@ def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
             raise ValueError(
                 f"expected a {kind.__name__} as {name}, got a {type(value).__name__}; {order}"
             )
+    check_one_gpu(args)
+    return draft
+
+
+def check_one_gpu(args: DFlashTrainingArguments) -> None:
+    """Refuses several GPUs in one process, over which Transformers would spread each batch.
+
+    Raises:
+        ValueError: If there are several.
+    """
     if args.n_gpu > 1:
         raise ValueError(
             f"expected one GPU per process, got {args.n_gpu} in this one; start it with `accelerate launch`, or set "
             "CUDA_VISIBLE_DEVICES=0"
         )
-    return draft
