@@ -112,6 +112,14 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--server", "http://localhost:abc"],
         "expected the URL of a server, got 'http://localhost:abc'",
     ),
+    "rows that are shorter than their examples": (
+        ["--packing-length", 512],
+        "expected --packing-length of 3072 (--max-length) or more, got 512; give a smaller --max-length",
+    ),
+    "packed rows of more than tokens": (
+        ["--target", TOY / "vision" / "target", "--packing-length", 3072],
+        "expected a target that reads only tokens with --packing-length, got",
+    ),
     "a device that is not there": (["--device", "cuda:99"], "as --device, got 'cuda:99'"),
 }
 

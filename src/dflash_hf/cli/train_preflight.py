@@ -24,7 +24,7 @@ from dflash_hf.checkpoints.fresh import fresh_config
 from dflash_hf.cli.train_settings import Stage, TrainSettings
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient
-from dflash_hf.errors import one_line, require, shown
+from dflash_hf.errors import listed, one_line, require, shown
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.pair.loading import load_processor
@@ -32,6 +32,7 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
+from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.served_features import ServedFeatures
@@ -91,6 +92,7 @@ def check_with_target(
         config = _stored_config(settings.draft)
     check_pair(found, config)
     if settings.packing_length is not None:
+        _check_packed_text(processor)
         check_packing(found)
     if settings.feature_server:
         ServedFeatures(feature_servers(settings), config, target.dtype).check()
@@ -195,6 +197,15 @@ def _check_reporters(arguments: DFlashTrainingArguments) -> None:
                 f"expected reporters that are installed as --report-to, got {name!r} ({one_line(error)}); install its "
                 "package, or leave it out"
             ) from error
+
+
+def _check_packed_text(processor: Processor) -> None:
+    """Refuses to pack for a target whose processor gives the model more than tokens, of texts without images too."""
+    row = {"messages": [{"role": "user", "content": "What is 1 plus 1?"}]}
+    example = ChatDataset([row], processor, answers=[[0]])[0]
+    got = f"{listed(sorted(example.model_inputs))} of {type(processor).__name__}"
+    what = "a target that reads only tokens with --packing-length"
+    require(not example.model_inputs, what, got, "leave --packing-length out")
 
 
 def _check_optimizer(arguments: DFlashTrainingArguments) -> None:

@@ -271,6 +271,10 @@ class TrainSettings:
             self._check_without_layers()
         if self.tensor_parallel_size > 1:
             self._check_shared_target()
+        packed = self.packing_length
+        has_room = packed is None or packed >= self.max_length
+        what = f"--packing-length of {self.max_length} (--max-length) or more"
+        require(has_room, what, packed, "give a smaller --max-length, or pack longer rows")
 
     def _check_without_layers(self) -> None:
         """Refuses what needs the target's layers, where a server runs them."""
