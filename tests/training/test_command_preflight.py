@@ -120,6 +120,22 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--target", TOY / "vision" / "target", "--packing-length", 3072],
         "expected a target that reads only tokens with --packing-length, got",
     ),
+    "a schedule without its options": (
+        ["--lr-scheduler-type", "cosine_with_min_lr"],
+        "expected options of the schedule cosine_with_min_lr as --lr-scheduler-kwargs, got None",
+    ),
+    "workers that stay, of none": (
+        ["--dataloader-persistent-workers", "true"],
+        "expected options of workers that fit together as --dataloader-..., got",
+    ),
+    "a way to begin workers, of none": (
+        ["--dataloader-multiprocessing-context", "spawn"],
+        "expected options of workers that fit together as --dataloader-..., got",
+    ),
+    "a best draft that is not saved": (
+        ["--load-best-model-at-end", "true", "--save-strategy", "no"],
+        "expected a save_strategy with load_best_model_at_end, got 'no'",
+    ),
     "a device that is not there": (["--device", "cuda:99"], "as --device, got 'cuda:99'"),
 }
 

@@ -228,6 +228,12 @@ def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) 
     ("change", "words"),
     [
         ({"learning_rate": 0.0}, "learning_rate > 0, got 0.0"),
+        ({"neftune_noise_alpha": 5.0}, "no neftune_noise_alpha, got 5.0; leave it out"),
+        ({"use_liger_kernel": True}, "no use_liger_kernel, got True; leave it out"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "schedule of steps as lr_scheduler_type"),
+        ({"lr_scheduler_type": "greedy"}, "schedule of steps as lr_scheduler_type, got 'greedy'"),
+        ({"metric_for_best_model": "eval_loss"}, "acceptance length as metric_for_best_model"),
+        ({"seed": -1}, "a seed of 0 or more and below 2**32, got -1"),
         ({"labels": "kd"}, "labels 'tokens' or 'target', got 'kd'"),
         ({"optim": "adamw"}, "optim muon, adamw_torch"),
         ({"gamma": -1.0}, "gamma > 0"),

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, SchedulerType, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy
 
@@ -37,7 +38,7 @@ from dflash_hf.training.forward import check_packing
 from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers
-from dflash_hf.training.trainer import DFlashTrainer, check_one_gpu
+from dflash_hf.training.trainer import DFlashTrainer, check_one_gpu, loader_options
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def check_before_loading(
         _check_evaluation(settings, arguments)
         _check_reporters(arguments)
         _check_optimizer(arguments)
+        _check_schedule(arguments)
     if "regenerate" in pending and settings.server:
         sampling = answer_settings(settings, Path(), Path()).of_server(0)
         processor = load_processor(settings.target)
@@ -79,12 +81,14 @@ def check_with_target(
     target: PreTrainedModel,
     processor: Processor,
 ) -> None:
-    """Checks the draft that is to be trained against the target, packing, and room on the disk.
+    """Checks the draft that is to be trained against the target, packing, workers, and room on the disk.
 
     Raises:
         ValueError: If the draft's options are no fields of a config or have values of other types, the draft does not
-            fit the target, examples cannot be packed for it, or the disk has no room for a checkpoint.
+            fit the target, examples cannot be packed for it, no workers can be made, or the disk has no room for a
+            checkpoint.
     """
+    _check_loader(arguments)
     found = find_target(target)
     if settings.draft is None:
         config = _fresh_config(settings, target, processor)
@@ -218,6 +222,40 @@ def _check_optimizer(arguments: DFlashTrainingArguments) -> None:
         raise ValueError(
             f"expected an optimizer that is installed as --optim, got {str(arguments.optim)!r} ({one_line(error)}); "
             "install its package, or name another"
+        ) from error
+
+
+def _check_schedule(arguments: DFlashTrainingArguments) -> None:
+    """Makes a schedule of the learning rate, as the trainer will."""
+    steps = 1000  # any number: how many there are is known later
+    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=arguments.learning_rate)
+    options: Any = arguments.lr_scheduler_kwargs
+    try:
+        get_scheduler(
+            arguments.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=arguments.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=options,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        name = SchedulerType(arguments.lr_scheduler_type).value
+        raise ValueError(
+            f"expected options of the schedule {name} as --lr-scheduler-kwargs, got {options} "
+            f"({one_line(error)}); correct them, or use another --lr-scheduler-type"
+        ) from error
+
+
+def _check_loader(arguments: DFlashTrainingArguments) -> None:
+    """Makes a loader with the workers that the trainer's will have; none of them is begun."""
+    options = loader_options(arguments)
+    rows: Any = [0]
+    try:
+        DataLoader(rows, **options)
+    except ValueError as error:
+        raise ValueError(
+            f"expected options of workers that fit together as --dataloader-..., got {options} ({one_line(error)}); "
+            "correct them, or leave them out"
         ) from error
 
 

@@ -134,7 +134,8 @@ def run_stages(
     require(num_ranks == 1 or "bench" not in stages, what, ",".join(stages), action)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    arguments = make_arguments(settings)  # it refuses what is out of range
+    # It refuses what is out of range
+    arguments = make_arguments(settings, **_evaluation(settings, settings.num_eval > 0))
     state = RunState(settings, stages, redo)
     state.check_folder()
     if process_index() > 0:
@@ -242,7 +243,9 @@ def _preflight(
     if is_shared:
         has_draft = _said_by_the_first(has_draft)
     if not has_draft:
-        check_with_target(settings, arguments, model, processor)
+        has_held_out = settings.num_eval > 0
+        with_models = arguments_for(settings, model, processor, has_held_out)
+        check_with_target(settings, with_models, model, processor)
 
 
 def _check_without_target(
@@ -364,14 +367,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     source = state.folder("regenerate" if settings.answers == "target" else "prepare")
     train = _examples(source / TRAIN, processor, settings)
     held_out = _examples(source / HELD_OUT, processor, settings)
-    others: dict[str, Any] = {}
-    if held_out and "eval_strategy" not in settings.arguments:
-        others["eval_strategy"] = "epoch"
-    is_precision_given = not settings.arguments.keys().isdisjoint({"bf16", "fp16"})
-    if model.dtype == torch.bfloat16 and not is_precision_given:
-        others["bf16"] = True  # as the target computes, over weights in float32
-    others |= loader_workers(settings, processor)
-    arguments = make_arguments(settings, **others)
+    arguments = arguments_for(settings, model, processor, bool(held_out))
     torch.manual_seed(arguments.seed)
     trainer = DFlashTrainer(
         model=_draft_to_train(settings, model, processor, train),
@@ -558,6 +554,25 @@ def make_arguments(settings: TrainSettings, **others: Any) -> DFlashTrainingArgu
         "push_to_hub": False,
     }
     return DFlashTrainingArguments(output_dir=str(settings.output_dir / "run"), **given)
+
+
+def arguments_for(
+    settings: TrainSettings, target: PreTrainedModel, processor: Processor, has_held_out: bool
+) -> DFlashTrainingArguments:
+    """Returns [`make_arguments`] with what follows from the target and the data, where nothing else is asked for."""
+    others = _evaluation(settings, has_held_out)
+    is_precision_given = not settings.arguments.keys().isdisjoint({"bf16", "fp16"})
+    if target.dtype == torch.bfloat16 and not is_precision_given:
+        others["bf16"] = True  # as the target computes, over weights in float32
+    others |= loader_workers(settings, processor)
+    return make_arguments(settings, **others)
+
+
+def _evaluation(settings: TrainSettings, has_held_out: bool) -> dict[str, Any]:
+    """When the draft is measured while it is trained: after each epoch, unless something else is asked for."""
+    if has_held_out and "eval_strategy" not in settings.arguments:
+        return {"eval_strategy": "epoch"}
+    return {}
 
 
 def _lines(path: Path) -> list[str]:

@@ -25,6 +25,13 @@ CHOICES = {
     "feature_dtype": get_args(FeatureDtype),
     "save_dtype": ("float32", "auto"),
 }
+# Transformers' arguments that a draft's training has no use for: the value that asks for nothing, and what to do.
+WITHOUT_USE = {
+    "neftune_noise_alpha": (None, "leave it out: a draft is not trained on embeddings with noise"),
+    "use_liger_kernel": (False, "leave it out: Liger has no kernels for drafts"),
+}
+# They follow a metric that becomes smaller, and the acceptance length grows.
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 def default_gamma(block_size: int) -> float:
@@ -162,7 +169,8 @@ class DFlashTrainingArguments(TrainingArguments):
         is_muon = self.optim == MUON
         if is_muon:  # the library's list has no Muon
             self.optim = OptimizerNames.ADAMW_TORCH
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        keeps_best = self.load_best_model_at_end or self.save_strategy == "best"
+        if keeps_best and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_acceptance_length"
         self._begin_group_of_cpus()
         super().__post_init__()
@@ -209,6 +217,21 @@ class DFlashTrainingArguments(TrainingArguments):
             self.warmup_steps,
             "0.04 (of all steps) is the paper's",
         )
+        for name, (nothing, action) in WITHOUT_USE.items():
+            value = getattr(self, name)
+            require(value == nothing, f"no {name}", value, action)
+        is_of_steps = self.lr_scheduler_type not in METRIC_SCHEDULES
+        what = "a schedule of steps as lr_scheduler_type"
+        require(is_of_steps, what, str(self.lr_scheduler_type), "use cosine, or another one")
+        metric = self.metric_for_best_model
+        is_measured = metric is None or metric.endswith("acceptance_length")
+        what = "an acceptance length as metric_for_best_model"
+        require(is_measured, what, metric, "leave it out: an evaluation measures nothing else")
+        is_saved = not self.load_best_model_at_end or self.save_strategy != "no"
+        what = "a save_strategy with load_best_model_at_end"
+        require(is_saved, what, str(self.save_strategy), "use epoch, and the same eval_strategy")
+        what = "a seed of 0 or more and below 2**32"
+        require(0 <= self.seed < 2**32, what, self.seed, "use another one")
         require(self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's")
         require(
             self.gamma is None or self.gamma > 0,

@@ -235,10 +235,7 @@ class DFlashTrainer(Trainer):
             Rows(dataset),  # type: ignore[arg-type]
             batch_sampler=EpochBatches(batches_of, args, next_step=lambda: self.state.global_step),
             collate_fn=Collator(args.packing_length, self._cache()),
-            num_workers=args.dataloader_num_workers,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            **loader_options(args),
         )
 
     def _cache(self) -> FeatureCache | None:
@@ -512,6 +509,16 @@ def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
             )
     check_one_gpu(args)
     return draft
+
+
+def loader_options(args: DFlashTrainingArguments) -> dict[str, Any]:
+    """Returns which workers a `DataLoader` is made with."""
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+    }
 
 
 def check_one_gpu(args: DFlashTrainingArguments) -> None:
