@@ -268,6 +268,24 @@ def test_less_memory_behind_a_checkpoint_is_of_the_same_run(name: str, tmp_path:
         RunState(replace(settings, per_device_train_batch_size=2), STAGES, redo=False).check()
 
 
+def test_a_step_that_is_not_finite_names_what_works(tmp_path: Path) -> None:
+    """Answers stay, and the named options run."""
+    data = write_rows(tmp_path / "rows.jsonl")
+    out = tmp_path / "out"
+    words = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare,regenerate,run"]
+    result = train(*words, "--learning-rate", 1e30)
+    assert result.exit_code == 2, result.output
+    assert "expected finite gradients at step" in said(result)
+    assert "resume_from_checkpoint" not in said(result)
+    advice = f"--output-dir {out} --redo and a --learning-rate below 1e+30"
+    assert advice in said(result)
+    assert f"the rows are those of {out / 'answered' / 'train.jsonl'}" in said(result)
+    answers = (out / "answered" / "train.jsonl").stat().st_mtime_ns
+    again = train(*words, "--learning-rate", 1e-3, "--redo")
+    assert again.exit_code == 0, again.output
+    assert (out / "answered" / "train.jsonl").stat().st_mtime_ns == answers
+
+
 def test_a_target_that_does_not_fit_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What ends a training whatever its options, in a sentence with what to do: a full disk, a full device."""
+"""What ends a training, in a sentence with what to do: a full disk, a full device, a step that is not finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKPOINTING = next(
 
 
 def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str) -> Exception:
-    """Returns a sentence for a full disk or a full device; any other error as it is.
+    """Returns a sentence for a full disk, a full device or a step that is not finite; any other error as it is.
 
     Args:
         stage (`str`): What did not fit.
@@ -38,6 +38,16 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
     if is_out_of_memory(error):
         return ValueError(
             f"expected {stage} to fit the memory, got {one_line(error)}; go on with {goes_on} {less}"
+        )
+    if isinstance(error, FloatingPointError):
+        # What it says to do is for Python
+        found, _, _ = one_line(error).partition("; ")
+        folder = "answered" if settings.answers == "target" else "prepared"
+        rows = settings.output_dir / folder / "train.jsonl"
+        return ValueError(
+            f"{found}; continue with {goes_on} --redo and a --learning-rate below {settings.learning_rate:g}, which "
+            "keeps the answers and begins the training again, or name a new --output-dir; the rows are those of "
+            f"{rows}"
         )
     return error
 

@@ -180,7 +180,7 @@ def _run_pending(
         try:
             if is_first or _is_shared(stage, settings):
                 facts = RUNNERS[stage](settings, state, target)
-        except (OSError, RuntimeError, MemoryError) as error:
+        except (OSError, RuntimeError, MemoryError, FloatingPointError) as error:
             less = less_memory(settings, arguments, stage)
             raise explained(error, settings, stage, less) from error
         # A bench waits itself, and leaves the group
