@@ -228,8 +228,11 @@ def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) 
     ("change", "words"),
     [
         ({"learning_rate": 0.0}, "learning_rate > 0, got 0.0"),
-        ({"neftune_noise_alpha": 5.0}, "no neftune_noise_alpha, got 5.0; leave it out"),
-        ({"use_liger_kernel": True}, "no use_liger_kernel, got True; leave it out"),
+        ({"neftune_noise_alpha": 5.0}, "None as neftune_noise_alpha, got 5.0; leave it out"),
+        ({"use_liger_kernel": True}, "False as use_liger_kernel, got True; leave it out"),
+        ({"label_smoothing_factor": 0.3}, "0.0 as label_smoothing_factor, got 0.3; leave it out"),
+        ({"dataloader_drop_last": True}, "False as dataloader_drop_last, got True; leave it out"),
+        ({"train_sampling_strategy": "group_by_length"}, "random as train_sampling_strategy"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "schedule of steps as lr_scheduler_type"),
         ({"lr_scheduler_type": "greedy"}, "schedule of steps as lr_scheduler_type, got 'greedy'"),
         ({"metric_for_best_model": "eval_loss"}, "acceptance length as metric_for_best_model"),

@@ -29,6 +29,12 @@ CHOICES = {
 WITHOUT_USE = {
     "neftune_noise_alpha": (None, "leave it out: a draft is not trained on embeddings with noise"),
     "use_liger_kernel": (False, "leave it out: Liger has no kernels for drafts"),
+    "label_smoothing_factor": (0.0, "leave it out: no loss of a draft smooths its labels"),
+    "dataloader_drop_last": (False, "leave it out: the last batch of an epoch is trained on too"),
+    "train_sampling_strategy": (
+        "random",
+        "leave it out: batches have rows of similar length already",
+    ),
 }
 # They follow a metric that becomes smaller, and the acceptance length grows.
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
@@ -219,7 +225,7 @@ class DFlashTrainingArguments(TrainingArguments):
         )
         for name, (nothing, action) in WITHOUT_USE.items():
             value = getattr(self, name)
-            require(value == nothing, f"no {name}", value, action)
+            require(value == nothing, f"{nothing} as {name}", value, action)
         is_of_steps = self.lr_scheduler_type not in METRIC_SCHEDULES
         what = "a schedule of steps as lr_scheduler_type"
         require(is_of_steps, what, str(self.lr_scheduler_type), "use cosine, or another one")
