@@ -282,6 +282,34 @@ def test_a_full_disk_is_said_before_and_when_it_happens(
     assert all(example in FeatureCache(folder) for example in examples)
 
 
+def test_room_is_for_what_all_processes_miss(
+    found: Target,
+    draft: DFlashDraftModel,
+    examples: list[Example],
+    written: FeatureCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What others have put into the folder gives no room to an example that is not there."""
+    length = sum(len(example.input_ids) for example in examples)
+    new = Example.from_pair([5] * (length - 5), [7, 8])
+    needed = len(new.input_ids) * bytes_per_token(draft.config, found.model.dtype, 64)
+    usage = shutil.disk_usage(written.folder)
+
+    def write(free: int, num_writers: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+            cache = FeatureCache(written.folder)
+            every = [*examples, new]
+            cache.write(found, draft.config, every, num_likely=64, num_writers=num_writers)
+
+    for free, num_writers in ((needed - 1, 1), (2 * needed - 1, 2)):
+        with pytest.raises(ValueError, match=r"expected room for .* GB of features in"):
+            write(free, num_writers)
+    write(2 * needed, 2)
+    assert new in FeatureCache(written.folder)
+    write(0, 2)
+
+
 def test_a_file_is_plain_safetensors(written: FeatureCache) -> None:
     assert json.loads((written.folder / "features.json").read_text())["target_layer_ids"] == [0, 2]
     with safe_open(files(written)[0], framework="pt") as file:

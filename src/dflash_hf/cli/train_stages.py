@@ -430,7 +430,8 @@ def _write_served_features(
     mine = share_of(examples, process_index(), num_processes())
     cache = FeatureCache(str(settings.feature_cache), trainer.args.feature_dtype)
     servers = feature_servers(settings)
-    cache.write_served(trainer.target, trainer.draft.config, mine, servers)
+    config = trainer.draft.config
+    cache.write_served(trainer.target, config, mine, servers, num_writers=num_processes())
     if num_processes() > 1:
         Processes("auto").wait()
 

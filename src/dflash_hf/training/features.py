@@ -122,6 +122,7 @@ class FeatureCache:
         examples: Sequence[Example],
         *,
         num_likely: int = 0,
+        num_writers: int = 1,
     ) -> None:
         """Runs the target over every example that is not in the folder yet; what is written stays when it fails.
 
@@ -132,13 +133,14 @@ class FeatureCache:
             config (`DFlashConfig`): The draft's: which layers are tapped.
             num_likely (`int`): The target's most likely next tokens to keep, where the objective or the labels need
                 them: see `batch_loss`. A folder that has more goes on with as many.
+            num_writers (`int`): Processes that write to this disk at the same time, each as much as this one.
 
         Raises:
             ValueError: If the folder holds features of another target, of other taps or of another dtype, the disk
                 has too little room for all of them, or states have no finite value in float8.
             OSError: If the disk is full after all.
         """
-        num_likely = self._begin(target, config, examples, num_likely)
+        num_likely = self._begin(target, config, examples, num_likely, num_writers)
         mesh = mesh_of(target.model)
         for example in examples:
             is_missing = example not in self
@@ -159,18 +161,21 @@ class FeatureCache:
         config: DFlashConfig,
         examples: Sequence[Example],
         servers: Sequence[OpenAIClient],
+        *,
+        num_writers: int = 1,
     ) -> None:
         """Has servers compute what is not in the folder yet; what is written stays when it fails. See [`write`].
 
         Args:
             target ([`Target`]): What the servers run; of its weights none is needed.
             servers (sequence of [`OpenAIClient`]): As [`ServedFeatures`] asks them.
+            num_writers (`int`): As in [`write`].
 
         Raises:
             ValueError: As [`write`] and [`ServedFeatures.compute`].
             OSError: If the disk is full after all.
         """
-        self._begin(target, config, examples, num_likely=0)
+        self._begin(target, config, examples, num_likely=0, num_writers=num_writers)
 
         def keep(example: Example, states: Tensor) -> None:
             self._save_features(example, Features(taps=states[None]), config)
@@ -188,6 +193,7 @@ class FeatureCache:
         config: DFlashConfig,
         examples: Sequence[Example],
         num_likely: int,
+        num_writers: int,
     ) -> int:
         """Checks what is there and the room on the disk, writes the settings, and returns the next tokens to keep."""
         settings = _settings(target, config, num_likely)
@@ -196,10 +202,14 @@ class FeatureCache:
             self._compare(settings, num_likely)
             num_likely = int(self._settings()["num_likely"])
         size = bytes_per_token(config, target.model.dtype, num_likely, self.dtype)
-        # What is there already needs no room; lengths are known without building the examples.
-        tokens = sum(example_lengths(examples))
-        present = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        needed = max(0, tokens * size - present)
+        lengths = example_lengths(examples)
+        tokens = sum(lengths)
+        missing = tokens
+        # Lengths are known without building the examples, but an example is built to look for its file
+        if any(self.folder.glob("*.safetensors")):
+            pairs = zip(examples, lengths, strict=True)
+            missing = sum(length for example, length in pairs if example not in self)
+        needed = missing * size * num_writers
         free = _free(self.folder)
         logger.warning(
             f"the features of {len(examples)} examples take {size / 1000:.1f} kB a token, "

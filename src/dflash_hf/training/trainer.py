@@ -248,7 +248,7 @@ class DFlashTrainer(Trainer):
         num_likely = LIKELY_TOKENS if args.loss in DISTILLATION else int(args.labels == "target")
         mine: Any = share_of(examples, args.group_index, args.num_groups)  # type: ignore[arg-type]
         cache = FeatureCache(args.feature_cache, args.feature_dtype)
-        cache.write(self.target, config, mine, num_likely=num_likely)
+        cache.write(self.target, config, mine, num_likely=num_likely, num_writers=args.num_groups)
         self.accelerator.wait_for_everyone()
         return cache
 
