@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 from harness.stub_server import Behaviour, Handler, StubServer, behaviour_of
+from transformers import AutoProcessor
 
-from dflash_hf.training import OpenAIClient, RegenerateSettings, server_pool
+from dflash_hf.training import ChatDataset, OpenAIClient, RegenerateSettings, server_pool
 from dflash_hf.training.answering import regenerate
 from helpers import answer_by_servers, forked_python
+from helpers.processors import picture, published_folder
 from helpers.templates import FAMILIES
 
 NUM_PROMPTS = 60
@@ -441,6 +443,33 @@ def test_another_tokenizer_is_refused_before_anything_is_asked(
         regenerate(asked(tmp_path), clients(right, wrong), tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
     assert not any("question" in said for said in right.behaviour.asked)
+
+
+def test_a_prompt_with_images_is_as_long_as_the_server_says(
+    tmp_path: Path, servers: Servers
+) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+
+    def encode(messages: list[dict[str, Any]]) -> list[int]:
+        content = messages[0]["content"]
+        if any(block["type"] == "image_url" for block in content if isinstance(content, list)):
+            return [5] * 77
+        row = {"messages": messages}
+        return ChatDataset([row], processor, answers=[[]])[0].input_ids
+
+    behaviour = behaviour_of(processor.tokenizer, context=CONTEXT)
+    behaviour.encode = encode
+    server = servers.listen(0, behaviour)
+    picture(24, 16).save(tmp_path / "a.png")
+    user = {"role": "user", "content": "What?"}
+    rows = [{"id": "a", "messages": [user], "images": ["a.png"]}, {"id": "b", "messages": [user]}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = asked(tmp_path)
+    regenerate(settings, clients(server), processor)
+    answered = rows_of(settings.output)
+    sizes = {"images" in row: row["num_tokens"] - len(row["answer_ids"]) for row in answered}
+    assert sizes == {True: 77, False: len(encode([user]))}
 
 
 def test_a_full_disk_ends_the_run(

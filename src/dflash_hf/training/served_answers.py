@@ -117,11 +117,13 @@ class ServedAnswers:
         """Has a server answer a prompt, and writes the answer."""
         body = request_of(self.common.template, job.placed, self.settings.of_server(job.row))
         reply = await server.ask(body)
-        exact_length = None if has_images(job.placed) else job.length
+        has_image = has_images(job.placed)
+        exact_length = None if has_image else job.length
         answer = checked_answer(server, self.common.template, reply, exact_length)
+        length = reply.prompt_tokens if has_image else job.length
         if not answer.ids:
             raise NoTextError(f"expected a text as the answer of {server.url}, got nothing")
-        self.answers.append(answer_row(self.settings, job.question, answer, job.length))
+        self.answers.append(answer_row(self.settings, job.question, answer, length))
         self.common.report.num_new += 1
         self.common.report.num_inexact += not answer.is_exact
         self.common.progress.add(1, len(answer.ids))
