@@ -471,6 +471,8 @@ def test_an_empty_dataset_and_a_full_disk_are_sentences(
 def test_flags_and_yaml_are_read_by_one_reader() -> None:
     given = {"learning_rate": 1e-3, "max_steps": 7, "disable_tqdm": True}
     assert read_arguments([*as_words(given), "--max-steps=9"]) == {**given, "max_steps": 9}
+    for reporters in (["trackio"], ["trackio", "tensorboard"]):
+        assert read_arguments(as_words({"report_to": reporters})) == {"report_to": reporters}
     assert read_arguments(["--learning_rate", "6e-4"]) == read_arguments(["--learning-rate=6e-4"])
 
 

@@ -111,6 +111,9 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         action.required = False
         if action.type is Any:
             action.type = str
+        # It may be a list, of which Transformers' parser knows nothing
+        if action.dest == "report_to":
+            action.nargs = "+"
         # Ours are more than the library's, and the arguments' own check knows them
         if action.dest == "optim":
             action.type = str
