@@ -370,6 +370,12 @@ def test_what_is_there_is_not_made_again(
             match=r"expected .*out\.jsonl as these settings make it, or no such file, got",
         ):
             prepare(changed, tokenizer)
+    text = source.read_bytes()
+    source.write_bytes(text.replace(b"two", b"six"))
+    with pytest.raises(ValueError, match=r"expected .*out\.jsonl as these settings make it"):
+        prepare(asked, smollm2)
+    source.write_bytes(text)
+    assert prepare(asked, smollm2) == report
     write(source, {"messages": CHAT})
     with pytest.raises(ValueError, match=r"expected .*out\.jsonl as these settings make it"):
         prepare(asked, smollm2)

@@ -8,6 +8,7 @@ reads both.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -171,7 +172,7 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
     report = Prepared()
 
     def lines() -> Iterator[str]:
-        yield from _kept_lines(settings, processing_class, parts, template.text, report)
+        yield from _kept_lines(settings, processing_class, parts, asked, report)
         none = f"rows to train on in {listed(settings.datasets)}"
         got = "; ".join(report.sentences())
         require(report.num_kept > 0, none, got, "use other data, or a greater max_length")
@@ -195,16 +196,17 @@ def _asked(settings: PrepareSettings, chat_template: str) -> dict[str, Any]:
     """What a file is made of and how, to tell whether one that is there is the same."""
     asked = asdict(settings)
     del asked["output"]
-    asked["datasets"] = [(name, _size(Path(name))) for name in settings.datasets]
+    asked["datasets"] = [(name, _digest(Path(name))) for name in settings.datasets]
     asked["chat_template"] = chat_template
     return json.loads(json.dumps(asked))
 
 
-def _size(path: Path) -> int | None:
-    """A file's bytes; `None` of a set that is no file."""
-    if path.is_file():
-        return path.stat().st_size
-    return None
+def _digest(path: Path) -> str | None:
+    """A digest of a file's bytes; `None` of a set that is no file."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _written_before(output: Path, asked: Mapping[str, Any]) -> Prepared:
@@ -233,13 +235,11 @@ def _kept_lines(
     settings: PrepareSettings,
     processing_class: Processing,
     parts: Path,
-    chat_template: str,
+    asked: Mapping[str, Any],
     report: Prepared,
 ) -> Iterator[str]:
     """Yields the line of each row that is kept, the first of its contents, and counts all of them."""
-    asked = _asked(settings, chat_template)
-    for name in WHICH_ROWS:
-        del asked[name]
+    made_from = {name: value for name, value in asked.items() if name not in WHICH_ROWS}
     seen: set[str] = set()
     for name in settings.datasets:
         source = open_source(name, streaming=settings.streaming)
@@ -253,7 +253,7 @@ def _kept_lines(
             options=options,
             columns=COLUMNS,
             folder=parts,
-            key=json.dumps(asked, sort_keys=True),
+            key=json.dumps(made_from, sort_keys=True),
         )
         for made in source.mapped(row_map, settings.num_rows):
             if not made["where"]:
