@@ -19,6 +19,8 @@ from dflash_hf.cli.train_algorithms import with_algorithm
 from dflash_hf.cli.train_reading import (
     as_text,
     as_words,
+    check_resumption,
+    check_upload,
     read_arguments,
     read_object,
     read_values,
@@ -30,8 +32,6 @@ from dflash_hf.cli.train_settings import (
     STAGES,
     Stage,
     TrainSettings,
-    check_resumption,
-    check_upload,
     flag,
 )
 from dflash_hf.cli.train_state import SETTINGS_FILE

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dflash_hf.cli.train_settings import OPTIONS
-from dflash_hf.errors import one_line, require, shown
+from dflash_hf.cli.train_settings import OPTIONS, flag
+from dflash_hf.errors import listed, one_line, require, shown
+
+UPLOAD = ("hub_model_id", "hub_private_repo")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -126,6 +128,36 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
     action = "write -- before the name of an option"
     require(not rest, "options and their values", " ".join(rest), action)
     return vars(found)
+
+
+def check_upload(arguments: Mapping[str, Any]) -> None:
+    """Refuses `--push-to-hub` that would not do what it says, before anything is run.
+
+    Raises:
+        ValueError: If no repository is named, or an option says how the trainer would upload, which uploads nothing.
+    """
+    ignored = [name for name in arguments if name.startswith("hub_") and name not in UPLOAD]
+    what = f"only {listed(UPLOAD)} of the options hub_..."
+    require(not ignored, what, listed(ignored), "leave it out; hf auth login stores a token")
+    if not arguments.get("push_to_hub"):
+        return
+    from dflash_hf.training.export import is_hub_id
+
+    repo = arguments.get("hub_model_id")
+    what = "--hub-model-id with --push-to-hub, an id such as my-org/my-draft"
+    is_named = repo is not None and is_hub_id(repo)
+    require(is_named, what, repo, "name the draft's repository")
+
+
+def check_resumption(arguments: Mapping[str, Any]) -> None:
+    """Refuses `--resume-from-checkpoint`: a run goes on from the last whole checkpoint in its folder.
+
+    Raises:
+        ValueError: If it was given.
+    """
+    name = "resume_from_checkpoint"
+    action = "leave it out: the run in the folder continues from its last complete checkpoint"
+    require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
 
 
 def _refuse_name(name: str, arguments: Sequence[str]) -> NoReturn:

@@ -534,7 +534,6 @@ WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
 # Training arguments that are JSON or a file with it.
 MAY_BE_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 OPTIONS = tuple(item for item in fields(TrainSettings) if item.name != "arguments")
-UPLOAD = ("hub_model_id", "hub_private_repo")
 
 
 def flag(name: str) -> str:
@@ -550,36 +549,6 @@ def process_index() -> int:
 def num_processes() -> int:
     """Returns how many processes were launched together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def check_upload(arguments: Mapping[str, Any]) -> None:
-    """Refuses `--push-to-hub` that would not do what it says, before anything is run.
-
-    Raises:
-        ValueError: If no repository is named, or an option says how the trainer would upload, which uploads nothing.
-    """
-    ignored = [name for name in arguments if name.startswith("hub_") and name not in UPLOAD]
-    what = f"only {listed(UPLOAD)} of the options hub_..."
-    require(not ignored, what, listed(ignored), "leave it out; hf auth login stores a token")
-    if not arguments.get("push_to_hub"):
-        return
-    from dflash_hf.training.export import is_hub_id
-
-    repo = arguments.get("hub_model_id")
-    what = "--hub-model-id with --push-to-hub, an id such as my-org/my-draft"
-    is_named = repo is not None and is_hub_id(repo)
-    require(is_named, what, repo, "name the draft's repository")
-
-
-def check_resumption(arguments: Mapping[str, Any]) -> None:
-    """Refuses `--resume-from-checkpoint`: a run goes on from the last whole checkpoint in its folder.
-
-    Raises:
-        ValueError: If it was given.
-    """
-    name = "resume_from_checkpoint"
-    action = "leave it out: the run in the folder continues from its last complete checkpoint"
-    require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
 
 
 def _check_urls(name: str, urls: Collection[str]) -> None:
