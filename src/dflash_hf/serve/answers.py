@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from dflash_hf.serve.markup import MarkupReader, Piece, marks_of
 
+BROKEN = "\ufffd"  # what decoding writes for bytes that are no whole character
+
 
 class TextReader:
     """The text of tokens as they come, whole characters at a time.
+
+    A token is decoded behind those of the piece before, which decide whether there is a space between them.
 
     Args:
         tokenizer: What decodes.
@@ -22,8 +25,7 @@ class TextReader:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) -> None:
-        either: Any = tokenizer
-        self.tokenizer = either._tokenizer
+        self.tokenizer = tokenizer
         marks = marks_of(markup)
         self.hidden = {
             token_id
@@ -32,23 +34,44 @@ class TextReader:
             )
             if token not in marks
         }
-        self.stream = DecodeStream([], skip_special_tokens=False)
-        self.ids: list[int] = []
-        self.num_told = 0  # letters
+        # Tokens of the last piece that is more than spaces, and behind it.
+        self.told: list[int] = []
+        self.new: list[int] = []  # tokens behind those
 
     def add(self, token_id: int) -> str:
         """Returns what one more token adds to the text."""
         if token_id in self.hidden:
             return ""
-        self.ids.append(token_id)
-        text = self.stream.step(self.tokenizer, token_id) or ""
-        self.num_told += len(text)
+        self.new.append(token_id)
+        text = self._new_text()
+        is_whole = bool(text) and not text.endswith(BROKEN)
+        if not is_whole:
+            return ""
+        # A tokenizer that drops a leading space would say nothing of where a piece of spaces ends.
+        if self._decoded(self.new):
+            self.told = []
+        self.told += self.new
+        self.new = []
         return text
 
     def end(self) -> str:
         """Returns the rest: a character that is not whole, as `decode` writes it."""
-        whole = self.tokenizer.decode(self.ids, skip_special_tokens=False)
-        return whole[self.num_told :]
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        told = self._decoded(self.told)
+        text = self._decoded(self.told + self.new)
+        if text.startswith(told):
+            return text[len(told) :]
+        # Some tokenizers write a mark for every byte of a run that is no text, those of whole characters included.
+        # What was told stays.
+        return self._decoded(self.new)
+
+    def _decoded(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
 
 @dataclass
