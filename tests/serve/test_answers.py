@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dflash_hf.serve.answers import TextReader
 from helpers.processors import qwen_tokenizer
@@ -104,13 +105,16 @@ def test_any_bytes_are_read_as_far_as_they_are_characters() -> None:
     assert 100 < num_broken < 400
 
 
-@pytest.mark.parametrize("name", ["bytes", "Llama 2's"])
-def test_any_tokens_are_read_as_decode_reads_them(name: str) -> None:
-    tokenizer = qwen_tokenizer()
-    ids = list(range(256))
-    if name != "bytes":
-        tokenizer = byte_fallback_tokenizer()
-        ids = tokens_of(tokenizer, *WORDS)
+@pytest.mark.parametrize(
+    ("tokenizer", "ids"),
+    [
+        (qwen_tokenizer(), range(256)),
+        (byte_fallback_tokenizer(), tokens_of(byte_fallback_tokenizer(), *WORDS)),
+        (ByT5Tokenizer(), range(3, 259)),
+    ],
+    ids=["bytes", "words", "Python"],
+)
+def test_any_tokens_are_read_as_decode_reads_them(tokenizer: Any, ids: Sequence[int]) -> None:
     for seed in range(500):
         draw = random.Random(seed)
         drawn = draw.choices(ids, k=draw.randint(1, 12))

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from dflash_hf.errors import one_line, shown
 from dflash_hf.serve.pair import Pair
@@ -134,7 +134,11 @@ def library(param: str) -> Any:
 
 
 def vocabulary(pair: Pair, param: str) -> Any:
-    """Returns the target's tokens as llguidance knows them, made once."""
+    """Returns the target's tokens as llguidance knows them, made once; raises `Refusal` if it cannot read them."""
+    what = f"a target with a fast tokenizer for {param}"
+    kind = type(pair.tokenizer).__name__
+    is_fast = isinstance(pair.tokenizer, PreTrainedTokenizerFast)
+    need(is_fast, param, what, kind, "leave it out", "unsupported_parameter")
     if pair.vocabulary is None:
         ends = pair.target.generation_config.eos_token_id
         pair.vocabulary = library(param).hf.from_tokenizer(

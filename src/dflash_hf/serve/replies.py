@@ -201,7 +201,9 @@ def _call(piece: Piece) -> dict[str, Any]:
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> list[int] | None:
     """Returns the bytes of a token; None where the tokenizer does not tell those of a part of a character."""
     text = str(tokenizer.decode([token_id], skip_special_tokens=False))
-    if BROKEN not in text:
+    # Some tokenizers leave a part of a character out.
+    is_whole = bool(text) and BROKEN not in text
+    if is_whole:
         return list(text.encode())
     token: Any = tokenizer.convert_ids_to_tokens(token_id)
     if len(token) == 6 and token.startswith("<0x"):
