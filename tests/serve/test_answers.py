@@ -49,7 +49,7 @@ def tokens_of(tokenizer: Any, *parts: bytes | str) -> list[int]:
 
 def read(tokenizer: Any, ids: list[int]) -> str:
     """What a client sees of an answer that comes token by token."""
-    reader = TextReader(tokenizer, {})
+    reader = TextReader(tokenizer, frozenset())
     return "".join(map(reader.add, ids)) + reader.end()
 
 

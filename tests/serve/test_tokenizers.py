@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 from transformers import ByT5Tokenizer
 
+from dflash_hf.serve.engine import Ended, Job, Tokens
 from dflash_hf.serve.pair import Pair
-from helpers.scripted_server import Found, InProcess
+from helpers.processors import qwen_tokenizer
+from helpers.scripted_server import Found, InProcess, Script
 from tiny import tiny_draft, tiny_target
 
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+SAID = ["a", "</think>", "b", "c", "d", "e"]
 Serve = Callable[..., InProcess]
 
 
@@ -38,6 +46,14 @@ def serve() -> Iterator[Serve]:
         server.close()
 
 
+def marked_tokenizer() -> Any:
+    """A tokenizer of bytes whose family marks thoughts by special tokens."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": MARKS})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
 def both_ways(server: InProcess, is_chat: bool, **fields: Any) -> Found:
     """An answer that is the same whole and in pieces."""
     fields = {"temperature": 0, **fields}
@@ -46,6 +62,43 @@ def both_ways(server: InProcess, is_chat: bool, **fields: Any) -> Found:
     assert (whole.status, pieces.status) == (200, 200), (whole.error, pieces.error)
     assert (whole.content, whole.reasons) == (pieces.content, pieces.reasons)
     return whole
+
+
+@pytest.mark.parametrize("max_rows", [4, 1])
+def test_stops_are_found_in_what_the_client_sees(serve: Serve, max_rows: int) -> None:
+    tokenizer = marked_tokenizer()
+    says = tokenizer.convert_tokens_to_ids(SAID)
+    server = serve(tokenizer, len(tokenizer) + 9, max_rows, says)
+    for stop, content, reason, number in [
+        (["zz"], "a</think>bcde", "length", 6),
+        (["ab"], "a</think>bcde", "length", 6),
+        (["</think>"], "a", "stop", 2),
+        (["k>bc"], "a</thin", "stop", 4),
+    ]:
+        found = both_ways(server, True, **HELLO, max_tokens=6, stop=stop)
+        assert (found.content, found.reasons) == (content, [reason]), stop
+        assert found.usage["completion_tokens"] == number
+    # A plain completion has no marks.
+    for stop, content, reason in [(["ab"], "", "stop"), (["</think>"], "abcde", "length")]:
+        found = both_ways(server, False, prompt="hi", max_tokens=6, stop=stop)
+        assert (found.content, found.reasons) == (content, [reason]), stop
+
+
+def test_an_answer_that_has_stopped_has_ended(serve: Serve) -> None:
+    class Slow(Script):
+        """Goes on until its job is gone."""
+
+        def submit(self, job: Job) -> None:
+            job.receive(Tokens(ids=self.ids))
+            job.receive(Ended("the client has gone"))
+
+    server = serve(marked_tokenizer(), 300, 1, [])
+    script = Slow(server.pair.tokenizer)
+    script.say("one two")
+    server.pair.engine = script
+    found = both_ways(server, True, **HELLO, stop="two")
+    assert (found.content, found.reasons) == ("one ", ["stop"])
+    assert server.ask("http", False, True, HELLO).status == 503
 
 
 def test_a_python_tokenizer_is_served(serve: Serve) -> None:

@@ -13,6 +13,13 @@ from dflash_hf.serve.markup import MarkupReader, Piece, marks_of
 BROKEN = "\ufffd"  # what decoding writes for bytes that are no whole character
 
 
+def hidden_tokens(tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) -> frozenset[int]:
+    """Returns the tokens that have no text: special ones, but for the marks of a response template."""
+    marks = marks_of(markup)
+    both = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    return frozenset(token_id for token, token_id in both if token not in marks)
+
+
 class TextReader:
     """The text of tokens as they come, whole characters at a time.
 
@@ -20,20 +27,12 @@ class TextReader:
 
     Args:
         tokenizer: What decodes.
-        markup (`dict`): The response template, whose marks stay in the text also where they are special
-            tokens. Other special tokens have no text.
+        hidden (`frozenset[int]`): Tokens that have no text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int]) -> None:
         self.tokenizer = tokenizer
-        marks = marks_of(markup)
-        self.hidden = {
-            token_id
-            for token, token_id in zip(
-                tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True
-            )
-            if token not in marks
-        }
+        self.hidden = hidden
         # Tokens of the last piece that is more than spaces, and behind it.
         self.told: list[int] = []
         self.new: list[int] = []  # tokens behind those
@@ -114,6 +113,32 @@ def _overlap(text: str, stop: str) -> int:
         if stop.startswith(text[-number:]):
             return number
     return 0
+
+
+class StopSearch:
+    """Looks for stop texts in an answer, as its client sees it.
+
+    Args:
+        tokenizer: What decodes.
+        hidden (`frozenset[int]`): Tokens that have no text.
+        stops (sequence of `str`): The texts.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int], stops: Sequence[str]
+    ) -> None:
+        self.text = TextReader(tokenizer, hidden)
+        self.stops = StopReader(stops)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether one of the texts is in the answer."""
+        return self.stops.is_stopped
+
+    def add(self, token_id: int) -> None:
+        """Takes one more token."""
+        if self.stops.stops:
+            self.stops.add(self.text.add(token_id))
 
 
 @dataclass

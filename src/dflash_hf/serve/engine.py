@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf.errors import one_line
 from dflash_hf.generation.logprobs import TokenLogprob, logprobs_of
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.serve.answers import StopSearch
 
 
 class Ended(Exception):
@@ -37,6 +38,7 @@ class Sampling:
         options (`dict[str, Any]`): Further options of `generate`, by its names.
         processors (`tuple[LogitsProcessor, ...]`): Processors beside those of `generate`.
         stops (`tuple[str, ...]`): Texts that end the answer.
+        hidden (`frozenset[int]`): Tokens that have no text.
         seed (`int`, *optional*): Seed of the random numbers; without one each answer is another.
         num_logprobs (`int`): How many of the most likely tokens are told at each place; -1 for no log-probabilities.
     """
@@ -45,6 +47,7 @@ class Sampling:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     processors: tuple[LogitsProcessor, ...] = ()
     stops: tuple[str, ...] = ()
+    hidden: frozenset[int] = frozenset()
     seed: int | None = None
     num_logprobs: int = -1
 
@@ -203,8 +206,8 @@ class Alone:
         options = dict(sampling.options)
         if sampling.processors:
             options["logits_processor"] = list(sampling.processors)
+        stop = StopsAt(self.tokenizer, sampling, job.num_prompt_tokens)
         if sampling.stops:
-            stop = StopsAt(self.tokenizer, sampling.stops, job.num_prompt_tokens)
             options["stopping_criteria"] = [stop]
         wants_logprobs = sampling.num_logprobs >= 0
         if wants_logprobs:
@@ -228,7 +231,7 @@ class Alone:
         new = ids[0, job.num_prompt_tokens :].tolist()
         of_row = [scores[0] for scores in logits]
         logprobs = logprobs_of(of_row, new, sampling.num_logprobs)
-        is_ended = new[-1] in self._end_tokens() or is_said(self.tokenizer, new, sampling.stops)
+        is_ended = new[-1] in self._end_tokens() or stop.is_said(new)
         is_full = len(new) >= sampling.max_new_tokens
         return Done(is_cut=is_full and not is_ended, counts=self._counts(), logprobs=logprobs)
 
@@ -290,35 +293,31 @@ class _Feed(BaseStreamer):
 
 
 class StopsAt(StoppingCriteria):
-    """Ends a row whose answer has one of some texts in it; the prompt is not looked at.
+    """Ends a row once its answer has a stop text in it; the prompt is not looked at.
 
     Args:
         tokenizer: What decodes.
-        stops (`tuple[str, ...]`): The texts.
+        sampling (`Sampling`): The texts, and the tokens that have none.
         num_columns (`int`): Columns of the prompt.
     """
 
     is_row_wise = True
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: tuple[str, ...], num_columns: int
+        self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, num_columns: int
     ) -> None:
-        self.tokenizer = tokenizer
-        self.stops = stops
+        self.search = StopSearch(tokenizer, sampling.hidden, sampling.stops)
         self.num_columns = num_columns
+        self.num_read = 0  # tokens of the answer
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """Returns which rows stop `[B]`; `input_ids` are the tokens so far `[B, T]`."""
-        rows = input_ids[:, self.num_columns :].tolist()
-        stops = [is_said(self.tokenizer, row, self.stops) for row in rows]
-        return cast(torch.BoolTensor, torch.tensor(stops, device=input_ids.device))
+        """Returns whether the row stops `[1]`; `input_ids` are its tokens so far `[1, T]`."""
+        has_stopped = self.is_said(input_ids[0, self.num_columns :].tolist())
+        return cast(torch.BoolTensor, torch.tensor([has_stopped], device=input_ids.device))
 
-
-def is_said(tokenizer: PreTrainedTokenizerBase, ids: list[int], stops: tuple[str, ...]) -> bool:
-    """Returns whether one of some texts ends within the last of some tokens."""
-    if not stops:
-        return False
-    # A token has one byte at least; some more for special tokens, which have no text.
-    num_last = max(len(stop.encode()) for stop in stops) + 4
-    text = str(tokenizer.decode(ids[-num_last:], skip_special_tokens=True))
-    return any(stop in text for stop in stops)
+    def is_said(self, ids: list[int]) -> bool:
+        """Returns whether a text is in the answer so far, which begins with the answer of the call before."""
+        for token_id in ids[self.num_read :]:
+            self.search.add(token_id)
+        self.num_read = len(ids)
+        return self.search.is_stopped

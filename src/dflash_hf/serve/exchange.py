@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dflash_hf.serve.answers import Answer, StopReader, TextReader
-from dflash_hf.serve.engine import Done, Event, Job, Tokens
+from dflash_hf.serve.engine import Counts, Done, Ended, Event, Job, Tokens
 from dflash_hf.serve.markup import MarkupReader, Piece
 from dflash_hf.serve.metrics import Tracked
 from dflash_hf.serve.pair import Pair
@@ -44,7 +44,7 @@ class Exchange:
             prefix = str(pair.tokenizer.decode(asked.inputs["input_ids"][0]))
         for index, sampling in enumerate(asked.sampling):
             answer = Answer(
-                text=TextReader(pair.tokenizer, markup),
+                text=TextReader(pair.tokenizer, sampling.hidden),
                 stops=StopReader(sampling.stops),
                 markup=MarkupReader(markup, prefix, asked.tools),
             )
@@ -80,6 +80,9 @@ class Exchange:
         while num_running:
             index, event = await self.events.get()
             choice = self.choices[index]
+            # Of an answer that a stop text has ended, nobody wants more.
+            if isinstance(event, Ended) and choice.answer.is_stopped:
+                event = Done(is_cut=False, counts=Counts(), logprobs=[])
             pieces: list[Piece] = []
             if isinstance(event, Tokens):
                 self.tracked[index].begin()

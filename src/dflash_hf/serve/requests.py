@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from dflash_hf.errors import is_a, one_line, shown
+from dflash_hf.serve.answers import hidden_tokens
 from dflash_hf.serve.engine import Sampling
 from dflash_hf.serve.flags import with_flags
 from dflash_hf.serve.grammar import Form, response_form, tool_form
@@ -152,15 +153,18 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         what = f"at most {MAX_LOGIT_BYTES // (pair.vocab_size * 4)} tokens beside logprobs"
         need(num_bytes <= MAX_LOGIT_BYTES, "logprobs", what, limit, "lower the limit")
     num_columns = int(inputs["input_ids"].shape[1])
+    markup: dict[str, Any] = {}
+    if is_chat:
+        markup = pair.markup
     behind = ""
-    if is_chat and form is not None:
-        behind = open_thoughts(pair.markup, str(pair.tokenizer.decode(inputs["input_ids"][0])))
+    if form is not None:
+        behind = open_thoughts(markup, str(pair.tokenizer.decode(inputs["input_ids"][0])))
     return Asked(
         is_chat=is_chat,
         inputs=inputs,
         sampling=[
             _with_form(one, form, num_columns, behind)
-            for one in _sampling(body, pair, limit, num_top, num_columns)
+            for one in _sampling(body, pair, markup, limit, num_top, num_columns)
         ],
         is_streamed=is_streamed,
         has_usage=_has_usage(body.get("stream_options"), is_streamed),
@@ -330,7 +334,12 @@ def _limit(body: dict[str, Any], inputs: dict[str, Tensor], pair: Pair) -> int:
 
 
 def _sampling(
-    body: dict[str, Any], pair: Pair, limit: int, num_top: int, num_columns: int
+    body: dict[str, Any],
+    pair: Pair,
+    markup: dict[str, Any],
+    limit: int,
+    num_top: int,
+    num_columns: int,
 ) -> list[Sampling]:
     """How the tokens of each choice are chosen; choice i of a seed has the seed plus i."""
     options: dict[str, Any] = {}
@@ -359,6 +368,7 @@ def _sampling(
     if frequency or presence:
         processors = (SaidPenalty(frequency, presence, num_columns),)
     stops = _stops(body.get("stop", []))
+    hidden = hidden_tokens(pair.tokenizer, markup)
     found: list[Sampling] = []
     for index in range(body.get("n", 1)):
         seed = body.get("seed")
@@ -370,6 +380,7 @@ def _sampling(
                 options=options,
                 processors=processors,
                 stops=stops,
+                hidden=hidden,
                 seed=seed,
                 num_logprobs=num_top,
             )

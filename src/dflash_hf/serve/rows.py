@@ -22,7 +22,8 @@ from dflash_hf.errors import one_line
 from dflash_hf.generation.request_stats import NewTokens, RequestStats
 from dflash_hf.generation.running_batch import RunningBatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.serve.engine import Alone, Counts, Done, Ended, Job, Tokens, is_said, tell_end
+from dflash_hf.serve.answers import StopSearch
+from dflash_hf.serve.engine import Alone, Counts, Done, Ended, Job, Tokens, tell_end
 
 ROWS_ON_CPU = 8
 
@@ -47,7 +48,7 @@ class Row:
 
     def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
         self.job = job
-        self.tokenizer = tokenizer
+        self.search = StopSearch(tokenizer, job.sampling.hidden, job.sampling.stops)
         self.started = time.perf_counter()
         self.stats = RequestStats()  # the batch's own, once it is in the batch
         self.ids: list[int] = []
@@ -76,18 +77,17 @@ class Row:
             return
         is_first = not self.ids
         taken: list[int] = []
-        is_stopped = False
         for token_id in new.token_ids:
             self.ids.append(token_id)
             taken.append(token_id)
-            is_stopped = is_said(self.tokenizer, self.ids, self.job.sampling.stops)
-            if is_stopped:
+            self.search.add(token_id)
+            if self.search.is_stopped:
                 break
         # The first token is the prefill's.
         if not is_first:
             self.committed.append(len(taken))
-        self.has_ended = is_stopped or new.finished is not None
-        self.is_cut = new.finished == "length" and not is_stopped
+        self.has_ended = self.search.is_stopped or new.finished is not None
+        self.is_cut = new.finished == "length" and not self.search.is_stopped
         self.job.receive(Tokens(ids=taken))
 
     def done(self) -> Done:
