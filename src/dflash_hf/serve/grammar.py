@@ -24,6 +24,9 @@ MAX_FORM = 262_144  # letters
 LAYOUT = {"whitespace_pattern": r" ?|\n {0,32}"}
 OBJECT = {"type": "object"}
 COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}  # what a schema takes other schemas in by
+NUM_TEXTLESS = (
+    4  # tokens without a text that may come within a mark; the others have a byte at least
+)
 KINDS = ("json", "regex", "choice", "grammar")  # of vLLM's `structured_outputs`
 
 
@@ -77,7 +80,7 @@ class FormProcessor(LogitsProcessor):
         if self.opening is not None and answer[: len(self.opening)] != self.opening:
             self.opening = None
         if self.opening is None:
-            num_last = len(self.behind.encode()) + 4
+            num_last = len(self.behind.encode()) + NUM_TEXTLESS
             said = str(self.tokenizer.decode(answer[-num_last:], skip_special_tokens=False))
             if self.behind in said:
                 self.opening = answer
