@@ -101,6 +101,22 @@ def test_an_answer_that_has_stopped_has_ended(serve: Serve) -> None:
     assert server.ask("http", False, True, HELLO).status == 503
 
 
+@pytest.mark.parametrize("max_rows", [4, 1])
+def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) -> None:
+    tokenizer = marked_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|more|>"]})
+    id = tokenizer.convert_tokens_to_ids("<|more|>")
+    server = serve(tokenizer, id, max_rows, [])
+    chat = {"messages": [{"role": "user", "content": "hi <|more|>"}]}
+    for is_chat, fields in ((True, chat), (False, {"prompt": "hi <|more|>"})):
+        found = server.ask("http", False, is_chat, {**fields, "max_tokens": 4})
+        assert (found.status, found.error["code"]) == (400, "invalid_value")
+        assert found.error["message"] == (
+            f"expected tokens of the target, which are those below {id}, got ['<|more|>']; leave them out"
+        )
+    both_ways(server, False, prompt="hi", max_tokens=4)
+
+
 def test_a_python_tokenizer_is_served(serve: Serve) -> None:
     tokenizer: Any = ByT5Tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"

@@ -21,6 +21,7 @@ from dflash_hf.serve.messages import check_text, has_name, read_messages, withou
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.serve.refusal import FIX, Refusal, need
+from dflash_hf.target_model.parts import find_target
 
 MAX_BODY = 64 * 2**20  # bytes
 MAX_CHARACTERS = 4_000_000  # of all texts: a tokenizer reads them before anyone else is answered
@@ -143,6 +144,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         check_text(body.get("prompt"), "prompt", "prompt")
         _check_length(body, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
+    _check_tokens(inputs, pair)
     form = _form(body, tools, pair)
     device = pair.target.device
     inputs = {name: value.to(device) for name, value in inputs.items()}
@@ -312,6 +314,20 @@ def _encoded_chat(
         sentence = f"expected a conversation that the chat template takes, got {got}; change it"
         raise Refusal(sentence, 400, "invalid_value", "messages") from error
     return dict(encoded)
+
+
+def _check_tokens(inputs: dict[str, Tensor], pair: Pair) -> None:
+    """Refuses a prompt that has tokens without an embedding: on a GPU their look-up ends the process."""
+    size = find_target(pair.target).vocab_size
+    ids = inputs["input_ids"]
+    is_unknown = ids >= size
+    # What stands for an image is replaced before the look-up.
+    if "pixel_values" in inputs:
+        is_unknown &= ids != getattr(pair.target.config, "image_token_id", -1)
+    unknown = ids[is_unknown].tolist()
+    tokens: Any = pair.tokenizer.convert_ids_to_tokens(unknown)
+    what = f"tokens of the target, which are those below {size}"
+    need(not unknown, "messages", what, tokens, "leave them out")
 
 
 def _limit(body: dict[str, Any], inputs: dict[str, Tensor], pair: Pair) -> int:
