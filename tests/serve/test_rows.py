@@ -19,7 +19,7 @@ from dflash_hf.generation import running_batch
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
 from dflash_hf.serve.engine import Done, Ended, Event, Job, Sampling, Tokens
 from dflash_hf.serve.penalties import SaidPenalty
-from dflash_hf.serve.rows import Rows
+from dflash_hf.serve.rows import BatchEngine
 from helpers.source_tree import ROOT
 from helpers.static import set_engine
 from tiny import VOCAB, tiny_draft, tiny_target
@@ -88,7 +88,7 @@ class Tiny:
         self.draft = tiny_draft(self.target)
         self.notes: list[str] = []
         self.tokenizer: Any = None
-        self.engine = Rows(
+        self.engine = BatchEngine(
             self.target,
             self.draft,
             self.tokenizer,
@@ -386,7 +386,7 @@ def test_a_server_that_stops_ends_rows_and_who_waits() -> None:
 def test_chats_about_images_are_rows_beside_texts() -> None:
     target, draft, processor = load_pair(*named_pair("vision"))
     notes: list[str] = []
-    engine = Rows(target, draft, tokenizer_of(processor), notes.append, 8, 2**30)
+    engine = BatchEngine(target, draft, tokenizer_of(processor), notes.append, 8, 2**30)
     asked = [row["messages"] for row in read_prompts(TOY / "vision" / "held_out.jsonl", 1)]
     asked.insert(1, [{"role": "user", "content": "What is in this picture?"}])
     found: list[Any] = []
@@ -417,7 +417,7 @@ def test_a_stop_text_ends_a_row_within_a_verify() -> None:
     target, draft, processor = load_pair(*named_pair("text"))
     tokenizer = tokenizer_of(processor)
     notes: list[str] = []
-    engine = Rows(target, draft, tokenizer, notes.append, 8, 0)
+    engine = BatchEngine(target, draft, tokenizer, notes.append, 8, 0)
     prompt = [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]
     found: Any = tokenizer.apply_chat_template(
         prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True

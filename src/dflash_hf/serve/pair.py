@@ -14,7 +14,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.serve.engine import Engine
 from dflash_hf.serve.metrics import Metrics
-from dflash_hf.serve.rows import Rows, rows_for
+from dflash_hf.serve.rows import BatchEngine, rows_for
 
 DEFAULT_TOKENS = 1024  # of an answer, where neither the request nor the target says more
 PROBE = "one part of a turn"
@@ -69,7 +69,9 @@ class Pair:
             self.default_tokens = own_limit
         self.metrics = Metrics(name)
         num_rows = max_rows or rows_for(target)
-        self.engine: Engine = Rows(target, draft, self.tokenizer, note, num_rows, max_kept_bytes)
+        self.engine: Engine = BatchEngine(
+            target, draft, self.tokenizer, note, num_rows, max_kept_bytes
+        )
 
     def _renders_parts(self) -> bool:
         """Whether the chat template renders a list of text parts itself, and not as Python would print it."""

@@ -1,8 +1,8 @@
 """The engine of a pair: jobs are rows of one running batch, and join and leave between two steps.
 
-Everything happens in one thread, turn by turn ([`Rows.turn`]): jobs join, all rows make a step, rows leave. A job
-that the batch refuses is answered alone by `generate` once the rows before it have ended. Jobs behind it wait until
-then, so that all begin in the order in which they came.
+Everything happens in one thread, turn by turn ([`BatchEngine.turn`]): jobs join, all rows make a step, rows leave. A
+job that the batch refuses is answered alone by `generate` once the rows before it have ended. Jobs behind it wait
+until then, so that all begin in the order in which they came.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rows_for(target: PreTrainedModel) -> int:
     return ROWS_ON_CPU
 
 
-class Row:
+class BatchedJob:
     """A job in the batch.
 
     Args:
@@ -103,7 +103,7 @@ class Row:
         return Done(is_cut=self.is_cut, counts=counts, logprobs=logprobs)
 
 
-class Rows:
+class BatchEngine:
     """Answers several jobs together, in a thread of its own.
 
     Args:
@@ -133,7 +133,7 @@ class Rows:
         self.one_by_one = Alone(target, draft, tokenizer, note, self.stopping)
         self.thread = InferenceThread()
         # Only the thread touches these.
-        self.rows: dict[int, Row] = {}  # by the batch's ids, those included that wait in it
+        self.rows: dict[int, BatchedJob] = {}  # by the batch's ids, those included that wait in it
         self.alone: deque[Job] = deque()  # refused by the batch
         self.waiting: deque[Job] = deque()  # behind those
         self.has_turn = False  # whether a turn is queued
@@ -196,7 +196,7 @@ class Rows:
         seed = sampling.seed
         if seed is None:
             seed = torch.seed()  # not what the seed of a job before makes of it
-        row = Row(job, self.tokenizer)
+        row = BatchedJob(job, self.tokenizer)
         try:
             id = self.batch.add(
                 ids,
