@@ -180,7 +180,7 @@ def num_captures(run: Run) -> int:
         return Captured(None, None, None, None)
 
     with (
-        mock.patch.object(cuda_graph, "_fingerprint", return_value=0),
+        mock.patch.object(cuda_graph, "fingerprint_of", return_value=0),
         mock.patch.object(GraphStep, "capture_one", capture_one),
     ):
         GraphStep(run).capture()

@@ -209,11 +209,11 @@ def test_a_captured_step_is_captured_again_behind_a_measurement() -> None:
     target = tiny_target("qwen3").float()
     found = find_target(target)
     parts = [Inventory.of(target)]
-    before = cuda_graph._fingerprint(found, parts)
-    assert cuda_graph._fingerprint(found, parts) == before
+    before = cuda_graph.fingerprint_of(found, parts)
+    assert cuda_graph.fingerprint_of(found, parts) == before
     with ops.kernels(True):
         measure_products(target)
-    assert cuda_graph._fingerprint(found, parts) != before
+    assert cuda_graph.fingerprint_of(found, parts) != before
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ on the device), a number of tokens that are verified, and settings baked into it
 may need are captured before its first step, longest and widest first, into one pool of memory. Where the width is to
 be chosen, the longest are replayed to measure each width's cost, and widths that save nothing are dropped. Capturing
 runs the step over rows that count as finished, which changes nothing but scratch. A graph holds addresses of weights:
-where a weight has moved, or a module computes something else, it is captured again (`_fingerprint`).
+where a weight has moved, or a module computes something else, it is captured again (`fingerprint_of`).
 
 `capture.py` makes one graph. A process has one capture at a time here.
 """
@@ -110,10 +110,10 @@ class GraphStep(StaticStep):
         parts = [run.request.target.parts, run.request.draft_parts]
         if run.generator.drafter is not run.generator.draft:
             parts.append(Inventory.of(run.generator.drafter))
-        fingerprint = _fingerprint(run.request.target, parts)
+        found = fingerprint_of(run.request.target, parts)
         # Graphs of other weights or switches would give another text.
-        if run.buffers.graphs.fingerprint != fingerprint:
-            run.buffers.graphs = Graphs(fingerprint)
+        if run.buffers.graphs.fingerprint != found:
+            run.buffers.graphs = Graphs(found)
         self.graphs = run.buffers.graphs
         self.kept = self.graphs.captured.get(self.settings, Kept())
 
@@ -271,7 +271,7 @@ def _settings(run: Run, accepts: bool) -> Settings:
     )
 
 
-def _fingerprint(target: Target, parts: Sequence[Inventory]) -> int:
+def fingerprint_of(target: Target, parts: Sequence[Inventory]) -> int:
     """Returns a number that changes when weights move or are replaced, or modules are switched.
 
     `parts` are the inventories of the target, of the draft, and of a copy that drafts in its place.

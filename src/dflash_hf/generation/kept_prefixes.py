@@ -24,9 +24,11 @@ from dflash_hf.cache.prefilled import stored_columns
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.rows import newest_of_row, with_gap
 from dflash_hf.errors import one_line
+from dflash_hf.generation.model_state import ModelState
 from dflash_hf.generation.prefill import Prefill
 from dflash_hf.generation.prompt_images import PromptImage, PromptImages
 from dflash_hf.generation.run import Run
+from dflash_hf.target_model.parts import Target
 
 logger: Any = logging.get_logger(__name__)
 # Fewer tokens are sooner computed than looked up.
@@ -185,6 +187,25 @@ class KeptPrefixes:
         self.max_bytes = max_bytes
         # The least recently used ones first.
         self.kept: list[KeptPrefix] = []
+        # What the target is that has computed them; none before the first request.
+        self.state: ModelState | None = None
+
+    def look_at(self, target: Target, is_alone: bool) -> None:
+        """Drops all texts where the target is not the one any more that has computed them.
+
+        Args:
+            target (`Target`): The target as it is now.
+            is_alone (`bool`): Whether no row runs: all weights are read then. Nobody changes them below a row.
+        """
+        if not self.max_bytes:
+            return
+        if self.state is not None and self.state.is_of(target, reads_weights=is_alone):
+            return
+        self.state = ModelState.of(target)
+        if self.drop_all():
+            logger.warning_once(
+                "The target has changed, so the keys and values of earlier texts are not used any more"
+            )
 
     def keep(self, run: Run, place: int, ids: Sequence[int], images: PromptImages) -> None:
         """Keeps the first tokens of the row at a place of a run, those that are in its caches.

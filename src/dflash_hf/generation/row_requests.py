@@ -22,6 +22,7 @@ from dflash_hf.generation.filling import PER_TOKEN
 from dflash_hf.generation.generate import answer_with
 from dflash_hf.generation.joining import RowSettings
 from dflash_hf.generation.logprobs import logprobs_of
+from dflash_hf.generation.model_state import ModelState
 from dflash_hf.generation.places import why_not_baked
 from dflash_hf.generation.prefill import IMAGE_SIZES
 from dflash_hf.generation.prompt_images import PromptImages
@@ -68,6 +69,8 @@ class Row:
     end_ids: list[int] = field(default_factory=list[int])  # known once its prefill has begun
     # First tokens of its prompt behind which its prefill stops, to keep them for others; mostly none.
     num_to_share: int = 0
+    # What the target was when its prefill began, where texts are kept.
+    state: ModelState | None = None
     added: float = field(default_factory=time.perf_counter)
     stats: RequestStats = field(default_factory=RequestStats)
 

@@ -38,6 +38,7 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.parts import find_target
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -277,6 +278,8 @@ class RunningBatch:
         # Errors of its processors are noted, as beside other rows.
         own = RowProcessors([row.request.processors], [row.seed is not None])
         request = replace(row.request, processors=own)
+        self._kept.look_at(find_target(self.model), is_alone=self._run is None)
+        row.state = self._kept.state
         if self._run is None:
             self._num_places = choose_num_places(request, self.max_rows, self.max_tokens)
         begin = partial(
@@ -503,8 +506,8 @@ class RunningBatch:
             new = tokens[place][: committed[place]]
             row.note_logprobs(logits[place], new)
             is_last = bool(run.rows.reported.done[place])
-            # Kept before the row leaves: another one goes to its place.
-            if is_last:
+            # Kept before the row leaves: another one goes to its place. Not where the target has changed meanwhile.
+            if is_last and row.state is self._kept.state:
                 self._kept.keep(run, place, run.state.ids[place].tolist(), row.images)
             self._report(row, new, is_last)
 

@@ -1,0 +1,89 @@
+"""What a target is at a moment: what it has computed holds as long as it stays so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
+
+from dflash_hf.generation.cuda_graph import fingerprint_of
+from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.user_code import has_own_forward, is_harmless
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelState:
+    """What a target computes by, as far as it can be seen without running it."""
+
+    facts: list[object]  # modules, addresses, versions, switches, hooks, numbers
+    # Sums of the rows of each weight and buffer `[n]`, int64. Libraries change weights by `weight.data`, which no
+    # version counts.
+    sums: list[Tensor]
+
+    @classmethod
+    def of(cls, target: Target) -> ModelState:
+        """Returns the state of a target as it was found; reads all weights once."""
+        return cls(_facts_of(target), _sums_of(target))
+
+    def is_of(self, target: Target, reads_weights: bool) -> bool:
+        """Returns True if a target is still in this state; `reads_weights` says whether sums are compared too."""
+        if self.facts != _facts_of(target):
+            return False
+        # As many, and of the same shapes and devices: the facts have said so.
+        return not reads_weights or all(map(torch.equal, self.sums, _sums_of(target)))
+
+
+def _facts_of(target: Target) -> list[object]:
+    parts = target.parts
+    found: list[object] = [target.facts, fingerprint_of(target, [parts])]
+    found.extend((tensor.shape, _version_of(tensor)) for tensor in _tensors_of(target))
+    # A class may get another forward, and a module another epsilon.
+    found.extend(getattr(kind, "forward", None) for kind in dict.fromkeys(target.facts.kinds))
+    for module in parts.modules:
+        own = vars(module).values()
+        found.append([value for value in own if isinstance(value, bool | int | float)])
+    found.append([*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks])
+    for module in parts.altered:
+        found.extend(_code_on(module))
+    return found
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Returns how often torch has counted a change of a tensor's numbers; of inference tensors it counts none."""
+    if tensor.is_inference():
+        return 0
+    return tensor._version
+
+
+def _code_on(module: nn.Module) -> list[object]:
+    """Returns what of the user's is on a module: numbers of hooks, which are never used twice, and its own forward."""
+    hooks: list[Any] = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+    found: list[object] = [number for number, hook in hooks if not is_harmless(hook)]
+    if has_own_forward(module):
+        found.append(module.forward)
+    return found
+
+
+def _sums_of(target: Target) -> list[Tensor]:
+    found: list[Tensor] = []
+    for tensor in _tensors_of(target):
+        # Offloaded weights are brought in while a layer runs alone, and quantised ones have numbers of their own kind.
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        if not is_plain or tensor.is_meta or not tensor.numel():
+            continue
+        rows = torch.atleast_1d(tensor.detach()).contiguous()
+        rows = rows.reshape(-1, rows.shape[-1])
+        has_whole_words = rows.shape[-1] * rows.element_size() % 8 == 0
+        numbers = rows.view(torch.int64 if has_whole_words else torch.uint8)
+        found.append(numbers.sum(dim=-1))
+    return found
+
+
+def _tensors_of(target: Target) -> list[Tensor]:
+    """Returns a target's weights and buffers, those that are tied once."""
+    parts = target.parts
+    tensors = [*parts.weights, *parts.buffers]
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())

@@ -1,0 +1,176 @@
+"""A target that is changed between requests or steps: from then on its text is that of the target as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dflash_hf import RunningBatch
+from dflash_hf.generation import kept_prefixes
+from helpers.running import answer_alone, asked
+from tiny import tiny_draft, tiny_target
+
+Change = Callable[[Any], None]
+
+
+class Flipped(nn.Module):
+    """A norm of the user's own."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        return -2 * self.weight * states.tanh()
+
+
+@torch.no_grad()
+def scale(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.self_attn.v_proj.weight.mul_(-2)
+
+
+def scale_uncounted(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.self_attn.v_proj.weight.data.mul_(-2)
+
+
+def swap_rows(target: Any) -> None:
+    for layer in target.model.layers:
+        weight = layer.self_attn.v_proj.weight.data
+        weight.copy_(weight.flip(0))
+
+
+def replace_weights(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.mlp.up_proj.weight = nn.Parameter(-3 * layer.mlp.up_proj.weight.detach())
+
+
+def replace_norms(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.input_layernorm = Flipped(layer.input_layernorm.weight).eval()
+
+
+def replace_activations(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.mlp.act_fn = nn.Tanh().eval()
+
+
+def set_epsilons(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.input_layernorm.variance_epsilon = 3.0
+
+
+def hook_activations(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda module, given, out: -2 * out)
+
+
+def hook_norms_before(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(lambda module, given: -3 * given[0] + 1)
+
+
+def set_forwards(target: Any) -> None:
+    for layer in target.model.layers:
+        plain = layer.mlp.forward
+        layer.mlp.forward = lambda states, plain=plain: -2 * plain(states)
+
+
+OF_WEIGHTS: list[Change] = [scale, scale_uncounted, swap_rows, replace_weights]
+OF_CODE: list[Change] = [
+    replace_norms,
+    replace_activations,
+    set_epsilons,
+    hook_activations,
+    hook_norms_before,
+    set_forwards,
+]
+
+
+def answered(batch: RunningBatch, one: Any) -> tuple[list[int], int]:
+    """Returns the answer to a request, and how many tokens of its prompt were taken from an earlier text."""
+    id = batch.add(one.ids, **one.settings)
+    text: list[int] = []
+    while id in batch.ids:
+        for new in batch.step():
+            if new.id == id:
+                text += new.token_ids
+    return text, batch.ended[id].num_kept_tokens
+
+
+# ---- kept texts
+
+
+@pytest.mark.parametrize("change", OF_WEIGHTS + OF_CODE)
+def test_no_text_of_another_target_is_gone_on_from(change: Change) -> None:
+    target = tiny_target("qwen3")
+    (one,) = asked([40], 1, num_new=(20, 20))
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
+    answer_alone(target, [one])
+    before = one.truth
+    assert answered(batch, one) == (before, 0)
+    change(target)
+    answer_alone(target, [one])
+    assert one.truth != before, "the change has to tell"
+    assert answered(batch, one) == (one.truth, 0)
+    # The new one's text is kept in its turn.
+    assert answered(batch, one) == (one.truth, 39)
+
+
+def test_a_removed_hook_is_a_change_too() -> None:
+    target: Any = tiny_target("qwen3")
+    (one,) = asked([40], 2, num_new=(20, 20))
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
+    norm = target.model.layers[1].input_layernorm
+    for factor in (-2, 3, -1):
+        # Each hook may stand at the address of the one before it.
+        handle = norm.register_forward_hook(lambda module, given, out, by=factor: by * out)
+        answer_alone(target, [one])
+        assert answered(batch, one) == (one.truth, 0)
+        handle.remove()
+    answer_alone(target, [one])
+    assert answered(batch, one) == (one.truth, 0)
+
+
+def test_a_text_begun_before_a_change_is_not_kept() -> None:
+    target = tiny_target("qwen3")
+    first, second = asked([40, 30], 3, num_new=(20, 20))
+    first.settings["eos_token_id"] = None
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
+    mixed = batch.add(first.ids, **first.settings)
+    text: list[int] = []
+    for new in batch.step():
+        text += new.token_ids
+    scale(target)
+    batch.add(second.ids, **second.settings)
+    while mixed in batch.ids:
+        for new in batch.step():
+            if new.id == mixed:
+                text += new.token_ids
+    while batch.ids:
+        batch.step()
+    first.ids = torch.cat([first.ids, torch.tensor([text])], dim=1)
+    answer_alone(target, [first])
+    assert answered(batch, first) == (first.truth, 0)
+
+
+def test_what_is_dropped_is_said_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny_target("qwen3")
+    (one,) = asked([40], 4, num_new=(5, 5))
+    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
+    kept_prefixes.logger.warning_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    answered(batch, one)
+    answered(batch, one)
+    assert "The target has changed" not in caplog.text
+    scale(target)
+    answered(batch, one)
+    assert "The target has changed" in caplog.text
