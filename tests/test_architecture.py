@@ -64,6 +64,7 @@ LEVELS = {
     "dflash_hf.generation.generate": 7,
     "dflash_hf.generation.iterate": 7,
     "dflash_hf.generation.row_requests": 7,
+    "dflash_hf.generation.row_answers": 7,
     "dflash_hf.generation.running_batch": 7,
     "dflash_hf.generation.batches": 7,
     "dflash_hf.generation.tune": 7,

@@ -292,6 +292,130 @@ def test_an_interrupt_in_a_callback_tells_no_token_twice() -> None:
     assert told == request.truth
 
 
+@pytest.mark.parametrize("num_calls", [1, 2, 3])
+def test_what_an_error_left_the_next_step_returns(num_calls: int) -> None:
+    target = shallow_target("qwen3")
+    requests = asked([4, 6, 9], 7, num_new=(1, 12))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target))
+    left = num_calls
+
+    def fails(new: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError("the client has gone")
+
+    for one in requests:
+        batch.add(one.ids, on_tokens=fails, **one.settings)
+    texts: list[list[int]] = [[] for _ in requests]
+    ended: list[int] = []
+    num_raised = 0
+    is_over = False
+    while not is_over:
+        # One step more: the last one may have raised.
+        is_over = not batch.ids
+        try:
+            found = batch.step()
+        except OSError:
+            num_raised += 1
+            continue
+        for new in found:
+            texts[new.id] += new.token_ids
+        ended += [new.id for new in found if new.finished is not None]
+        assert batch.ended.keys() == {new.id for new in found if new.finished is not None}
+    assert num_raised == 1
+    assert texts == [one.truth for one in requests]
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_last_step_that_raised_is_returned_too() -> None:
+    target = shallow_target("qwen3")
+    (one,) = asked([4], 7, num_new=(1, 1))
+    answer_alone(target, [one])
+    batch = RunningBatch(target, tiny_draft(target))
+
+    def fails(new: Any) -> None:
+        assert batch.ids == []
+        raise OSError("the client has gone")
+
+    id = batch.add(one.ids, on_tokens=fails, **one.settings)
+    with pytest.raises(OSError, match="has gone"):
+        batch.step()
+    assert batch.ids == []
+    assert not batch.cancel(id)
+    assert [new.token_ids for new in batch.step()] == [one.truth]
+    assert batch.ended.keys() == {id}
+    assert batch.step() == []
+
+
+def test_a_prefill_that_fails_takes_no_tokens_of_others() -> None:
+    target: Any = shallow_target("qwen3")
+    requests = asked([4, 9], 7, num_new=(10, 10))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target))
+
+    def fails(module: Any, given: Any) -> None:
+        if given[0].shape[1] == 20:
+            raise RuntimeError("a hook of the user's")
+
+    batch.add(requests[0].ids, **requests[0].settings)
+    batch.add([5] * 20, max_new_tokens=5)
+    handle = target.model.embed_tokens.register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="a hook of the user's"):
+        batch.step()
+    handle.remove()
+    text: list[int] = []
+    while batch.ids:
+        for new in batch.step():
+            assert new.id == 0
+            text += new.token_ids
+    assert text == requests[0].truth
+
+
+def test_a_cancelled_request_has_no_more_tokens() -> None:
+    target = shallow_target("qwen3")
+    batch = RunningBatch(target, tiny_draft(target))
+
+    def fails(new: Any) -> None:
+        raise OSError("the client has gone")
+
+    settings: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": None}
+    one = batch.add([1, 2], on_tokens=fails, **settings)
+    other = batch.add([3], **settings)
+    with pytest.raises(OSError, match="has gone"):
+        batch.step()
+    assert batch.cancel(one)
+    num_tokens = 0
+    while batch.ids:
+        for new in batch.step():
+            assert new.id == other
+            num_tokens += len(new.token_ids)
+    assert num_tokens == 9
+
+
+def test_a_step_within_a_step_is_refused() -> None:
+    target = shallow_target("qwen3")
+    requests = asked([4, 6], 7, num_new=(10, 10))
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target))
+    told: dict[int, list[int]] = {0: [], 1: []}
+
+    def steps(new: Any) -> None:
+        told[new.id] += new.token_ids
+        if new.id == 0:
+            with pytest.raises(ValueError, match="one step after the other"):
+                batch.step()
+
+    for one in requests:
+        batch.add(one.ids, on_tokens=steps, **one.settings)
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    while batch.ids:
+        for new in batch.step():
+            texts[new.id] += new.token_ids
+    assert told == texts == {0: requests[0].truth, 1: requests[1].truth}
+
+
 def test_a_prompt_without_room_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     target = shallow_target("qwen3", **LONG)
     requests = asked([3, 5], 8, num_new=(20, 20))

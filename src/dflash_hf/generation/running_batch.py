@@ -30,7 +30,8 @@ from dflash_hf.generation.joining import begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from dflash_hf.generation.places import Places, choose_num_places, run_captured
 from dflash_hf.generation.prefill import Prefill, begin_prefill
-from dflash_hf.generation.request_stats import Finished, NewTokens, RequestStats
+from dflash_hf.generation.request_stats import NewTokens, RequestStats
+from dflash_hf.generation.row_answers import Answers
 from dflash_hf.generation.row_requests import Row, is_count, prepare_row
 from dflash_hf.generation.run import Run, make_room
 from dflash_hf.generation.sampling import RowProcessors
@@ -95,9 +96,9 @@ class RunningBatch:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.prefill_chunk_size = prefill_chunk_size
-        # Statistics of the requests that the last step has ended, by id.
-        self.ended: dict[int, RequestStats] = {}
         self._next_id = 0
+        self._is_stepping = False
+        self._answers = Answers()
         self._kept = KeptPrefixes(max_kept_bytes)
         self._waiting: deque[Row] = deque()
         self._prefilled: tuple[Row, Prefill] | None = None
@@ -106,8 +107,6 @@ class RunningBatch:
         # Places of fixed buffers for the rows that run or are prefilled, where their steps are to be captured; else 0.
         self._num_places = 0
         self._places: Places | None = None  # kept for the next rows while none runs
-        self._found: list[tuple[Row, NewTokens]] = []  # of the last step
-        self._num_told = 0  # of those, with which requests have been called back
 
     @property
     def num_running(self) -> int:
@@ -123,6 +122,11 @@ class RunningBatch:
     def ids(self) -> list[int]:
         """Requests that have not ended, those that run first, then in the order in which they came."""
         return [row.id for row in self._rows()]
+
+    @property
+    def ended(self) -> dict[int, RequestStats]:
+        """Statistics of the requests that the last step has ended, by id."""
+        return self._answers.ended
 
     def add(
         self,
@@ -181,6 +185,13 @@ class RunningBatch:
 
     def cancel(self, id: int) -> bool:
         """Ends a request without another token; returns False if there is none of this id, as behind its end."""
+        is_there = self._leave_out(id)
+        if is_there and not self._is_stepping:
+            self._answers.drop(id)
+        return is_there
+
+    def _leave_out(self, id: int) -> bool:
+        """Goes on without a request; returns False if there is none of this id."""
         for row in self._waiting:
             if row.id == id:
                 self._waiting.remove(row)
@@ -211,29 +222,40 @@ class RunningBatch:
         "error" and the others go on.
 
         Raises:
+            ValueError: If it is called within a step, by `on_tokens`.
             Exception: Whatever the target, the draft or a callback raises. In a prefill it ends that request, in a
                 step over the rows all that ran: [`ids`] names those that go on. Each `on_tokens` has been called
                 with the tokens before it; an error in one ends no request, and behind a first token it leaves the step
-                to the next call.
+                to the next call. What the step has brought until then the next call returns first, also where
+                nothing is left to run.
         """
-        self.ended = {}
-        self._found = []
-        self._num_told = 0
+        what = "one step after the other"
+        do = "call step once the last one has returned, not in on_tokens"
+        require(not self._is_stepping, what, "a step within a step", do)
+        self._is_stepping = True
+        try:
+            self._answers.begin()
+            self._run_step()
+        finally:
+            self._is_stepping = False
+        return self._answers.take()
+
+    def _run_step(self) -> None:
+        """Takes waiting requests in and runs one step over all rows; calls back with what comes of it."""
         rows = self._rows()
         if not rows:
-            return []
+            return
         request = rows[0].request
         try:
             if self._prefilled is not None or self._fits_next():
                 with_forwards(request, self._take_in)
                 # A first token does not wait for the step over all rows.
-                self._call_back()
+                self._answers.call_back()
             if self._run is not None:
                 with_forwards(request, self._advance)
         finally:
             # Also what came before an error: rows that go on would miss it.
-            self._call_back()
-        return [new for _, new in self._found]
+            self._answers.call_back()
 
     # ---- requests that wait
 
@@ -301,7 +323,7 @@ class RunningBatch:
                 self._kept.drop_all()
                 begun = self._with_room(begin)
         except ValueError as error:
-            self._fail(row, error)
+            self._answers.fail(row, error)
             return
         row.end_ids = begun.prompts.eos_ids.tolist()
         self._prefilled = (row, begun)
@@ -314,11 +336,11 @@ class RunningBatch:
             what = "a target whose steps take no further inputs"
             require(not run.extra, what, list(run.extra), "call generate for this request alone")
         except ValueError as error:
-            self._fail(row, error)
+            self._answers.fail(row, error)
             return
         failed = failed_of(run)
         if failed:
-            self._break_off(row, failed[0])
+            self._answers.break_off(row, failed[0])
             return
         first = int(run.state.anchor[0])
         row.note_logprobs(begun.filling.last_logits, [first])
@@ -331,14 +353,14 @@ class RunningBatch:
         # An answer of one token joins nothing.
         if is_last:
             keep_for_next_call(run)
-            self._report(row, [first], is_last)
+            self._answers.add(row, [first], is_last)
             return
         try:
             self._add_run(row, run)
         except ValueError as error:
-            self._fail(row, error)
+            self._answers.fail(row, error)
             return
-        self._report(row, [first], is_last)
+        self._answers.add(row, [first], is_last)
 
     def _add_run(self, row: Row, run: Run) -> None:
         """Adds a run of one row to the batch."""
@@ -399,20 +421,6 @@ class RunningBatch:
         self._places = None
         return make()
 
-    def _fail(self, row: Row, error: ValueError) -> None:
-        """Ends a request that could not be prefilled."""
-        row.stats.error = one_line(error)
-        self._end(row, NewTokens(row.id, [], "error"))
-
-    def _break_off(self, row: Row, error: Exception) -> None:
-        """Ends a request by an error of its own."""
-        row.stats.error = one_line(error)
-        # A sentence says all; the message of another error says little without its kind.
-        if not isinstance(error, ValueError):
-            row.stats.error = f"{type(error).__name__}: {row.stats.error}"
-        row.stats.exception = error
-        self._end(row, NewTokens(row.id, [], "error"))
-
     # ---- rows that run
 
     def _advance(self) -> None:
@@ -472,7 +480,7 @@ class RunningBatch:
                     continue
                 # The other rows need less.
                 longest = lengths.index(max(lengths))
-                self._break_off(self._running[longest], error)
+                self._answers.break_off(self._running[longest], error)
                 self._run.rows.reported.done[longest] = 1
                 self._drop_finished()
             except BaseException:
@@ -497,7 +505,7 @@ class RunningBatch:
         for place, row in self._running.items():
             if place in failed:
                 # Its tokens were chosen without its processors.
-                self._break_off(row, failed[place])
+                self._answers.break_off(row, failed[place])
                 run.rows.reported.done[place] = 1
                 continue
             row.stats.proposed.append(run.state.width - 1)
@@ -509,7 +517,7 @@ class RunningBatch:
             # Kept before the row leaves: another one goes to its place. Not where the target has changed meanwhile.
             if is_last and row.state is self._kept.state:
                 self._kept.keep(run, place, run.state.ids[place].tolist(), row.images)
-            self._report(row, new, is_last)
+            self._answers.add(row, new, is_last)
 
     def _drop_finished(self) -> None:
         """Goes on without the rows that have ended."""
@@ -547,42 +555,6 @@ class RunningBatch:
         self._running = {}
         # Steps may have left them half-written.
         self._places = None
-
-    # ---- what is reported
-
-    def _report(self, row: Row, token_ids: list[int], is_last: bool) -> None:
-        """Reports the new tokens of a row."""
-        row.stats.num_new_tokens += len(token_ids)
-        if not is_last:
-            self._found.append((row, NewTokens(row.id, token_ids, None)))
-            return
-        finished: Finished = "length"
-        # Also where the last token that was allowed is an end token.
-        if token_ids[-1] in row.end_ids:
-            finished = "stop"
-        self._end(row, NewTokens(row.id, token_ids, finished))
-
-    def _end(self, row: Row, new: NewTokens) -> None:
-        """Reports the end of a request."""
-        row.stats.seconds = time.perf_counter() - row.added
-        self.ended[row.id] = row.stats
-        self._found.append((row, new))
-
-    def _call_back(self) -> None:
-        """Hands each request what is new to it; raises the first error of a callback once all have been called."""
-        errors: list[Exception] = []
-        while self._num_told < len(self._found):
-            row, new = self._found[self._num_told]
-            # Counted before the call: what an interrupt cuts short is not told twice.
-            self._num_told += 1
-            if row.on_tokens is None:
-                continue
-            try:
-                row.on_tokens(new)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
     def _rows(self) -> list[Row]:
         """Returns the requests that have not ended; see [`ids`]."""
