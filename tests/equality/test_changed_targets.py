@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -174,3 +175,86 @@ def test_what_is_dropped_is_said_in_the_log(
     scale(target)
     answered(batch, one)
     assert "The target has changed" in caplog.text
+
+
+# ---- a running batch
+
+
+def take(batch: RunningBatch, texts: dict[int, list[int]]) -> None:
+    """Runs a step, and adds its tokens to the texts."""
+    for new in batch.step():
+        texts.setdefault(new.id, []).extend(new.token_ids)
+
+
+def copy_layers(target: Any) -> None:
+    for index, layer in enumerate(target.model.layers):
+        target.model.layers[index] = copy.deepcopy(layer)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("change", [*OF_CODE, replace_weights, copy_layers])
+def test_a_row_that_joins_sees_the_target_as_it_is(family: str, change: Change) -> None:
+    target = tiny_target(family)
+    (first, *others) = asked([20, 40, 30], 5, num_new=(20, 20))
+    first.settings |= {"max_new_tokens": 60, "eos_token_id": None}
+    batch = RunningBatch(target, tiny_draft(target))
+    batch.add(first.ids, **first.settings)
+    # It was looked at for the first time when it was added, and waits.
+    waiting = batch.add(others[0].ids, **others[0].settings)
+    batch.cancel(waiting)
+    texts: dict[int, list[int]] = {}
+    take(batch, texts)
+    take(batch, texts)
+    change(target)
+    answer_alone(target, others)
+    ids = [batch.add(one.ids, **one.settings) for one in others]
+    while batch.ids:
+        take(batch, texts)
+    assert [texts[id] for id in ids] == [one.truth for one in others]
+
+
+@pytest.mark.parametrize("change", [*OF_CODE, replace_weights, copy_layers])
+def test_a_row_that_waited_sees_the_target_as_it_is(change: Change) -> None:
+    target = tiny_target("qwen3")
+    requests = asked([20, 40], 6, num_new=(20, 20))
+    batch = RunningBatch(target, tiny_draft(target))
+    for one in requests:
+        batch.add(one.ids, **one.settings)
+    change(target)
+    answer_alone(target, requests)
+    texts: dict[int, list[int]] = {}
+    while batch.ids:
+        take(batch, texts)
+    assert [texts[id] for id in range(2)] == [one.truth for one in requests]
+
+
+def test_rows_that_outlive_the_first_see_hooks_too() -> None:
+    target = tiny_target("qwen3")
+    first, second, third = asked([20, 40, 30], 7, num_new=(40, 40))
+    batch = RunningBatch(target, tiny_draft(target))
+    oldest = batch.add(first.ids, **first.settings)
+    texts: dict[int, list[int]] = {}
+    take(batch, texts)
+    hook_activations(target)
+    answer_alone(target, [second, third])
+    batch.add(second.ids, **second.settings)
+    take(batch, texts)
+    batch.cancel(oldest)
+    batch.add(third.ids, **third.settings)
+    while batch.ids:
+        take(batch, texts)
+    assert [texts[1], texts[2]] == [second.truth, third.truth]
+
+
+def test_layers_are_replaced_between_two_chunks() -> None:
+    target = tiny_target("qwen3")
+    (one,) = asked([60], 8, num_new=(20, 20))
+    answer_alone(target, [one])
+    batch = RunningBatch(target, tiny_draft(target), prefill_chunk_size=25)
+    batch.add(one.ids, **one.settings)
+    texts: dict[int, list[int]] = {}
+    take(batch, texts)
+    copy_layers(target)
+    while batch.ids:
+        take(batch, texts)
+    assert texts == {0: one.truth}

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.devices import device_errors_explained, eagerly
+from dflash_hf.devices import Inventory, device_errors_explained, eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.cuda_graph import start_engine
 from dflash_hf.generation.options import choose_engine
@@ -152,14 +152,13 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def with_forwards(request: Request, work: Callable[[], None]) -> None:
+def with_forwards(target: Target, draft_parts: Inventory, work: Callable[[], None]) -> None:
     """Calls `work`, in which the forwards of a running batch run; callbacks are called outside of it."""
-    target = request.target
     with (
         calling(),
         device_errors_explained(),
         # Compiled parts run as they were before torch.compile: they call no hooks.
-        eagerly(target.parts, request.draft_parts),
+        eagerly(target.parts, draft_parts),
         # Before the fast forms, which have no gradients and ask for them.
         no_gradients(target),
         fast_whole_run(target),

@@ -46,9 +46,8 @@ class Filling:
     The taps are projected to draft context forward by forward, so no feature tensor of the whole prompt is kept.
 
     Args:
-        request (`Request`): The request.
         inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them; changed.
-        generator (`DFlashCandidateGenerator`): The drafting side, which gets the tapped states.
+        generator (`DFlashCandidateGenerator`): The drafting side, which has the request and gets the tapped states.
         positions (`torch.Tensor` of shape `[B, T]`, int64): Index of each token of the conversation, on the host,
             negative for padding.
         user_cache (`UserCache` or `NoUserCache`): The cache that the run will advance.
@@ -56,13 +55,11 @@ class Filling:
 
     def __init__(
         self,
-        request: Request,
         inputs: dict[str, Any],
         generator: DFlashCandidateGenerator,
         positions: Tensor,
         user_cache: UserCache | NoUserCache,
     ) -> None:
-        self.request = request
         self.inputs = inputs
         self.generator = generator
         self.positions = positions
@@ -72,18 +69,23 @@ class Filling:
         if user_cache.is_given:
             inputs[CACHE_NAME] = user_cache.cache
         else:
-            inputs[CACHE_NAME] = empty_cache(request, inputs)
+            inputs[CACHE_NAME] = empty_cache(self.request, inputs)
         self._outputs: CausalLMOutputWithPast | None = None
         # Code of the user's within a forward or between two may change weights, and looks would cost what copies save.
-        target = request.target
+        target = self.request.target
         weight: Any = target.embedding.weight
         # Asked in this order: a target that is not on a CPU is not walked through.
         is_on = (
             ops.use_short_forwards(weight)
-            and not request.calls_own_code
+            and not self.request.calls_own_code
             and is_unmodified(target.parts)
         )
         self.packed = PackedWeights(target.parts, is_on)
+
+    @property
+    def request(self) -> Request:
+        """What is asked for; a running batch looks at the models anew between two chunks."""
+        return self.generator.request
 
     @property
     def num_columns(self) -> int:

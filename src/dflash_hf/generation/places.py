@@ -22,7 +22,7 @@ from transformers.generation.logits_process import EtaLogitsWarper
 from transformers.utils import logging
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.devices import Inventory, plain_tensors
+from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.buffers import FixedBuffers, affordable_length, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.cuda_graph import EAGER, start_engine
@@ -36,6 +36,7 @@ from dflash_hf.generation.run import (
     Run,
     grow,
     has_room,
+    look_at_models,
     make_room,
     taps_of_verifies,
 )
@@ -43,7 +44,6 @@ from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import EOS_IDS, NUM_REPORTED, DecodeState
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import begin, report
-from dflash_hf.target_model.parts import find_target
 
 logger: Any = logging.get_logger(__name__)
 NOT_ASKED = (
@@ -153,7 +153,9 @@ class Places:
         """
         run = self.run
         check_alike(run, other)
-        self._look_at_models()
+        # The run's first row has seen earlier weights, modules and hooks.
+        look_at_models(run)
+        self._is_capturable = choose_engine(run.request.target, run.request.draft) != "eager"
         self.make_room_for(other, row)
         place = self._place_for(row)
         # Tokens that were decoded without a draft gather from one column on in all rows: the new one has none.
@@ -172,15 +174,6 @@ class Places:
         run.packed.look_again()
         self._use_rows()
         return place
-
-    def _look_at_models(self) -> None:
-        """Has the run know the models as they are now: its first row has seen earlier weights, modules and hooks."""
-        request = self.run.request
-        target = find_target(request.target.model)
-        draft_parts = Inventory.of(request.draft)
-        self.run.generator.request = replace(request, target=target, draft_parts=draft_parts)
-        self.run.taps = taps_of_verifies(self.run.request, self.buffers.cache)
-        self._is_capturable = choose_engine(target, request.draft) != "eager"
 
     def free(self, places: list[int]) -> None:
         """Frees places whose rows have ended."""

@@ -119,7 +119,7 @@ def begin_prefill(
         watch=watch,
         prompts=prompts,
         generator=generator,
-        filling=Filling(request, inputs, generator, prompts.positions, user_cache),
+        filling=Filling(inputs, generator, prompts.positions, user_cache),
         seed=seed,
         room=room,
         keeps_buffers=keeps_buffers,

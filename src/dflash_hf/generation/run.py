@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.devices import plain_tensors
+from dflash_hf.devices import Inventory, plain_tensors
 from dflash_hf.generation.accept import AcceptanceRule
 from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
@@ -29,6 +29,7 @@ from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.target_model.fast_layers import fast_layers, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
+from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import is_unmodified
@@ -160,6 +161,15 @@ def taps_of_verifies(request: Request, cache: RaggedCache) -> Taps:
         return kwargs.get(KEYWORD) is cache
 
     return Taps(request.target.layers, request.draft.config.target_layer_ids, counts=counts)
+
+
+def look_at_models(run: Run) -> None:
+    """Has a run know the models as they are now: the user may have changed modules and hooks since it began."""
+    request = run.request
+    target = find_target(request.target.model)
+    draft_parts = Inventory.of(request.draft)
+    run.generator.request = replace(request, target=target, draft_parts=draft_parts)
+    run.taps = taps_of_verifies(run.request, run.cache)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.cache.size import OutOfRoomError
+from dflash_hf.devices import Inventory
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
@@ -30,10 +31,11 @@ from dflash_hf.generation.joining import begin_batch, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from dflash_hf.generation.places import Places, choose_num_places, run_captured
 from dflash_hf.generation.prefill import Prefill, begin_prefill
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.request_stats import NewTokens, RequestStats
 from dflash_hf.generation.row_answers import Answers
 from dflash_hf.generation.row_requests import Row, is_count, prepare_row
-from dflash_hf.generation.run import Run, make_room
+from dflash_hf.generation.run import Run, look_at_models, make_room
 from dflash_hf.generation.sampling import RowProcessors
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
@@ -96,6 +98,9 @@ class RunningBatch:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.prefill_chunk_size = prefill_chunk_size
+        # As they were when a prompt was last worked on: the user may change modules and hooks between requests.
+        self._target = find_target(model)
+        self._draft_parts = Inventory.of(draft)
         self._next_id = 0
         self._is_stepping = False
         self._answers = Answers()
@@ -204,7 +209,7 @@ class RunningBatch:
                 assert self._run is not None
                 # The row counts as ended, and leaves as one does that has come to its end.
                 self._run.rows.reported.done[place] = 1
-                with no_gradients(row.request.target):
+                with no_gradients(self._target):
                     self._drop_finished()
                 return True
         return False
@@ -242,20 +247,31 @@ class RunningBatch:
 
     def _run_step(self) -> None:
         """Takes waiting requests in and runs one step over all rows; calls back with what comes of it."""
-        rows = self._rows()
-        if not rows:
-            return
-        request = rows[0].request
         try:
             if self._prefilled is not None or self._fits_next():
-                with_forwards(request, self._take_in)
+                self._look_at_models()
+                with_forwards(self._target, self._draft_parts, self._take_in)
                 # A first token does not wait for the step over all rows.
                 self._answers.call_back()
             if self._run is not None:
-                with_forwards(request, self._advance)
+                with_forwards(self._target, self._draft_parts, self._advance)
         finally:
             # Also what came before an error: rows that go on would miss it.
             self._answers.call_back()
+
+    def _look_at_models(self) -> None:
+        """Has the batch, its run and a prefill that has begun know the models as they are now."""
+        self._target = find_target(self.model)
+        self._draft_parts = Inventory.of(self.draft)
+        if self._run is not None:
+            look_at_models(self._run)
+        if self._prefilled is not None:
+            generator = self._prefilled[1].generator
+            generator.request = self._as_now(generator.request)
+
+    def _as_now(self, request: Request) -> Request:
+        """Returns a request over the models as they were looked at last."""
+        return replace(request, target=self._target, draft_parts=self._draft_parts)
 
     # ---- requests that wait
 
@@ -299,8 +315,9 @@ class RunningBatch:
         """Begins a prefill; what has no room in memory, or is refused only now, ends the request."""
         # Errors of its processors are noted, as beside other rows.
         own = RowProcessors([row.request.processors], [row.seed is not None])
-        request = replace(row.request, processors=own)
-        self._kept.look_at(find_target(self.model), is_alone=self._run is None)
+        # The models may have changed while it waited.
+        request = replace(self._as_now(row.request), processors=own)
+        self._kept.look_at(self._target, is_alone=self._run is None)
         row.state = self._kept.state
         if self._run is None:
             self._num_places = choose_num_places(request, self.max_rows, self.max_tokens)
