@@ -59,7 +59,7 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
             run = prefill(request, inputs, user_cache, keeps_buffers=engine != "eager")
         # 2. The steps, until every row has ended: draft, verify, accept, report.
         try:
-            with no_gradients(target):
+            with no_gradients(target, request.runs_own_code):
                 advance(run, engine)
         finally:
             # Also of a run that was interrupted.
@@ -87,8 +87,7 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
 def advance(run: Run, engine: Engine = "eager") -> None:
     """Runs steps until every row has finished.
 
-    Under inference mode, which saves 7 to 9 % of a step on a CPU (docs/log-archive.md); what is returned to the user
-    is made outside it.
+    To be called without gradients; what is returned to the user is made outside of inference mode.
     """
     with device_errors_explained():
         # Nothing is captured for an answer of one token.
@@ -112,9 +111,13 @@ def advance(run: Run, engine: Engine = "eager") -> None:
                 step(run)
 
 
-def no_gradients(target: Target) -> AbstractContextManager[Any]:
-    """Turns gradients off, by inference mode where the target's weights are for it."""
-    if target.takes_inference_mode:
+def no_gradients(target: Target, runs_own_code: bool) -> AbstractContextManager[Any]:
+    """Turns gradients off, by inference mode where the target's weights and whoever sees its tensors are for it.
+
+    That saves 7 to 9 % of a step on a CPU (docs/log-archive.md). Code of the user's (`runs_own_code`) has the mode of
+    plain `generate`: autograd takes no tensor of inference mode, also later.
+    """
+    if target.takes_inference_mode and not runs_own_code:
         return torch.inference_mode()
     return torch.no_grad()
 
@@ -126,7 +129,7 @@ def gradients_of_prefill(
     # A RoPE that changes writes its frequencies into the model, which a user may train afterwards.
     stays_here = not user_cache.is_kept and in_whole_run(target) and not changing_ropes(target)
     if stays_here:
-        return no_gradients(target)
+        return no_gradients(target, runs_own_code=False)
     return nullcontext()
 
 
@@ -152,7 +155,9 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def with_forwards(target: Target, draft_parts: Inventory, work: Callable[[], None]) -> None:
+def with_forwards(
+    target: Target, draft_parts: Inventory, runs_own_code: bool, work: Callable[[], None]
+) -> None:
     """Calls `work`, in which the forwards of a running batch run; callbacks are called outside of it."""
     with (
         calling(),
@@ -160,7 +165,7 @@ def with_forwards(target: Target, draft_parts: Inventory, work: Callable[[], Non
         # Compiled parts run as they were before torch.compile: they call no hooks.
         eagerly(target.parts, draft_parts),
         # Before the fast forms, which have no gradients and ask for them.
-        no_gradients(target),
+        no_gradients(target, runs_own_code),
         fast_whole_run(target),
     ):
         work()
@@ -201,10 +206,12 @@ def advance_user_cache(run: Run, sequences: Tensor) -> None:
     if not isinstance(run.user_cache, UserCache):
         return
 
-    @torch.inference_mode()
+    request = run.request
+
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
-        run.request.ranks.meet()
-        with run.request.ranks.forward(), tapped(run):
+        request.ranks.meet()
+        without_gradients = no_gradients(request.target, request.runs_own_code)
+        with without_gradients, request.ranks.forward(), tapped(run):
             for block in blocks:
                 verify(run, block)
 

@@ -23,6 +23,7 @@ from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.user_code import is_unmodified
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
@@ -62,6 +63,11 @@ class Request:
         kinds = set(map(type, called))
         packages = {kind.__module__.partition(".")[0] for kind in kinds}
         return not packages <= OWN_PACKAGES or PrefixConstrainedLogitsProcessor in kinds
+
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether code that is neither torch's, Transformers' nor this package's runs in a forward or between two."""
+        return self.calls_own_code or not is_unmodified(self.target.parts)
 
     @property
     def calls_out(self) -> bool:

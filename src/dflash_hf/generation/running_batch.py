@@ -42,6 +42,7 @@ from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.user_code import is_unmodified
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -209,7 +210,7 @@ class RunningBatch:
                 assert self._run is not None
                 # The row counts as ended, and leaves as one does that has come to its end.
                 self._run.rows.reported.done[place] = 1
-                with no_gradients(self._target):
+                with no_gradients(self._target, runs_own_code=False):
                     self._drop_finished()
                 return True
         return False
@@ -250,11 +251,11 @@ class RunningBatch:
         try:
             if self._prefilled is not None or self._fits_next():
                 self._look_at_models()
-                with_forwards(self._target, self._draft_parts, self._take_in)
+                self._with_forwards(self._take_in)
                 # A first token does not wait for the step over all rows.
                 self._answers.call_back()
             if self._run is not None:
-                with_forwards(self._target, self._draft_parts, self._advance)
+                self._with_forwards(self._advance)
         finally:
             # Also what came before an error: rows that go on would miss it.
             self._answers.call_back()
@@ -272,6 +273,12 @@ class RunningBatch:
     def _as_now(self, request: Request) -> Request:
         """Returns a request over the models as they were looked at last."""
         return replace(request, target=self._target, draft_parts=self._draft_parts)
+
+    def _with_forwards(self, work: Callable[[], None]) -> None:
+        """Calls `work`, in which forwards run."""
+        calls_own_code = any(row.calls_own_code for row in self._rows())
+        runs_own_code = calls_own_code or not is_unmodified(self._target.parts)
+        with_forwards(self._target, self._draft_parts, runs_own_code, work)
 
     # ---- requests that wait
 

@@ -1,0 +1,216 @@
+"""Code of the user's may use autograd in a run, and keep what it gets for autograd, as under plain `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from dflash_hf import RunningBatch, iterate
+from dflash_hf.generation import decode
+from helpers.running import answer_alone, asked
+from tiny import VOCAB, prompts, tiny_draft, tiny_target
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+
+
+class Uphill(LogitsProcessor):
+    """Moves scores along a gradient."""
+
+    is_row_wise = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = scores.detach().clone().requires_grad_()
+            own.softmax(-1)[..., ::2].sum().backward()
+        assert own.grad is not None
+        return scores + 5 * own.grad
+
+
+class KeepsScores(LogitsProcessor):
+    is_row_wise = True
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.kept.append(scores)
+        return scores
+
+
+class KeepsIds(StoppingCriteria):
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.kept.append(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class KeepsTokens(BaseStreamer):
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.kept.append(value)
+
+    def end(self) -> None: ...
+
+
+def hooked(target: Any) -> list[Tensor]:
+    """Returns a list that gets what the second layer returns."""
+    kept: list[Tensor] = []
+
+    def keep(module: Any, given: Any, out: Any) -> None:
+        kept.append(out if isinstance(out, Tensor) else out[0])
+
+    target.model.layers[1].register_forward_hook(keep)
+    return kept
+
+
+def learn(kept: list[Tensor]) -> None:
+    """Trains something on each tensor."""
+    assert len(kept) > 1
+    for one in kept:
+        if one.is_floating_point():
+            probe: nn.Module = nn.Linear(one.shape[-1], 2, dtype=one.dtype)
+        else:
+            probe = nn.Embedding(VOCAB, 4)
+        probe(one).sum().backward()
+
+
+def steer(target: Any) -> None:
+    """Moves the states behind the second layer along a gradient."""
+
+    def move(module: Any, given: Any, out: Any) -> Any:
+        states = out if isinstance(out, Tensor) else out[0]
+        with torch.enable_grad():
+            own = states.detach().clone().requires_grad_()
+            (own**2).sum().backward()
+        assert own.grad is not None
+        moved = states - 0.1 * own.grad
+        return moved if isinstance(out, Tensor) else (moved, *out[1:])
+
+    target.model.layers[1].register_forward_hook(move)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_what_is_kept_can_be_learnt_from(family: str) -> None:
+    target: Any = tiny_target(family)
+    draft = tiny_draft(target)
+    scores = KeepsScores()
+    ids = KeepsIds()
+    tokens = KeepsTokens()
+    calls: list[tuple[list[Tensor], dict[str, Any]]] = [
+        (scores.kept, {"logits_processor": [scores]}),
+        (ids.kept, {"stopping_criteria": StoppingCriteriaList([ids])}),
+        (tokens.kept, {"streamer": tokens}),
+        (hooked(target), {}),
+    ]
+    for kept, given in calls:
+        kept.clear()
+        target.generate(**prompts([9], 0), **GREEDY, **given, assistant_model=draft)
+        learn(kept)
+
+
+def test_states_of_a_cache_that_is_advanced_can_be_learnt_from() -> None:
+    target: Any = tiny_target("qwen3")
+    kept = hooked(target)
+    settings: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True}
+    target.generate(**prompts([4, 9], 0), **settings, assistant_model=tiny_draft(target))
+    learn(kept)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_gradients_within_a_call(family: str) -> None:
+    target: Any = tiny_target(family)
+    given: dict[str, Any] = {**prompts([9], 0), **GREEDY, "logits_processor": [Uphill()]}
+    text = target.generate(**given)
+    assert torch.equal(target.generate(**given, assistant_model=tiny_draft(target)), text)
+    steer(target)
+    del given["logits_processor"]
+    steered = target.generate(**given)
+    assert not torch.equal(steered, text)
+    assert torch.equal(target.generate(**given, assistant_model=tiny_draft(target)), steered)
+
+
+def test_a_rule_of_iterate_may_keep_what_it_gets() -> None:
+    target: Any = tiny_target("qwen3")
+    kept: list[Tensor] = []
+
+    def propose(logits: Tensor, anchor: Tensor) -> Tensor:
+        kept.append(logits)
+        return logits.argmax(-1)
+
+    def accept(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+        kept.append(logits)
+        return torch.zeros(len(tokens), dtype=torch.long)
+
+    for rule in ({"propose": propose}, {"accept": accept}):
+        kept.clear()
+        list(iterate(target, tiny_draft(target), **rule, **prompts([9], 0), **GREEDY))
+        learn(kept)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "qwen3.5", "lfm2"])
+def test_rows_with_gradients_come_and_leave(family: str) -> None:
+    target = tiny_target(family)
+    requests = asked([9, 40, 20, 30, 12, 25], 1, num_new=(4, 40))
+    for one in requests[1::2]:
+        one.settings["logits_processor"] = [Uphill()]
+    answer_alone(target, requests)
+    batch = RunningBatch(target, tiny_draft(target), max_rows=3, prefill_chunk_size=15)
+    texts: list[list[int]] = [[] for _ in requests]
+    waiting = list(requests)
+    while waiting or batch.ids:
+        if waiting:
+            one = waiting.pop(0)
+            batch.add(one.ids, **one.settings)
+        for _ in range(3):
+            for new in batch.step():
+                texts[new.id] += new.token_ids
+    assert texts == [one.truth for one in requests]
+
+
+def test_a_hook_set_between_steps_may_use_gradients() -> None:
+    target = tiny_target("qwen3.5")
+    first, second = asked([9, 40], 2, num_new=(20, 20))
+    first.settings["eos_token_id"] = None
+    batch = RunningBatch(target, tiny_draft(target))
+    batch.add(first.ids, **first.settings)
+    batch.step()
+    steer(target)
+    answer_alone(target, [second])
+    id = batch.add(second.ids, **second.settings)
+    text: list[int] = []
+    while batch.ids:
+        for new in batch.step():
+            if new.id == id:
+                text += new.token_ids
+    assert text == second.truth
+
+
+@pytest.mark.parametrize(
+    ("given", "is_inference"),
+    [({}, True), ({"repetition_penalty": 1.2}, True), ({"logits_processor": [Uphill()]}, False)],
+    ids=["none", "transformers'", "own"],
+)
+def test_inference_mode_is_left_to_code_of_libraries(
+    given: dict[str, Any], is_inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target: Any = tiny_target("qwen3")
+    seen: set[bool] = set()
+    step: Callable[..., Any] = decode.step
+
+    def noted(run: Any) -> Any:
+        seen.add(torch.is_inference_mode_enabled())
+        return step(run)
+
+    monkeypatch.setattr(decode, "step", noted)
+    target.generate(**prompts([9], 0), **GREEDY, **given, assistant_model=tiny_draft(target))
+    assert seen == {is_inference}
