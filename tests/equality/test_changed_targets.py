@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from dflash_hf import RunningBatch
+from dflash_hf import RunningBatch, iterate
+from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation import kept_prefixes
 from helpers.running import answer_alone, asked
-from tiny import tiny_draft, tiny_target
+from tiny import prompts, tiny_draft, tiny_target
 
 Change = Callable[[Any], None]
 
@@ -264,3 +266,69 @@ def test_layers_are_replaced_between_two_chunks() -> None:
     while batch.ids:
         take(batch, texts)
     assert texts == {0: one.truth}
+
+
+# ---- within a run
+
+
+def text_behind(target: Any, text: Tensor, change: Change, num: int) -> list[int]:
+    """Changes a target whose cache has a text `[1, n]` but for the last token; returns what it then says."""
+    cache = DynamicCache(config=target.config)
+    found: list[int] = []
+    with torch.no_grad():
+        target(text[:, :-1], **{CACHE_NAME: cache})
+        change(target)
+        last = text[:, -1:]
+        for _ in range(num):
+            last = target(last, **{CACHE_NAME: cache}).logits[:, -1:].argmax(-1)
+            found.append(int(last))
+    return found
+
+
+@pytest.mark.parametrize("change", OF_WEIGHTS + OF_CODE)
+def test_a_pause_of_iterate_may_change_the_target(change: Change) -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([9], 0)
+    text = inputs["input_ids"]
+    wanted: list[int] = []
+    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    for step in iterate(target, tiny_draft(target), **inputs, **settings):
+        text = torch.cat([text, step.committed[0][None]], dim=1)
+        if step.index == 2:
+            num_before = text.shape[1]
+            wanted = text_behind(target, text, change, 49 - num_before)
+    assert text[0, -len(wanted) :].tolist() == wanted
+
+
+@pytest.mark.parametrize("change", [*OF_CODE, replace_weights])
+def test_a_criterion_may_change_the_target(change: Change) -> None:
+    inputs = prompts([9], 0)
+    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    texts: list[Tensor] = []
+    for is_drafted in (False, True):
+        target: Any = tiny_target("qwen3")
+        if is_drafted:
+            draft = tiny_draft(target)
+            # So that the criterion is called behind the same forwards.
+            draft.generation_config.verify_width = 1
+            settings["assistant_model"] = draft
+        changes = Changes(target, change)
+        given = {"stopping_criteria": StoppingCriteriaList([changes])}
+        texts.append(target.generate(**inputs, **settings, **given))
+        assert changes.is_done
+    assert torch.equal(*texts)
+
+
+class Changes(StoppingCriteria):
+    """Changes a target behind 20 tokens."""
+
+    def __init__(self, target: Any, change: Change) -> None:
+        self.target = target
+        self.change = change
+        self.is_done = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        if input_ids.shape[1] == 20 and not self.is_done:
+            self.is_done = True
+            self.change(self.target)
+        return torch.zeros(len(input_ids), dtype=torch.bool)

@@ -22,7 +22,14 @@ from dflash_hf.generation.cuda_graph import start_engine
 from dflash_hf.generation.options import choose_engine
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
-from dflash_hf.generation.run import Run, drop_finished, drops_rows, make_room, tapped
+from dflash_hf.generation.run import (
+    Run,
+    drop_finished,
+    drops_rows,
+    look_at_models,
+    make_room,
+    tapped,
+)
 from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
@@ -103,12 +110,16 @@ def advance(run: Run, engine: Engine = "eager") -> None:
             return
         # Asked once, and before the taps are on the target: they look like a user's hooks.
         drops = drops_rows(run)
+        may_change = run.request.calls_own_code
         with tapped_between_steps(run):
             while not run.finished:
                 # Between two steps nothing refers to a row by its place.
                 if drops:
                     drop_finished(run)
                 step(run)
+                # Code that was called with the new tokens may have changed modules and hooks.
+                if may_change:
+                    look_at_models(run)
 
 
 def no_gradients(target: Target, runs_own_code: bool) -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from dflash_hf.generation.decode import no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
-from dflash_hf.generation.run import Run
+from dflash_hf.generation.run import Run, look_at_models
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.generation.widths import FixedWidth
@@ -167,6 +167,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
     for index in itertools.count(1):
         if run.finished:
             break
+        # The user may have changed modules and hooks in the pause.
+        look_at_models(run)
         with (
             calling(),
             run.request.ranks.together(),
