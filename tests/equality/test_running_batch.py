@@ -12,6 +12,7 @@ from dflash_hf import RunningBatch, generate_batch
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import running_batch
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
+from dflash_hf.generation.widths import width_of_rows
 from helpers.half import half
 from helpers.running import END, answer_alone, asked, batch_oracle, drive, make_infinite
 from helpers.whole_blocks import use_whole_blocks
@@ -146,6 +147,39 @@ def test_widths_that_change_between_joins() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dflash_hf.generation.prefill.choose_widths", lambda *given: Widths())
         drive(batch, requests, 5, cancelled=0.2)
+
+
+@pytest.mark.parametrize("table", [{1: 8, 4: 2}, {1: 2, 2: 1, 3: 6}])
+@pytest.mark.parametrize(("family", "nodes"), [("qwen3", None), ("qwen3", 0), ("qwen3.5", 0)])
+def test_a_table_gives_the_width_by_the_rows(
+    family: str, nodes: int | None, table: dict[int, int]
+) -> None:
+    target = shallow_target(family)
+    requests = asked([12] * 6, 6, num_new=(20, 60))
+    answer_alone(target, requests)
+    draft = tiny_draft(target)
+    draft.generation_config.verify_width = table
+    draft.generation_config.num_tree_nodes = nodes
+    batch = RunningBatch(target, draft, max_rows=4)
+    texts: list[list[int]] = [[] for _ in requests]
+    seen: set[tuple[int, int]] = set()
+    step = running_batch.step
+
+    def noted(run: Any) -> Any:
+        found = step(run)
+        seen.add((len(run.rows.numbers), run.state.width))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running_batch, "step", noted)
+        for one in requests:
+            batch.add(one.ids, **one.settings)
+        while batch.ids:
+            for new in batch.step():
+                texts[new.id] += new.token_ids
+    assert texts == [one.truth for one in requests]
+    assert seen == {(rows, width_of_rows(table, rows)) for rows, _ in seen}
+    assert {rows for rows, _ in seen} >= {1, 4}
 
 
 def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:

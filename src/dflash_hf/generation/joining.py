@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dflash_hf.errors import require
 from dflash_hf.generation.buffers import else_freed
+from dflash_hf.generation.options import by_table
 from dflash_hf.generation.row_rules import RowBlockRule, RowPositionRule
 from dflash_hf.generation.run import Reported, Rows, Run, drop_finished, grow
 from dflash_hf.generation.sampling import BlockProcessors, RowProcessors
@@ -38,6 +39,7 @@ def begin_batch(run: Run, row: RowSettings) -> None:
     """Makes the run of one prompt the first row of a running batch."""
     # Its text already begins in the first column: a single prompt has no padding.
     run.room += run.state.host.columns
+    run.chooser = by_table(run.generator, run.chooser)
     # Ends are the rows' own.
     run.state.padded_eos_ids.fill_(-1)
     use_settings(run, [row])
@@ -140,3 +142,10 @@ def go_by(run: Run, rows: Sequence[RowSettings], end_ids: Tensor) -> None:
     # Rows end by what they may still generate; this one says how long the buffers may get.
     limit = max(row.length for row in rows)
     run.state.host = HostNumbers(columns=0, limit=limit, has_eos=False, is_sampled=any(is_sampled))
+
+
+def failed_of(run: Run) -> dict[int, Exception]:
+    """Returns what processors of single rows have raised in the last step of a run, by the rows' places."""
+    processors = run.generator.processors
+    assert isinstance(processors, RowProcessors)
+    return processors.failed

@@ -47,12 +47,12 @@ class Options(NamedTuple):
     proposal: ProposalRule
 
 
-def resolve(request: Request, num_rows: int, keeps_buffers: bool, is_looked_at: bool) -> Options:
+def resolve(request: Request, num_rows: range, keeps_buffers: bool, is_looked_at: bool) -> Options:
     """Resolves the draft's options for a request, which `checks.py` has found to go together.
 
     Args:
         request (`Request`): The request.
-        num_rows (`int`): Rows that are verified together.
+        num_rows (`range`): Rows that are verified together: those of a call, or of a running batch at any time.
         keeps_buffers (`bool`): Whether the steps are to be captured.
         is_looked_at (`bool`): Whether the steps of its run are looked at, which then verify chains unless something
             else is asked for.
@@ -96,15 +96,15 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
 
 
 def _widest_verify(
-    asked: int | str | Mapping[int, int] | None, longest: int, num_rows: int, is_captured: bool
+    asked: int | str | Mapping[int, int] | None, longest: int, num_rows: range, is_captured: bool
 ) -> int:
     """Returns how many tokens of a block are verified at most, of `longest` with all proposals."""
     if isinstance(asked, int):
         return asked
     if isinstance(asked, Mapping):
-        return width_of_rows(asked, num_rows)
-    if asked is None and is_captured and num_rows > WHOLE_BLOCK_ROWS:
-        return min(width_of_rows(CAPTURED_WIDTHS, num_rows), longest)
+        return max(width_of_rows(asked, rows) for rows in num_rows)
+    if asked is None and is_captured and num_rows.start > WHOLE_BLOCK_ROWS:
+        return min(width_of_rows(CAPTURED_WIDTHS, num_rows.start), longest)
     return longest
 
 
@@ -171,6 +171,38 @@ def choose_widths(
         chooser = _clocked_widths(generator, choices, len(state.ids), keeps_buffers)
     chooser.use_rows(len(state.ids))
     return chooser
+
+
+class TableWidths(FixedWidth):
+    """Looks the width up by the rows that are running.
+
+    Args:
+        table (mapping): `{most rows: tokens}`, see [`width_of_rows`].
+        widest (`int`): Tokens that the buffers have room for.
+    """
+
+    def __init__(self, table: Mapping[int, int], widest: int) -> None:
+        super().__init__(widest)
+        self.table = table
+        self.widest = widest
+        self.use_rows(1)
+
+    def use_rows(self, rows: int) -> None:
+        """Goes on with so many rows."""
+        self.widths = [min(width_of_rows(self.table, rows), self.widest)]
+
+
+def by_table(
+    generator: DFlashCandidateGenerator, chooser: WidthChooser | FixedWidth
+) -> WidthChooser | FixedWidth:
+    """Returns what chooses the width in a running batch: a table where one is asked for, else the chooser."""
+    options = generator.draft.generation_config
+    table = options.asked_width
+    # A number of nodes holds for any number of rows; under "auto" the table says how long a path may be.
+    is_of_nodes = options.num_tree_nodes not in (None, 0)
+    if not isinstance(table, Mapping) or is_of_nodes:
+        return chooser
+    return TableWidths(table, generator.verify_width)
 
 
 def _clocked_widths(

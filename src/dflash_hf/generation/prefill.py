@@ -75,6 +75,7 @@ def begin_prefill(
     is_looked_at: bool = False,
     seed: Tensor | None = None,
     num_places: int = 0,
+    max_rows: int = 0,
 ) -> Prefill:
     """Prepares all that a prefill needs, up to the target's first forward.
 
@@ -88,6 +89,7 @@ def begin_prefill(
             torch's global generator.
         num_places (`int`): Of a prompt whose row then goes to one of so many places of fixed buffers (`places.py`):
             it is verified there, and the run's own buffers are neither taken nor kept.
+        max_rows (`int`): Of a prompt whose row then joins others: rows that run together, at most.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE.
@@ -99,7 +101,9 @@ def begin_prefill(
     watch.lap("prepare")
     # 1. How much is drafted and verified, and where every token of the prompts stands.
     num_rows = num_places or len(request.input_ids)
-    options = resolve(request, num_rows, keeps_buffers or num_places > 0, is_looked_at)
+    most_rows = max(num_rows, max_rows)
+    is_captured = keeps_buffers or num_places > 0
+    options = resolve(request, range(num_rows, most_rows + 1), is_captured, is_looked_at)
     prompts = prompts_of(request, inputs, user_cache.past)
     # The FP8 copy is made before anybody asks how much memory is free.
     drafter = request.draft

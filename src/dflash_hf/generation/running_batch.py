@@ -27,7 +27,7 @@ from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
 from dflash_hf.generation.decode import keep_for_next_call, no_gradients, with_forwards
 from dflash_hf.generation.generate import unwrapped
-from dflash_hf.generation.joining import begin_batch, join, leave
+from dflash_hf.generation.joining import begin_batch, failed_of, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from dflash_hf.generation.places import Places, choose_num_places, run_captured
 from dflash_hf.generation.prefill import Prefill, begin_prefill
@@ -335,6 +335,7 @@ class RunningBatch:
             NoUserCache(),
             seed=row.seed,
             num_places=self._num_places,
+            max_rows=self.max_rows,
         )
         try:
             begun = self._with_room(begin)
@@ -586,10 +587,3 @@ class RunningBatch:
         if self._prefilled is not None:
             found.append(self._prefilled[0])
         return found + list(self._waiting)
-
-
-def failed_of(run: Run) -> dict[int, Exception]:
-    """Returns what processors of single rows have raised in the last step of a run, by the rows' places."""
-    processors = run.generator.processors
-    assert isinstance(processors, RowProcessors)
-    return processors.failed
