@@ -577,6 +577,18 @@ def test_requests_that_are_refused() -> None:
         ([1], limit | {"streamer": object()}, "settings of one row"),
         ([1], limit | {"attention_mask": torch.ones(1, 1)}, "settings of one row"),
         ([1], limit | {"logits_processor": [lambda ids, scores: scores]}, "logits processors"),
+        ("text", limit, "input_ids of one prompt, .* got 'text'; pass the ids"),
+        (None, limit, "input_ids of one prompt"),
+        ([[1, 2], [3]], limit, "input_ids of one prompt"),
+        ([2**70], limit, "input_ids of one prompt"),
+        ({"input_ids": [1]}, limit, "input_ids of one prompt"),
+        ([1], limit | {"seed": "1"}, "a seed that"),
+        ([1], limit | {"stop_token_ids": [0.5]}, "stop_token_ids as whole numbers"),
+        ([1], limit | {"stop_token_ids": "a"}, "stop_token_ids as whole numbers"),
+        ([1], limit | {"on_tokens": 5}, "on_tokens that can be called"),
+        ([1], limit | {"output_scores": True}, "an answer of tokens alone"),
+        ([1], limit | {"output_hidden_states": True}, "an answer of tokens alone"),
+        ([1], limit | {"token_type_ids": torch.zeros(1, 1)}, "a text without token_type_ids"),
     ]
     for ids, settings, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -585,6 +597,8 @@ def test_requests_that_are_refused() -> None:
     with pytest.raises(ValueError, match="proposal 'argmax' or 'shared_noise'"):
         batch.add([1], do_sample=True, **limit)
     assert batch.ids == []
+    with pytest.raises(ValueError, match="a request that has not ended, got 0"):
+        batch.stats_of(0)
     for name in ("max_rows", "max_tokens", "prefill_chunk_size"):
         with pytest.raises(ValueError, match=f"{name} of at least 1"):
             RunningBatch(target, draft, **{name: 0})
@@ -827,9 +841,28 @@ def test_a_bad_prompt_of_a_list_is_refused_before_anything_runs() -> None:
         generate_batch(
             target, draft, [{"input_ids": [0, 5], "attention_mask": [0, 1]}], max_new_tokens=3
         )
-    one: Any = {"input_ids": [5]}
-    with pytest.raises(ValueError, match="a list of prompts"):
-        generate_batch(target, draft, one, max_new_tokens=3)
+    no_lists: list[Any] = [{"input_ids": [5]}, "text", None, 5]
+    for one in no_lists:
+        with pytest.raises(ValueError, match="a list of prompts"):
+            generate_batch(target, draft, one, max_new_tokens=3)
+    bad: list[Any] = ["text", None, [[1, 2], [3]], 5.5]
+    for one in bad:
+        with pytest.raises(ValueError, match="prompt 1: expected input_ids of one prompt"):
+            generate_batch(target, draft, [[5], one], max_new_tokens=3)
+    seed: Any = "1"
+    with pytest.raises(ValueError, match="prompt 0: expected a seed"):
+        generate_batch(target, draft, [[5]], max_new_tokens=3, seed=seed)
+
+
+def test_end_tokens_may_be_a_tensor() -> None:
+    target: Any = shallow_target("qwen3")
+    ids = torch.tensor([[5, 6, 7]])
+    text = target.generate(ids, do_sample=False, max_new_tokens=9)[0, 3:].tolist()
+    batch = RunningBatch(target, tiny_draft(target))
+    stops: list[Any] = [torch.tensor([text[2], 60]), [text[2]], text[2], torch.tensor(text[2])]
+    for stop in stops:
+        found = answered(batch, [5, 6, 7], max_new_tokens=9, stop_token_ids=stop, **GREEDY)
+        assert found[0] == text[: text.index(text[2]) + 1]
 
 
 def test_a_draft_that_changes_meanwhile_is_refused() -> None:

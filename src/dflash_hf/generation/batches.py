@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dflash_hf.errors import one_line, require
+from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.request_stats import Finished, RequestStats
 from dflash_hf.generation.running_batch import RunningBatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -74,12 +74,9 @@ def generate_batch(
         max_kept_bytes=max_kept_bytes,
     )
     common = {**settings, "max_new_tokens": max_new_tokens, "seed": seed}
-    require(
-        not isinstance(inputs, Mapping | str),
-        "a list of prompts as inputs",
-        type(inputs).__name__,
-        "pass one",
-    )
+    given: Any = inputs
+    are_many = isinstance(given, Iterable) and not isinstance(given, Mapping | str)
+    require(are_many, "a list of prompts as inputs", type(inputs).__name__, "pass one")
     requests = _Requests(batch, iter(inputs), common)
     # Refused before anything runs, where all prompts are there.
     if isinstance(inputs, Sequence | Tensor):
@@ -123,8 +120,8 @@ class _Requests:
 def _arguments(prompt: Prompt, index: int, common: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `RunningBatch.add` for a prompt; its own come before those of all."""
     found = dict(common)
-    # Each prompt has noise of its own, whatever order the rows run in.
-    if found["seed"] is not None:
+    # Each prompt has noise of its own, whatever order the rows run in. The batch refuses what is no number.
+    if is_a(found["seed"], int):
         found["seed"] += index
     if not isinstance(prompt, Mapping):
         found["input_ids"] = prompt

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.errors import is_a, require
+from dflash_hf.errors import is_a, require, shown
 from dflash_hf.generation.accept import may_keep_state
 from dflash_hf.generation.arguments import Settings, is_given
 from dflash_hf.generation.filling import PER_TOKEN
@@ -46,6 +46,8 @@ NOT_SETTINGS = (
     "return_dict_in_generate",
     CACHE_NAME,
 )
+# What `generate` returns beside ids; a running batch returns tokens alone.
+OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 # Families (`config.model_type`) whose texts about images were compared, row by row, with those of each prompt alone.
 IMAGE_ROWS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 OF_IMAGES = {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
@@ -101,7 +103,7 @@ def prepare_row(
     max_new_tokens: int,
     max_tokens: int | None,
     seed: int | None,
-    stop_token_ids: Sequence[int],
+    stop_token_ids: Tensor | Sequence[int] | None,
     on_tokens: Callable[[NewTokens], None] | None,
     num_logprobs: int,
     settings: dict[str, Any],
@@ -114,6 +116,9 @@ def prepare_row(
     require(is_count(max_new_tokens), "max_new_tokens of at least 1", max_new_tokens, "correct it")
     is_seed = seed is None or (is_a(seed, int) and -(2**63) <= seed < 2**64)
     require(is_seed, "a seed that torch.manual_seed takes, or None", seed, "correct it")
+    can_be_called = on_tokens is None or callable(on_tokens)
+    require(can_be_called, "on_tokens that can be called, or None", on_tokens, "correct it")
+    stop_ids = _checked_stops(stop_token_ids)
     num_tokens = find_target(model).vocab_size
     is_number = is_a(num_logprobs, int) and -1 <= num_logprobs <= num_tokens
     what = f"num_logprobs from -1 to {num_tokens}"
@@ -122,12 +127,15 @@ def prepare_row(
     _check_length(model, length, max_tokens)
     refused = [name for name in NOT_SETTINGS if is_given(settings, name)]
     require(not refused, "settings of one row", refused, "leave them out")
+    outputs = [name for name in OUTPUTS if settings.get(name)]
+    do = "leave them out; num_logprobs asks for log-probabilities"
+    require(not outputs, "an answer of tokens alone", outputs, do)
     _check_images(model, ids, settings)
     arguments = dict(settings)
-    if stop_token_ids:
+    if stop_ids:
         # Setting end tokens replaces the target's own, and these are to be added.
         own: Any = Settings(model, arguments)["eos_token_id"]
-        arguments["eos_token_id"] = [*_as_list(own), *map(int, stop_token_ids)]
+        arguments["eos_token_id"] = [*_as_list(own), *stop_ids]
     arguments |= {
         "input_ids": ids,
         # Given, because `generate` would take a pad token in a prompt for padding.
@@ -171,19 +179,43 @@ def is_count(value: object) -> bool:
 
 def _checked_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
     """Returns a prompt as `[1, n]` int64 on the target's device."""
-    ids = torch.as_tensor(input_ids, device="cpu")
+    what = "input_ids of one prompt, [n] or [1, n] whole numbers with n of at least 1"
+    ids = _as_numbers(input_ids, what, "pass the ids that the tokenizer makes of one prompt")
     if ids.dim() == 1:
         ids = ids[None]
     is_row = ids.dim() == 2 and ids.shape[0] == 1 and ids.numel() > 0
-    is_whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
-    what = "input_ids of one prompt, [n] or [1, n] whole numbers with n of at least 1"
-    require(is_row and is_whole, what, f"{ids.dtype} {list(ids.shape)}", "pass one prompt")
+    require(is_row and _are_whole(ids), what, f"{ids.dtype} {list(ids.shape)}", "pass one prompt")
     low, high = map(int, ids.aminmax())
     # An embedding on a GPU reports an id out of range by failing for good.
     num = find_target(model).vocab_size
     is_known = low >= 0 and high < num
     require(is_known, f"token ids from 0 to {num - 1}", f"{low} to {high}", "correct them")
     return ids.to(torch.long)
+
+
+def _checked_stops(stop_token_ids: Tensor | Sequence[int] | None) -> list[int]:
+    """Returns further end tokens, given as one, several or none, as a list."""
+    if stop_token_ids is None:
+        return []
+    what = "stop_token_ids as whole numbers"
+    ids = _as_numbers(stop_token_ids, what, "correct them").reshape(-1)
+    # An empty list is one of floating-point numbers to torch.
+    is_fine = not len(ids) or _are_whole(ids)
+    require(is_fine, what, stop_token_ids, "correct them")
+    return ids.tolist()
+
+
+def _as_numbers(value: Any, what: str, do: str) -> Tensor:
+    """Returns numbers as a tensor on the host; refuses what are none, as `require` does."""
+    try:
+        return torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, KeyError, RuntimeError):
+        raise ValueError(f"expected {what}, got {shown(value)}; {do}") from None
+
+
+def _are_whole(ids: Tensor) -> bool:
+    """Returns True for a tensor of whole numbers."""
+    return not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
 
 
 def _check_length(model: PreTrainedModel, length: int, max_tokens: int | None) -> None:
@@ -201,6 +233,9 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
     given = {name for name in OF_PROMPTS if is_given(settings, name)}
     if not given:
         return
+    # Of text some tokenizers make them, and no target of text takes them.
+    is_text = given == {"token_type_ids"}
+    require(not is_text, "a text without token_type_ids", sorted(given), "leave them out")
     alone = "generate it alone"
     kind = str(model.config.model_type)
     what = f"images for a target of {', '.join(IMAGE_ROWS)}"

@@ -140,7 +140,7 @@ class RunningBatch:
         *,
         max_new_tokens: int,
         seed: int | None = None,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Tensor | Sequence[int] = (),
         on_tokens: Callable[[NewTokens], None] | None = None,
         num_logprobs: int = -1,
         **settings: Any,
@@ -154,7 +154,8 @@ class RunningBatch:
             max_new_tokens (`int`): Tokens of the answer, at most.
             seed (`int`, *optional*): Of sampled text: that of `generate` behind `torch.manual_seed(seed)`. By default
                 it is drawn from torch's global generator.
-            stop_token_ids (sequence of `int`): Tokens that end the answer, beside the target's own end tokens.
+            stop_token_ids (`torch.Tensor` or sequence of `int`): Tokens that end the answer, beside the target's own
+                end tokens.
             on_tokens (callable, *optional*): Called within [`step`] with each [`NewTokens`] of this request.
             num_logprobs (`int`): With 0 or more, the statistics have log-probabilities from the target's own scores:
                 of each new token, and of so many of the most likely tokens at its place. -1 is for none.
@@ -186,8 +187,11 @@ class RunningBatch:
         return row.id
 
     def stats_of(self, id: int) -> RequestStats:
-        """Returns the statistics of a request that has not ended; they go on with it."""
-        return next(row.stats for row in self._rows() if row.id == id)
+        """Returns the statistics of a request that has not ended; they go on with it. Others raise `ValueError`."""
+        found = [row.stats for row in self._rows() if row.id == id]
+        what = "the id of a request that has not ended"
+        require(bool(found), what, id, "look into ended behind the step that ends it")
+        return found[0]
 
     def cancel(self, id: int) -> bool:
         """Ends a request without another token; returns False if there is none of this id, as behind its end."""
