@@ -33,6 +33,7 @@ from dflash_kernels import (
     linears,
     norm_rope_write,
     rms_norm,
+    rope_angles,
     silu_mul,
     top_tokens,
 )
@@ -464,6 +465,12 @@ def pointwise_cases(
         positions = torch.arange(tokens, device=device).view(batch, sizes.width)
         return [states(normal, sizes.vocab), torch.tensor(7, device=device), positions, None, 0.7]
 
+    def turned(normal: Callable[..., Tensor]) -> list[Any]:
+        # The seed's numbers stand for frequencies: sizes alone tell the time.
+        inv_freq = normal(sizes.size // 2).float().abs()
+        positions = torch.arange(tokens, device=device).view(batch, sizes.width)
+        return [positions, inv_freq, 1.0, dtype]
+
     def library_norm(x: Inputs) -> Tensor:
         return rms_norm_of_torch(x["all"][0], [hidden], *x["all"][1:])
 
@@ -482,6 +489,7 @@ def pointwise_cases(
         case(
             silu_mul, item * 3 * tokens * sizes.mlp, lambda n: [states(n, sizes.mlp) for _ in "xy"]
         ),
+        case(rope_angles, 8 * tokens + item * 2 * tokens * sizes.size, turned),
         case(gumbel_argmax, item * tokens * sizes.vocab, drawn),
     ]
 

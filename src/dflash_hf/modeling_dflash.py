@@ -192,7 +192,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """
         # Every layer takes its keys and values from the same features: no layer runs over the context.
         features = self.project_context(context.states)
-        cos_sin = self.rotary_emb(context.block.positions, features.dtype)
+        cos_sin = self.rotary_emb(context.block.positions, features)
         eps = self.config.rms_norm_eps
         if context.write_all_layers(features, cos_sin, cache, eps):
             return
@@ -216,7 +216,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         features = self.project_context(context_hidden_states)
         # Padding is computed along with the rest and written nowhere; any position will do for it.
         angles_at = positions.clamp_min(0).to(features.device)
-        cos_sin = self.rotary_emb(angles_at, features.dtype)
+        cos_sin = self.rotary_emb(angles_at, features)
         prompts = PromptSlots(positions)
         for attention in self._attentions():
             states = attention.context_states(features)
@@ -246,14 +246,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         projector: Projector
         if context is None:
             # `write_context` has written it, in a call of its own.
-            cos_sin = self.rotary_emb(block.positions, noise_embeds.dtype)
+            cos_sin = self.rotary_emb(block.positions, noise_embeds)
             projector = BlockProjector(cache, cos_sin)
         else:
-            projector = self._with_context(context, cache, noise_embeds.dtype)
+            projector = self._with_context(context, cache, noise_embeds)
         return self._run_layers(noise_embeds, projector, block.width)
 
     def _with_context(
-        self, context: NewContext, cache: RaggedCache, dtype: torch.dtype
+        self, context: NewContext, cache: RaggedCache, noise_embeds: Tensor
     ) -> Projector:
         """Writes the newest context by one kernel, or leaves that to the layers; returns their projector."""
         features = self.project_context(context.states)
@@ -261,7 +261,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         num_context = features.shape[1]
         # The angles of both are computed at once: positions may overlap, where the block replaces rejected tokens.
         both = [context.block.positions, cache.block.positions]
-        cos, sin = self.rotary_emb(torch.cat(both, dim=1), dtype)
+        cos, sin = self.rotary_emb(torch.cat(both, dim=1), noise_embeds)
         if context.weights is not None:
             eps = self.config.rms_norm_eps
             context_cos_sin = (cos[:, :num_context], sin[:, :num_context])
@@ -317,7 +317,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 position_ids = position_ids + cache.get_seq_length()
         context = self.project_context(context_hidden_states)
         # One table of angles for context and blocks, of which the queries take the last.
-        cos_sin = self.rotary_emb(position_ids, noise_embeds.dtype)
+        cos_sin = self.rotary_emb(position_ids, noise_embeds)
         masks = CombinedMasks(attention_mask, num_queries, noise_embeds.device)
         projector = CombinedProjector(context, cos_sin, masks, cache)
         # Convolutions must not cross from one block of a training batch into the next.

@@ -36,6 +36,7 @@ from dflash_kernels import (
     linears,
     norm_rope_write,
     rms_norm,
+    rope_angles,
     silu_mul,
     top_tokens,
 )

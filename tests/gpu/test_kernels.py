@@ -62,6 +62,9 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
         "rms_norm": lambda: ops.rms_norm(states, weight, 1e-6),
         "add_norm": lambda: ops.add_norm(states, states, weight, 1e-6),
         "silu_mul": lambda: ops.silu_mul(states, states),
+        "rope_angles": lambda: ops.rope_angles(
+            counts(BATCH, WIDTH), weight[: SIZE // 2].float(), 1.0, torch.bfloat16
+        ),
         "linears": lambda: ops.linears(states, [matrix, matrix[:1024]], [], None),
         "gated_linear": lambda: ops.gated_linear(states, matrix, matrix),
         "argmax": lambda: ops.argmax(logits),

@@ -126,6 +126,7 @@ def launches() -> dict[str, Callable[[], Any]]:
         linears,
         norm_rope_write,
         rms_norm,
+        rope_angles,
         silu_mul,
         top_tokens,
     )
@@ -261,6 +262,9 @@ def launches() -> dict[str, Callable[[], Any]]:
         "rms_norm of heads": launch(rms_norm, heads[0], zeros(size), 1e-6),
         "add_norm": launch(
             add_norm, zeros(1, width, 4096), zeros(1, width, 4096), zeros(4096), 1e-6
+        ),
+        "rope_angles": launch(
+            rope_angles, counts(1, 2 * width), torch.zeros(size // 2), 1.0, torch.bfloat16
         ),
         "silu_mul": launch(silu_mul, zeros(1, width, 12288), zeros(1, width, 12288)),
         "linears, q, k and v": launch(linears, zeros(1, width, 4096), attended, [], None),

@@ -14,8 +14,8 @@ def declare(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]) -> None:
     """Has a class of a test's stand in the tables beside the class that it is derived from: its trial decides."""
     is_listed = known_layers._is_listed
 
-    def is_listed_too(module: Any, names: frozenset[str]) -> bool:
-        return is_listed(module, names) or (
+    def is_listed_too(module: Any, names: frozenset[str], *buffers: frozenset[str]) -> bool:
+        return is_listed(module, names, *buffers) or (
             type(module) is kind and kind.__mro__[1].__name__ in names
         )
 

@@ -36,7 +36,7 @@ OPERATIONS = (
     "accept_and_prepare",
 )
 # How often these run depends on what a target is made of.
-POINTWISE = ("rms_norm", "add_norm", "silu_mul")
+POINTWISE = ("rms_norm", "add_norm", "silu_mul", "rope_angles")
 # Those that nothing uses before they were measured.
 PRODUCTS = ("linears", "gated_linear")
 # Those of steps that verify trees.

@@ -216,7 +216,7 @@ def test_references_are_the_drafts_own_modules() -> None:
     """What `context_kv` writes is what `write_context` does, and likewise a block's, rounding included."""
     draft, hidden, block, cache = draft_and_states()
     attentions: list[Any] = [layer.self_attn for layer in draft.layers]
-    cos, sin = draft.rotary_emb(block.positions, hidden.dtype)
+    cos, sin = draft.rotary_emb(block.positions, hidden)
     ours = empty_cache(draft.cache_shapes())
     for index, attention in enumerate(attentions):
         cache.attention[index].write(*attention.project_kv(hidden, (cos, sin)), block)

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3Model,
     Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
 )
 
 import dflash_kernels
@@ -54,17 +55,27 @@ def kinds_of(target: Any) -> set[str]:
     }
 
 
+def names_of(family: str, *kinds: str) -> set[str]:
+    """The names of a family's classes."""
+    return {f"{family}{kind}" for kind in kinds}
+
+
+ALL = ("RMSNorm", "MLP", "Attention", "DecoderLayer", "RotaryEmbedding")
+
+
 @pytest.mark.parametrize(
     ("family", "wanted"),
     [
-        ("qwen3", {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "Qwen3DecoderLayer"}),
-        ("qwen3-sliding", {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "Qwen3DecoderLayer"}),
-        ("llama3-rope", {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer"}),
-        ("mistral", {"MistralRMSNorm", "MistralMLP", "MistralAttention", "MistralDecoderLayer"}),
-        ("qwen2", {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention", "Qwen2DecoderLayer"}),
-        ("gpt-oss", set()),  # its norms multiply in float32, its scores have sinks
-        ("phi3", {"Phi3RMSNorm"}),
-        ("gemma3", set()),  # its norms add one to their weights, its activation is another
+        ("qwen3", names_of("Qwen3", *ALL)),
+        ("qwen3-sliding", names_of("Qwen3", *ALL)),
+        ("llama3-rope", names_of("Llama", *ALL)),
+        ("mistral", names_of("Mistral", *ALL)),
+        ("qwen2", names_of("Qwen2", *ALL)),
+        # Its norms multiply in float32, its scores have sinks, its angles are made once for a head's two halves.
+        ("gpt-oss", set()),
+        ("phi3", names_of("Phi3", "RMSNorm", "RotaryEmbedding")),
+        # Its norms add one to their weights, its activation is another, its layers have angles of two kinds.
+        ("gemma3", set()),
     ],
 )
 def test_which_modules_have_a_fast_form(family: str, wanted: set[str]) -> None:
@@ -153,6 +164,22 @@ class AnotherLayer(Qwen3DecoderLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class AnotherRotary(Qwen3RotaryEmbedding):
+    """Turns by half the angles."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        return super().forward(x, position_ids / 2)
+
+
+class RoundedRotary(Qwen3RotaryEmbedding):
+    """Computes angles in the dtype of the states: the same in float32."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        freqs = position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype)
+        angles = torch.cat((freqs, freqs), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
 class ForgetfulLayer(Qwen3DecoderLayer):
     """Keeps a keyword to itself."""
 
@@ -175,6 +202,7 @@ class ForgetfulLayer(Qwen3DecoderLayer):
             )
         ),
         *(("qwen3", kind) for kind in (AnotherLayer, ForgetfulLayer)),
+        *(("qwen3", kind) for kind in (AnotherRotary, RoundedRotary)),
         *(("llama", kind) for kind in (ClippedAttention, UnrotatedAttention)),
         ("mistral", BlindAttention),
     ],
@@ -239,7 +267,7 @@ def test_nothing_happens_where_no_kernels_run(calls: Calls) -> None:
     with fast_layers(find_target(target)):
         assert not attached(target)
     with torch.no_grad(), ops.kernels(True), fast_layers(find_target(target)):
-        assert len(attached(target)) == 7 * LAYERS + 1
+        assert len(attached(target)) == 7 * LAYERS + 2
     assert not attached(target)
 
 
@@ -271,6 +299,71 @@ def test_it_acts_in_one_thread_and_ends_with_the_last() -> None:
     assert seen == [True]
     assert not attached(target)
     target(ids)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", {"full_attention": "default"}])
+def test_angles_that_follow_a_text_have_no_fast_form(rope_type: Any) -> None:
+    rotary: Any = tiny_target("qwen3").model.rotary_emb
+    assert fast_forward_of(rotary, torch.bfloat16) is not None
+    rotary.rope_type = rope_type
+    assert fast_forward_of(rotary, torch.bfloat16) is None
+
+
+def num_angles(target: Any, calls: Calls, dtype: torch.dtype = torch.bfloat16) -> int:
+    """How often a kernel makes a verify's angles, which are the class's."""
+    rotary = target.model.rotary_emb
+    states = torch.zeros(2, 3, 8, dtype=dtype)
+    positions = torch.tensor([[4, 5, 6], [900, 901, 902]])
+    with torch.no_grad():
+        wanted = rotary(states, positions)
+        with ops.kernels(True), fast_layers(find_target(target)):
+            before = calls.all()["rope_angles"]
+            first = rotary(states, positions)
+            second = rotary(states, position_ids=positions)
+            num = calls.all()["rope_angles"] - before
+    for angles in (first, second):
+        assert all(map(torch.equal, angles, wanted))
+        assert all(one.dtype == dtype for one in angles)
+    return num
+
+
+def test_one_kernel_makes_the_angles_of_a_verify(calls: Calls) -> None:
+    target = tiny_target("qwen3").to(torch.bfloat16)
+    rotary: Any = target.model.rotary_emb
+    assert num_angles(target, calls) == 2
+    assert num_angles(target, calls, torch.float16) == 2
+    # It is read in each call.
+    rotary.attention_scaling = 1.25
+    assert num_angles(target, calls) == 2
+    rotary.attention_scaling = torch.tensor(1.25)
+    assert num_angles(target, calls) == 0
+
+
+def test_hooks_on_the_angles_stay_in_force(calls: Calls) -> None:
+    target = tiny_target("qwen3").to(torch.bfloat16)
+    rotary: Any = target.model.rotary_emb
+    fired = list[int]()
+    rotary.register_forward_hook(lambda *args: fired.append(1))
+    assert num_angles(target, calls) == 2
+    assert len(fired) == 3
+    own_forward(rotary)
+    assert num_angles(target, calls) == 0
+
+
+@pytest.mark.parametrize("setting", ["cuda.matmul.allow_tf32", "float32_matmul_precision"])
+def test_angles_in_tf32_are_the_class_own(setting: str, calls: Calls) -> None:
+    """Older classes multiply matrices, which TF32 rounds: the prompt's keys were turned by those angles."""
+    target = tiny_target("qwen3").to(torch.bfloat16)
+    before = torch.get_float32_matmul_precision()
+    if setting == "float32_matmul_precision":
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert num_angles(target, calls) == 0
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert num_angles(target, calls) == 2
 
 
 class ForeignModel(Qwen3Model):

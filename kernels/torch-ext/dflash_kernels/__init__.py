@@ -21,6 +21,7 @@ from .keep_path import keep_path
 from .linears import linears
 from .norm_rope_write import norm_rope_write
 from .rms_norm import rms_norm
+from .rope_angles import rope_angles
 from .silu_mul import silu_mul
 from .top_tokens import top_tokens
 
@@ -38,6 +39,7 @@ __all__ = [
     "linears",
     "norm_rope_write",
     "rms_norm",
+    "rope_angles",
     "silu_mul",
     "top_tokens",
 ]

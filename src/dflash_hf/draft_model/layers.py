@@ -105,16 +105,13 @@ class DFlashRotaryEmbedding(nn.Module):
         return inv_freq, 1.0
 
     @torch.no_grad()
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        """Returns cosines and sines `[..., 1, T]` for `positions` `[...]`, computed in float32."""
-        # Half precision could not tell neighbouring positions of a long text apart.
-        freqs = positions[..., None].float() * self.inv_freq.float()
-        # Both halves of a head turn by the same angles; a dimension of 1 stands for the heads.
-        angles = torch.cat((freqs, freqs), dim=-1)
-        angles = angles[..., None, :]
-        cos = angles.cos() * self.attention_scaling
-        sin = angles.sin() * self.attention_scaling
-        return cos.to(dtype), sin.to(dtype)
+    def forward(self, positions_BK: Tensor, states: Tensor) -> CosSin:
+        """Returns cosines and sines `[B, K, 1, T]` in the dtype of `states` `[..., D]`, computed in float32."""
+        angles_of = ops.implementation(ops.rope_angles, states)
+        both: Tensor = angles_of(positions_BK, self.inv_freq, self.attention_scaling, states.dtype)
+        # A dimension of 1 stands for the heads: all of them turn by the same angles.
+        cos, sin = both[..., None, :].unbind()
+        return cos, sin
 
 
 def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:

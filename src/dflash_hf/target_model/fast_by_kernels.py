@@ -1,4 +1,4 @@
-"""The fast forms where kernels run: norms, gated activations, residual sums, attention; called module by module.
+"""The fast forms where kernels run: norms, gated activations, residual sums, attention, angles; called as modules.
 
 A layer of Qwen3 that launches 55 kernels launches 13 then.
 """
@@ -22,14 +22,17 @@ from dflash_hf.target_model.known_layers import (
     attention_agrees,
     epsilon_of,
     gated_mlp_agrees,
+    has_fixed_angles,
     head_epsilon,
     head_norms,
     is_attention,
     is_gated_mlp,
     is_layer,
     is_norm,
+    is_rotary,
     norm_agrees,
     residuals_agree,
+    rotary_agrees,
 )
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.reentry import ragged_block
@@ -76,7 +79,7 @@ def forget_normed_ahead() -> None:
 def fast_forward_of(
     module: Any, dtype: torch.dtype, following: FollowingNorm | None = None
 ) -> FastForward | None:
-    """Returns the fast forward of a norm, a gated MLP, an attention or a decoder layer, else `None`.
+    """Returns the fast forward of a norm, gated MLP, attention, decoder layer or rotary embedding, else `None`.
 
     It is called with the class's forward, the module, and what the module is called with.
 
@@ -97,6 +100,8 @@ def fast_forward_of(
     if is_layer(module) and residuals_agree(module, _residuals_by_reference, dtype):
         eps = epsilon_of(module.post_attention_layernorm)
         return functools.partial(_layer_forward, eps, following)
+    if is_rotary(module) and rotary_agrees(module, _run_rotary_by_reference, dtype):
+        return _rotary_forward
     return None
 
 
@@ -215,6 +220,27 @@ def _layer_forward(
     return total
 
 
+def _rotary_forward(
+    plain: Callable[..., Any], module: Any, x: Tensor, position_ids: Tensor, **others: Any
+) -> Any:
+    inv_freq = module.inv_freq
+    is_on_one_device = inv_freq.device == position_ids.device == x.device
+    is_covered = ops.use_kernel(ops.rope_angles, x) and is_on_one_device and position_ids.dim() == 2
+    if others or not is_covered or not has_fixed_angles(module) or _multiplies_in_tf32():
+        return plain(module, x, position_ids, **others)
+    return _run_rotary(ops.rope_angles, module, x, position_ids)
+
+
+def _multiplies_in_tf32() -> bool:
+    """Returns True if GPUs round the numbers of a float32 product to 10 bits."""
+    # Classes of older releases make angles by a product of matrices, and the prefill has turned its keys by those.
+    settings: Any = torch.backends.cuda.matmul
+    # torch before 2.9 has one switch, which later releases refuse to read where both ways of setting it were used.
+    if hasattr(settings, "fp32_precision"):
+        return settings.fp32_precision == "tf32"
+    return settings.allow_tf32
+
+
 def _is_handed_on(module: nn.Module, following: FollowingNorm) -> bool:
     """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
     # Asked in every call: hooks may have come since the plan was made.
@@ -287,6 +313,15 @@ def _run_attention(
     return attended, None
 
 
+def _run_rotary(
+    rope_angles: Callable[..., Tensor], module: Any, x: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B, W, T]` in the dtype of `x`, by `rope_angles` or its reference."""
+    scaling = float(module.attention_scaling)
+    cos, sin = rope_angles(position_ids, module.inv_freq, scaling, x.dtype).unbind()
+    return cos, sin
+
+
 def _residuals(
     add_norm: Callable[..., Tensor], module: Any, hidden: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
@@ -320,6 +355,10 @@ def _run_attention_by_reference(
     attention: Any, states: Tensor, cache: RaggedCache, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     return _run_attention(ops.norm_rope_write.reference, attention, states, cache, kwargs)
+
+
+def _run_rotary_by_reference(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    return _run_rotary(ops.rope_angles.reference, module, x, position_ids)
 
 
 def _residuals_by_reference(

@@ -1,8 +1,8 @@
 """Layers of the target in fewer operations while a verify runs: which modules, and in which thread.
 
 Where kernels run (`ops.use_kernel`) by them (`fast_by_kernels.py`), on a CPU (`ops.use_short_forwards`) by fewer
-operations of torch's own and fewer calls (`fast_on_cpu.py`). Which classes have such a fast form stands in a table
-(`known_layers.py`); it is compared with the class's own forward before its first use. A module that has a forward of
+operations of torch's own and fewer calls (`fast_on_cpu.py`). Which classes have such a fast form stands in tables
+(`layer_tables.py`); it is compared with the class's own forward before its first use. A module that has a forward of
 its own runs as it is, and so does one that would be passed by while hooks hang on it.
 
 Nothing of the model is changed but for an attribute `forward` on these modules while a verify runs, which acts in the

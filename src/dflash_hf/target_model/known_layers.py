@@ -1,9 +1,8 @@
-"""Which classes of Transformers have a fast form, and the trial before its first use.
+"""Which modules have a fast form, and the trial before its first use.
 
-Classes are found by their names in four tables: norms, gated MLPs, attentions and decoder layers. One that is in none,
-as a subclass of the user's, runs as it is. So does one whose fast form gives other numbers than its own forward on a
-small random block: a function of the modeling file may have been replaced, as liger does, and another release of
-Transformers may compute something else.
+Their classes stand in tables (`layer_tables.py`). One that is in none, as a subclass of the user's, runs as it is. So
+does one whose fast form gives other numbers than its own forward on a small random block: a function of the modeling
+file may have been replaced, as liger does, and another release of Transformers may compute something else.
 """
 
 from __future__ import annotations
@@ -24,73 +23,27 @@ from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
+from dflash_hf.target_model.layer_tables import (
+    ATTENTIONS,
+    GATED_MLPS,
+    LAYERS,
+    NORMS,
+    ROTARIES,
+    SILUS,
+)
 from dflash_hf.target_model.reentry import KEYWORD, RAGGED_BLOCK
 from dflash_hf.target_model.user_code import Code, is_published
 
 logger = logging.getLogger(__name__)
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# `weight * x / rms(x)`, rounded before the weight.
-NORMS = _names("""
-    AXK1RMSNorm AXK2RMSNorm Apertus1p5TextRMSNorm ApertusRMSNorm ArceeRMSNorm AriaTextRMSNorm BailingHybridRMSNorm
-    BambaRMSNorm BitNetRMSNorm CwmRMSNorm DeepseekV2RMSNorm DeepseekV32RMSNorm DeepseekV3RMSNorm DiffLlamaRMSNorm
-    DogeRMSNorm Dots1RMSNorm Ernie4_5RMSNorm Ernie4_5_MoeRMSNorm Exaone4RMSNorm ExaoneMoeRMSNorm FalconH1RMSNorm
-    Glm4MoeLiteRMSNorm Glm4MoeRMSNorm Glm4RMSNorm GlmMoeDsaRMSNorm GlmRMSNorm GraniteMoeHybridRMSNorm
-    GraniteMoeRMSNorm GraniteMoeSWARMSNorm GraniteMoeSharedRMSNorm GraniteRMSNorm GraniteSWARMSNorm HYV3RMSNorm
-    HYV4RMSNorm HunYuanDenseV1RMSNorm HunYuanMoEV1RMSNorm HyperCLOVAXRMSNorm InklingRMSNorm JetMoeRMSNorm
-    KimiLinearRMSNorm Kolibri1RMSNorm LagunaRMSNorm Lfm2MoeRMSNorm Lfm2RMSNorm Llama4TextRMSNorm LlamaRMSNorm
-    MellumRMSNorm MiMoV2FlashRMSNorm MiniCPM3RMSNorm MiniMaxM2RMSNorm MiniMaxRMSNorm Ministral3RMSNorm
-    MinistralRMSNorm MistralRMSNorm MixtralRMSNorm OlmoeRMSNorm Phi3RMSNorm Qwen2MoeRMSNorm Qwen2RMSNorm
-    Qwen2VLRMSNorm Qwen2_5_VLRMSNorm Qwen3MoeRMSNorm Qwen3RMSNorm Qwen3VLMoeTextRMSNorm Qwen3VLTextRMSNorm
-    SeedOssRMSNorm SmolLM3RMSNorm SolarOpenRMSNorm YoutuRMSNorm ZayaRMSNorm
-""")
-# `down(silu(gate(x)) * up(x))`.
-GATED_MLPS = _names("""
-    AXK1MLP AXK2MLP AfmoeMLP AriaSharedExpertsMLP BailingHybridMLP BambaMLP Cohere2MLP CohereMLP CwmMLP
-    DeepseekV2MLP DeepseekV32MLP DeepseekV3MLP DiffLlamaMLP DogeMLP Dots1MLP Ernie4_5MLP Ernie4_5_MoeMLP
-    Exaone4MLP ExaoneMoeMLP FalconH1MLP FlintMLP Glm4MoeLiteMLP Glm4MoeMLP GlmMoeDsaMLP GraniteMLP GraniteSWAMLP
-    HYV3MLP HYV4MLP HeliumMLP HunYuanDenseV1MLP HunYuanMoEV1MLP HyperCLOVAXMLP KimiLinearMLP Kolibri1MLP LagunaMLP
-    LaraMiniMLP LlamaMLP MellumMLP MiMoV2FlashMLP MiniCPM3MLP Ministral3MLP MinistralMLP MistralMLP Olmo2MLP
-    Olmo3MLP OlmoHybridMLP OlmoMLP OlmoeMLP Qwen2MLP Qwen2MoeMLP Qwen3MLP Qwen3MoeMLP Qwen3NextMLP
-    Qwen3VLMoeTextMLP Qwen3VLTextMLP Qwen3_5MLP Qwen3_5MoeMLP SeedOssMLP SmolLM3MLP SolarOpenMLP StableLmMLP
-    YoutuMLP
-""")
-# Llama's attention, and Qwen3's with norms of queries and keys: RoPE on whole heads, no caps, no sinks.
-ATTENTIONS = _names("""
-    Apertus1p5TextAttention ApertusAttention ArceeAttention AriaTextAttention BambaAttention CwmAttention
-    Dots1Attention Exaone4Attention ExaoneMoeAttention FalconH1Attention GemmaAttention Glm4MoeAttention
-    GraniteAttention GraniteMoeAttention GraniteMoeHybridAttention GraniteMoeSharedAttention HYV3Attention
-    HyperCLOVAXAttention Jais2Attention Kolibri1Attention LlamaAttention MellumAttention MiniMaxAttention
-    MinistralAttention MistralAttention MixtralAttention NemotronAttention OlmoAttention PhimoeAttention
-    Qwen2Attention Qwen2MoeAttention Qwen2VLAttention Qwen2_5_VLAttention Qwen3Attention Qwen3MoeAttention
-    Qwen3VLMoeTextAttention Qwen3VLTextAttention SeedOssAttention SmolLM3Attention SolarOpenAttention
-    Starcoder2Attention
-""")
-# `h = x + attention(norm(x))`, then `h + mlp(norm(h))`.
-LAYERS = _names("""
-    AXK1DecoderLayer ArceeDecoderLayer AriaTextDecoderLayer BitNetDecoderLayer CwmDecoderLayer
-    DeepseekV2DecoderLayer DeepseekV32DecoderLayer DeepseekV3DecoderLayer DiffLlamaDecoderLayer Dots1DecoderLayer
-    Ernie4_5DecoderLayer Ernie4_5_MoeDecoderLayer ExaoneMoeDecoderLayer Glm4MoeDecoderLayer
-    Glm4MoeLiteDecoderLayer GlmDecoderLayer GraniteDecoderLayer GraniteSWADecoderLayer HYV3DecoderLayer
-    HunYuanDenseV1DecoderLayer HunYuanMoEV1DecoderLayer LagunaDecoderLayer LlamaDecoderLayer MellumDecoderLayer
-    MiMoV2FlashDecoderLayer MiniMaxM2DecoderLayer Ministral3DecoderLayer MinistralDecoderLayer MistralDecoderLayer
-    MixtralDecoderLayer OlmoeDecoderLayer Qwen2DecoderLayer Qwen2MoeDecoderLayer Qwen2VLDecoderLayer
-    Qwen2_5_VLDecoderLayer Qwen3DecoderLayer Qwen3MoeDecoderLayer Qwen3VLMoeTextDecoderLayer
-    Qwen3VLTextDecoderLayer SeedOssDecoderLayer SmolLM3DecoderLayer SolarOpenDecoderLayer YoutuDecoderLayer
-""")
-
-
-# Activations of gated MLPs, of torch and of Transformers.
-_SILUS = _names("SiLU SiLUActivation")
 # The modules that these classes are made of.
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _GATED_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_FREQUENCIES = frozenset({"inv_freq", "original_inv_freq"})
+# Types of RoPE whose frequencies are what they were at first; those of the others follow the length of a text.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 # A fast form is compared in these, beside the dtype of the target.
 _DTYPES = (torch.float32, *ops.HALF)
 # Sizes of the small copies: numbers of a token's state and between a gated MLP's projections, heads, tokens of a row.
@@ -140,7 +93,7 @@ def is_gated_mlp(module: Any) -> bool:
         return False
     # The class alone does not tell: a config may name another activation.
     activation = module._modules["act_fn"]
-    is_silu = type(activation).__name__ in _SILUS
+    is_silu = type(activation).__name__ in SILUS
     return is_silu and is_published(activation)
 
 
@@ -163,6 +116,21 @@ def is_layer(module: Any) -> bool:
     if not _is_listed(module, LAYERS) or module._modules.keys() != _LAYER_PARTS:
         return False
     return all(map(is_norm, layer_norms(module)))
+
+
+def is_rotary(module: Any) -> bool:
+    """Returns True for a rotary embedding of the table whose frequencies do not follow the length of a text."""
+    if not _is_listed(module, ROTARIES, _FREQUENCIES) or "inv_freq" not in module._buffers:
+        return False
+    return has_fixed_angles(module) and _is_plain(module.inv_freq)
+
+
+def has_fixed_angles(rotary: Any) -> bool:
+    """Returns True if the angles of a rotary embedding depend on its frequencies, a number and positions alone."""
+    # The instance's own dictionary is read, as for an epsilon.
+    settings = rotary.__dict__
+    has_fixed_frequencies = settings.get("rope_type") in _FIXED_ROPES
+    return has_fixed_frequencies and isinstance(settings.get("attention_scaling"), int | float)
 
 
 def layer_norms(layer: Any) -> list[Any]:
@@ -222,6 +190,23 @@ def gated_mlp_agrees(mlp: Any, fast: Callable[..., Any], dtype: torch.dtype) -> 
         return plain(small, states), fast(small, states)
 
     return _agrees(fast, parts, dtype, compare)
+
+
+def rotary_agrees(rotary: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bool:
+    """Returns True if `fast(rotary, states, positions)` is what the class of a rotary embedding computes."""
+    plain = type(rotary).forward
+
+    def compare(draw: Draw) -> tuple[Any, Any]:
+        small = _small_copy(rotary)
+        # Frequencies stay float32 when a model is rounded.
+        small._buffers = {"inv_freq": draw(_HIDDEN).float().abs()}
+        states = draw(2, _WIDTH, _HIDDEN)
+        # Of the rows, one is far into a text: angles that are computed in half precision are found out.
+        starts = torch.tensor([[3], [123_456]], device="cpu")
+        positions = starts + torch.arange(_WIDTH, device="cpu")
+        return plain(small, states, positions), fast(small, states, positions)
+
+    return _agrees(fast, [rotary], dtype, compare)
 
 
 def attention_agrees(attention: Any, fast: Callable[..., Any], dtype: torch.dtype) -> bool:
@@ -366,18 +351,18 @@ def _try(kind: type, dtype: torch.dtype, compare: Compare) -> bool:
     return False
 
 
-def _is_listed(module: Any, names: frozenset[str]) -> bool:
-    """Returns True if a module's class is in a table, and its forward is the library's."""
+def _is_listed(module: Any, names: frozenset[str], buffers: frozenset[str] = frozenset()) -> bool:
+    """Returns True if a module's class is in a table, its forward the library's, and it has no buffers but these."""
     kind = type(module)
     # A class of the user's may have the same name.
     is_library_class = kind.__module__.startswith("transformers.models.")
     is_in_table = kind.__name__ in names and is_library_class
-    return is_in_table and is_published(module)
+    return is_in_table and is_published(module, buffers)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Returns True if a weight is no tensor of a class of its own: sharded, quantised."""
-    return type(weight) is nn.Parameter
+    """Returns True if a weight or buffer is no tensor of a class of its own: sharded, quantised."""
+    return type(weight) in (nn.Parameter, Tensor)
 
 
 def _settings_of(module: Any) -> tuple[object, ...]:

@@ -71,12 +71,12 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in own and not hasattr(own["forward"], MARK)
 
 
-def is_published(module: Any) -> bool:
-    """Returns True if a module's forward is torch's or Transformers', and it has no buffers to read.
+def is_published(module: Any, buffers: frozenset[str] = frozenset()) -> bool:
+    """Returns True if a module's forward is torch's or Transformers', and it has no buffers to read but these.
 
     A forward of the user's may read a class attribute, or a flag that is set later: no trial can show that.
     """
-    return _has_library_forward(type(module)) and not module._buffers
+    return _has_library_forward(type(module)) and module._buffers.keys() <= buffers
 
 
 def is_library(name: str) -> bool:
