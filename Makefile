@@ -170,11 +170,13 @@ toy-hybrid: $(VENV)/.stamp-dev  ## train a hybrid pair like the bundled one from
 real: $(VENV)/.stamp-dev  ## SmolLM2-135M-Instruct into build/smollm2/target and target-bf16 (REAL_ARGS: --hub)
 	$(BIN)/python demos/real/fetch.py $(REAL_ARGS)
 
-real-draft: $(VENV)/.stamp-dev  ## train a draft for SmolLM2 into build/smollm2/run (hours; run again it goes on) (DATA_DIR, TRAIN_ARGS)
+real-draft: $(VENV)/.stamp-dev  ## train a draft for SmolLM2 into build/smollm2/mixture (hours; run again it goes on) (DATA_DIR, TRAIN_ARGS)
 	[ -d build/smollm2/target ] || $(BIN)/python demos/real/fetch.py $(REAL_ARGS)
 	[ -f build/smollm2/data/gsm8k-train.jsonl ] || \
 	  $(BIN)/dflash-hf bench prepare gsm8k-train $(if $(DATA_DIR),--data-dir $(DATA_DIR)) --out build/smollm2/data
 	$(BIN)/dflash-hf train --config demos/smollm2/train.yaml $(if $(DATA_DIR),--bench-data-dir $(DATA_DIR)) $(TRAIN_ARGS)
+	$(BIN)/python demos/smollm2/prompts.py --out build/smollm2/data
+	$(BIN)/dflash-hf train --config demos/smollm2/mixture.yaml $(if $(DATA_DIR),--bench-data-dir $(DATA_DIR)) $(TRAIN_ARGS)
 
 bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to the other ways of decoding
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
