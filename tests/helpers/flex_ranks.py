@@ -39,7 +39,7 @@ def pretend_flex() -> None:
 
 
 def main(folder: Path) -> None:
-    """Trains, and prints the losses and why FlexAttention is not taken."""
+    """Trains, and prints its number, how many losses there are and why FlexAttention is not taken."""
     torch.set_num_threads(1)
     pretend_flex()
     target = tiny_target("qwen3")

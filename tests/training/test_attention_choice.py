@@ -113,10 +113,8 @@ def test_a_failure_in_one_process_is_one_in_all(tmp_path: Path) -> None:
     """Else it would call a forward twice that waits for the others, and all would hang."""
     run = forked_python.run([flex_ranks.__file__, tmp_path], os.environ, 120)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert sorted(run.stdout.splitlines()) == [
-        "0 3 an error in another process",
-        "1 3 RuntimeError: out of resource",
-    ]
+    told = [line for line in run.stdout.splitlines() if line.startswith(("0", "1"))]
+    assert sorted(told) == ["0 3 an error in another process", "1 3 out of resource"]
 
 
 def test_auto_is_sdpa_on_a_cpu_and_under_dropout(
