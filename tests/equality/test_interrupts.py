@@ -50,7 +50,7 @@ def forget_models() -> Iterator[None]:
 
 
 def interrupt(case: Case, num_points: int | None) -> None:
-    """Interrupts the last call of a case at so many of its lines, drawn at random, or at all."""
+    """Interrupts the last call of a case at so many of its lines, drawn at random, or at all that it reaches."""
     target = target_of(case.target)
     conversation = Conversation(case, target)
     assert all(conversation.take(turn) for turn in case.turns[:-1])
@@ -69,19 +69,22 @@ def interrupt(case: Case, num_points: int | None) -> None:
     text = call(around=traced(seen))
     points = seen.points()
     before = left_behind(target)
-    chosen = points if num_points is None else random.Random(0).sample(points, num_points)
+    random.Random(0).shuffle(points)
+    wanted = num_points or len(points)
     num_reached = 0
     num_interrupted = 0
     gc.collect()
     gc.freeze()  # what other tests have left is looked through once, not at every point
-    for point in chosen:
+    for point in points:
+        if num_reached == wanted:
+            break
         ours = copy.deepcopy(cache)
         tracer = Tracer(point)
         try:
             conversation.drafted(turn, given, ours, truth, around=traced(tracer))
         except KeyboardInterrupt:
             num_interrupted += 1
-        # Widths follow the clock, so that a run may have fewer steps than the one that was counted.
+        # Widths follow the clock, so that a run may have fewer steps than the one that was counted: others are drawn.
         num_reached += tracer.at is None
         gc.collect()  # an interrupt in contextlib's own code leaves a cycle
         check_left(before, left_behind(target))
@@ -91,7 +94,10 @@ def interrupt(case: Case, num_points: int | None) -> None:
                 check_unchanged(ours, cache)
         assert torch.equal(call(), text), point
     assert num_interrupted > 0.7 * num_reached  # in `__del__` and its like they are swallowed
-    assert num_reached >= 0.5 * len(chosen)
+    if num_points is None:
+        assert num_reached >= 0.5 * wanted
+    else:
+        assert num_reached == num_points
 
 
 @pytest.mark.parametrize("name", CASES)
