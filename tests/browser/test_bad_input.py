@@ -194,20 +194,21 @@ def test_text_of_a_model_never_runs(endless: Server, open_chat: Callable[..., Ch
     chat = open_chat(endless)
     chat.set_length(16)
     answer = chat.ask("hello")
-    chat.page.click("#df-new")
-    chat.answers = 0
     payload = (
         "<img src='data:,' onerror=\"document.title='broken'\"><script>document.title='broken'</script> "
         "[here](javascript:document.title='broken') <iframe srcdoc='x'></iframe><b onclick='x'>**bold**</b>"
     )
 
     def tamper(route: Any) -> None:
+        # What a click brings comes here too, and has no answer in it.
         reply = route.fetch()
-        body = reply.text()
-        assert f'"{answer}"' in body
-        route.fulfill(response=reply, body=body.replace(f'"{answer}"', json.dumps(payload)))
+        body = reply.text().replace(f'"{answer}"', json.dumps(payload))
+        route.fulfill(response=reply, body=body)
 
     chat.page.route(re.compile(r"/queue/data"), tamper)
+    chat.page.click("#df-new")
+    chat.page.wait_for_selector(".df-welcome")
+    chat.answers = 0
     chat.page.uncheck("#df-colours input")
     chat.ask("hello")
     shown = chat.page.locator("#df-talk .message-content").last

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from transformers import ByT5Tokenizer
 
-from dflash_hf.serve.engine import Ended, Job, Tokens
 from dflash_hf.serve.pair import Pair
 from helpers.processors import qwen_tokenizer
-from helpers.scripted_server import Found, InProcess, Script
+from helpers.scripted_server import Found, InProcess
 from tiny import tiny_draft, tiny_target
 
 TEMPLATE = (
@@ -84,23 +83,6 @@ def test_stops_are_found_in_what_the_client_sees(serve: Serve, max_rows: int) ->
         assert (found.content, found.reasons) == (content, [reason]), stop
 
 
-def test_an_answer_that_has_stopped_has_ended(serve: Serve) -> None:
-    class Slow(Script):
-        """Goes on until its job is gone."""
-
-        def submit(self, job: Job) -> None:
-            job.receive(Tokens(ids=self.ids))
-            job.receive(Ended("the client has gone"))
-
-    server = serve(marked_tokenizer(), 300, 1, [])
-    script = Slow(server.pair.tokenizer)
-    script.say("one two")
-    server.pair.engine = script
-    found = both_ways(server, True, **HELLO, stop="two")
-    assert (found.content, found.reasons) == ("one ", ["stop"])
-    assert server.ask("http", False, True, HELLO).status == 503
-
-
 @pytest.mark.parametrize("max_rows", [4, 1])
 def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) -> None:
     tokenizer = marked_tokenizer()
@@ -108,9 +90,11 @@ def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) ->
     id = tokenizer.convert_tokens_to_ids("<|more|>")
     server = serve(tokenizer, id, max_rows, [])
     chat = {"messages": [{"role": "user", "content": "hi <|more|>"}]}
-    for is_chat, fields in ((True, chat), (False, {"prompt": "hi <|more|>"})):
+    completion = {"prompt": "hi <|more|>"}
+    for is_chat, param, fields in ((True, "messages", chat), (False, "prompt", completion)):
         found = server.ask("http", False, is_chat, {**fields, "max_tokens": 4})
         assert (found.status, found.error["code"]) == (400, "invalid_value")
+        assert found.error["param"] == param
         assert found.error["message"] == (
             f"expected tokens of the target, which are those below {id}, got ['<|more|>']; leave them out"
         )

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dflash_hf.serve.answers import Answer, StopReader, TextReader
-from dflash_hf.serve.engine import Counts, Done, Ended, Event, Job, Tokens
+from dflash_hf.serve.engine import Done, Event, Job, Tokens
 from dflash_hf.serve.markup import MarkupReader, Piece
 from dflash_hf.serve.metrics import Tracked
 from dflash_hf.serve.pair import Pair
@@ -80,15 +80,11 @@ class Exchange:
         while num_running:
             index, event = await self.events.get()
             choice = self.choices[index]
-            # Of an answer that a stop text has ended, nobody wants more.
-            if isinstance(event, Ended) and choice.answer.is_stopped:
-                event = Done(is_cut=False, counts=Counts(), logprobs=[])
             pieces: list[Piece] = []
             if isinstance(event, Tokens):
                 self.tracked[index].begin()
+                # At a stop text the engine ends the job itself: it looks for them in the same way.
                 pieces = choice.answer.add(event.ids)
-                if choice.answer.is_stopped:
-                    self.jobs[index].gone.set()
             elif isinstance(event, Done):
                 choice.counts = event.counts
                 choice.logprobs = event.logprobs

@@ -24,9 +24,8 @@ MAX_FORM = 262_144  # letters
 LAYOUT = {"whitespace_pattern": r" ?|\n {0,32}"}
 OBJECT = {"type": "object"}
 COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}  # what a schema takes other schemas in by
-NUM_TEXTLESS = (
-    4  # tokens without a text that may come within a mark; the others have a byte at least
-)
+# Tokens without a text that may come within a mark. The others have a byte at least.
+NUM_TEXTLESS = 4
 KINDS = ("json", "regex", "choice", "grammar")  # of vLLM's `structured_outputs`
 
 

@@ -144,7 +144,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         check_text(body.get("prompt"), "prompt", "prompt")
         _check_length(body, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
-    _check_tokens(inputs, pair)
+    _check_tokens(inputs, is_chat, pair)
     form = _form(body, tools, pair)
     device = pair.target.device
     inputs = {name: value.to(device) for name, value in inputs.items()}
@@ -316,7 +316,7 @@ def _encoded_chat(
     return dict(encoded)
 
 
-def _check_tokens(inputs: dict[str, Tensor], pair: Pair) -> None:
+def _check_tokens(inputs: dict[str, Tensor], is_chat: bool, pair: Pair) -> None:
     """Refuses a prompt that has tokens without an embedding: on a GPU their look-up ends the process."""
     size = find_target(pair.target).vocab_size
     ids = inputs["input_ids"]
@@ -327,7 +327,8 @@ def _check_tokens(inputs: dict[str, Tensor], pair: Pair) -> None:
     unknown = ids[is_unknown].tolist()
     tokens: Any = pair.tokenizer.convert_ids_to_tokens(unknown)
     what = f"tokens of the target, which are those below {size}"
-    need(not unknown, "messages", what, tokens, "leave them out")
+    param = "messages" if is_chat else "prompt"
+    need(not unknown, param, what, tokens, "leave them out")
 
 
 def _limit(body: dict[str, Any], inputs: dict[str, Tensor], pair: Pair) -> int:
