@@ -150,6 +150,8 @@ CASES = [
     scripted("a_call_in_xml", XML, "", "tool_calls", markup="qwen3_5", **CALLED),
     scripted("a_call_of_gemma", GEMMA, "", "tool_calls", markup="gemma4", **CALLED),
     scripted("two_calls", f"{CALL}\n{CALL}", "", "tool_calls", **TWICE),
+    scripted("two_calls_of_which_one_is_allowed", f"A\n{CALL}\n{CALL}", "A", "tool_calls",
+             fields={"parallel_tool_calls": False}, **CALLED),
     scripted("text_around_a_call", f"A\n{CALL}\nB", "A\nB", "tool_calls", **CALLED),
     scripted("text_around_a_call_in_xml", f"A\n{XML}\nB", "A\nB", "tool_calls", markup="qwen3_5", **CALLED),
     scripted("white_space_behind_a_call", f"{CALL}\n", "", "tool_calls", **CALLED),
@@ -171,7 +173,7 @@ CASES = [
     # ---- what is refused, by name
     refused("unknown_field", {"nonsense": 1}, "nonsense", "unknown_parameter"),
     refused("response_format", {"response_format": {"type": "xml"}}, "response_format", "unsupported_value"),
-    refused("parallel_tool_calls", {"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
+    refused("parallel_tool_calls", {"parallel_tool_calls": 0}, "parallel_tool_calls", "invalid_value"),
     refused("echo", {"echo": True}, "echo", "unsupported_parameter", is_chat=False),
     refused("audio", {"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
     refused("stream_options_as_a_number", {"stream_options": 5}, "stream_options", "invalid_value"),

@@ -232,6 +232,19 @@ def test_a_tool_that_must_be_called_is_called(server: InProcess) -> None:
             assert choice == "required" or len(found.calls) == 1
 
 
+def test_one_call_is_made_without_parallel_calls(server: InProcess) -> None:
+    asks: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "seed": 2}
+    several = asked(server, **asks)
+    assert len(several.calls) > 1
+    one = asked(server, **asks, parallel_tool_calls=False)
+    assert one.calls == several.calls[:1]
+    assert one.reasons == ["tool_calls"]
+    # The answer ends behind it.
+    assert one.usage["completion_tokens"] < several.usage["completion_tokens"]
+    streamed = asked(server, streamed=True, **asks, parallel_tool_calls=False)
+    assert streamed.calls == one.calls
+
+
 def test_a_tool_may_name_arguments_in_parts(server: InProcess) -> None:
     parts = [
         {"properties": {name: {"type": "boolean"}}, "required": [name]} for name in ("dry", "wet")

@@ -149,11 +149,13 @@ class Answer:
         text (`TextReader`): Reads its tokens.
         stops (`StopReader`): Ends it.
         markup (`MarkupReader`): Splits it.
+        has_parallel_calls (`bool`): Whether calls behind the first one count.
     """
 
     text: TextReader
     stops: StopReader
     markup: MarkupReader
+    has_parallel_calls: bool = True
     ids: list[int] = field(default_factory=list[int])
     offsets: list[int] = field(default_factory=list[int])  # letters before each token
     num_letters: int = 0  # of all tokens so far
@@ -194,8 +196,14 @@ class Answer:
         pieces += self.markup.add(text)
 
     def _noted(self, pieces: list[Piece]) -> list[Piece]:
-        self.has_calls |= any(piece.kind == "call" for piece in pieces)
-        return _joined(pieces)
+        noted: list[Piece] = []
+        for piece in pieces:
+            is_call = piece.kind == "call"
+            is_one_too_many = is_call and self.has_calls and not self.has_parallel_calls
+            if not is_one_too_many:
+                noted.append(piece)
+            self.has_calls |= is_call
+        return _joined(noted)
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:

@@ -47,6 +47,7 @@ class Exchange:
                 text=TextReader(pair.tokenizer, sampling.hidden),
                 stops=StopReader(sampling.stops),
                 markup=MarkupReader(markup, prefix, asked.tools),
+                has_parallel_calls=asked.has_parallel_calls,
             )
             self.choices.append(Choice(index=index, answer=answer))
             receive = functools.partial(self._receive, loop, index)

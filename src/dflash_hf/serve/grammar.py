@@ -218,8 +218,10 @@ def _closed(parameters: Any) -> Any:
     return {"additionalProperties": False, **parameters}
 
 
-def tool_form(choice: Any, tools: list[Any], pair: Pair) -> Form | None:
+def tool_form(choice: Any, tools: list[Any], has_parallel_calls: bool, pair: Pair) -> Form | None:
     """Returns the form of the calls that `tool_choice` asks for; None where it asks for none.
+
+    A tool that is named is called once, any tool once or, with `has_parallel_calls`, several times.
 
     Raises:
         Refusal: If the tool is none of the request's, or the target's family marks calls otherwise than by
@@ -254,9 +256,9 @@ def tool_form(choice: Any, tools: list[Any], pair: Pair) -> Form | None:
             }
         )
     schema = {"anyOf": calls, "x-guidance": LAYOUT}
-    repeats = '("\\n" call)*'
-    if choice != "required":
-        repeats = ""
+    repeats = ""
+    if choice == "required" and has_parallel_calls:
+        repeats = '("\\n" call)*'
     lines = (
         f"start: call {repeats}",
         'call: "<tool_call>\\n" one "\\n</tool_call>"',

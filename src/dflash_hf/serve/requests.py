@@ -50,7 +50,14 @@ NUMBERS = {
 FLAGS = ("stream", "stream_options", "logprobs")
 FORMS = ("response_format", "structured_outputs")
 COMMON = frozenset((*NUMBERS, *FLAGS, *FORMS, "model", "stop", "logit_bias", "generation_config"))
-CHAT = COMMON | {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs"}
+CHAT = COMMON | {
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "top_logprobs",
+    "chat_template_kwargs",
+}
 COMPLETION = (COMMON | {"prompt"}) - {"max_completion_tokens"}
 LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
 # Fields that are not done -> the values at which nothing needs to be done.
@@ -58,7 +65,6 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
@@ -96,6 +102,7 @@ class Asked:
         is_streamed (`bool`): Whether the answer comes in pieces.
         has_usage (`bool`): Whether a stream ends with its usage.
         tools (`list`): Tools that the target may call.
+        has_parallel_calls (`bool`): Whether an answer may call more than one.
         num_top (`int`): How many log-probabilities are told at each place; -1 for none at all.
     """
 
@@ -105,6 +112,7 @@ class Asked:
     is_streamed: bool
     has_usage: bool
     tools: list[Any]
+    has_parallel_calls: bool
     num_top: int
 
     @property
@@ -133,6 +141,9 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
     _check_numbers(body)
     is_streamed = body.get("stream", False)
     need(isinstance(is_streamed, bool), "stream", "stream as true or false", is_streamed)
+    what = "parallel_tool_calls as true or false"
+    has_parallel_calls = body.get("parallel_tool_calls", True)
+    need(isinstance(has_parallel_calls, bool), "parallel_tool_calls", what, has_parallel_calls)
     tools: list[Any] = []
     if is_chat:
         tools = _tools(body, pair)
@@ -145,7 +156,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         _check_length(body, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
     _check_tokens(inputs, is_chat, pair)
-    form = _form(body, tools, pair)
+    form = _form(body, tools, has_parallel_calls, pair)
     device = pair.target.device
     inputs = {name: value.to(device) for name, value in inputs.items()}
     num_top = _num_top(body, is_chat)
@@ -171,6 +182,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         is_streamed=is_streamed,
         has_usage=_has_usage(body.get("stream_options"), is_streamed),
         tools=tools,
+        has_parallel_calls=has_parallel_calls,
         num_top=num_top,
     )
 
@@ -270,10 +282,12 @@ def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
     return tools
 
 
-def _form(body: dict[str, Any], tools: list[Any], pair: Pair) -> Form | None:
+def _form(
+    body: dict[str, Any], tools: list[Any], has_parallel_calls: bool, pair: Pair
+) -> Form | None:
     """The form that the answer must have, if any."""
     form = response_form(body, pair)
-    calls = tool_form(body.get("tool_choice", "auto"), tools, pair)
+    calls = tool_form(body.get("tool_choice", "auto"), tools, has_parallel_calls, pair)
     is_one = form is None or calls is None
     need(is_one, "tool_choice", "tool_choice or a form", "both", "leave one out")
     return form or calls
