@@ -525,3 +525,16 @@ def test_terminal_refuses_an_image_for_a_target_that_reads_text(
     model = Refusing(takes_images=False)
     assert "reads text only" in typed(model, [f"/image {tmp_path}/a.png", "one"], monkeypatch)
     assert model.asked == [("one", 0)]
+
+
+NO_IMAGES = ["~nobody-of-this-name/a.png", "a" * 300]
+
+
+@pytest.mark.parametrize("name", NO_IMAGES, ids=["home of nobody", "too long"])
+def test_terminal_goes_on_behind_a_path_that_cannot_be(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Refusing(takes_images=True)
+    shown = typed(model, [f"/image {name}", "one"], monkeypatch)
+    assert f"expected an image, got {name}, which cannot be looked for" in shown
+    assert model.asked == [("one", 0)]

@@ -26,6 +26,7 @@ from dflash_hf.cli.pair import (
     load_pair,
 )
 from dflash_hf.data.image_files import ChatImage, ImageError, read_image
+from dflash_hf.errors import one_line
 
 FIRST_LINE = "/help lists the commands; Ctrl-C ends an answer"
 HELP = """\
@@ -209,10 +210,17 @@ def _number(text: str) -> float:
 
 
 def _image(name: str) -> ChatImage:
-    path = Path(name).expanduser()
     if not name:
         raise ValueError("expected a file after /image, got none; write /image PATH")
-    if not path.is_file():
+    try:
+        path = Path(name).expanduser()
+        is_file = path.is_file()
+    # The home of nobody, a name that is too long, or a folder that may not be looked into
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"expected an image, got {name}, which cannot be looked for ({one_line(error)}); correct the path"
+        ) from error
+    if not is_file:
         raise ValueError(f"expected an image, got {path}, which is not there; correct the path")
     return read_image(path)
 
