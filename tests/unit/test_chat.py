@@ -538,3 +538,14 @@ def test_terminal_goes_on_behind_a_path_that_cannot_be(
     shown = typed(model, [f"/image {name}", "one"], monkeypatch)
     assert f"expected an image, got {name}, which cannot be looked for" in shown
     assert model.asked == [("one", 0)]
+
+
+def test_terminal_goes_on_behind_bytes_that_are_no_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Refusing(takes_images=True)
+    model.asked.append(("", 0))  # refuses no more
+    lines = io.TextIOWrapper(io.BytesIO(b"one\n\xff\n/system \xff\ntwo\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    shown = io.StringIO()
+    converse(model, Settings(), Console(file=shown, width=1000))  # type: ignore[arg-type]
+    assert shown.getvalue().count("expected a text of whole characters as a line") == 2
+    assert [text for text, _ in model.asked[1:]] == ["one", "two"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from dflash_hf.cli.pair import (
     load_pair,
 )
 from dflash_hf.data.image_files import ChatImage, ImageError, read_image
+from dflash_hf.data.prompt_files import check_text
 from dflash_hf.errors import one_line
 
 FIRST_LINE = "/help lists the commands; Ctrl-C ends an answer"
@@ -102,6 +104,7 @@ def chat(
 
     If the target takes images, a chat may have images.
     """
+    check_text(system, "--system", may_be_empty=True, action="type it as UTF-8")
     check_one_pair(pair, target, draft)
     chosen = pair or default_pair()
     target, draft = given_or_bundled(target, draft, chosen, dtype)
@@ -155,6 +158,9 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
 
     with suppress(ImportError):  # which Windows has not; where it is loaded, `input` has a history
         import_module("readline")
+    # Bytes that are no UTF-8 are then refused with their line: names of files may have them
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     console.print(FIRST_LINE, style="dim", markup=False, highlight=False)
     conversation = Conversation(system=system)
     images = list[ChatImage]()
@@ -165,6 +171,8 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
             return
         try:
             command, _, rest = line.partition(" ")
+            if line and command != "/image":
+                check_text(line, "a line", action="type it as UTF-8")
             if command in ("/quit", "/exit"):
                 return
             if command == "/help":
