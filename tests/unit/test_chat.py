@@ -447,7 +447,7 @@ class Refusing:
         self.asked.append((text, len(images)))
         if len(self.asked) == 1:
             raise self.refusal("expected less, got [/more]; [bold]shorten it")
-        return iter([Answer(drafted=False, block_size=4, state="done")])
+        return (answer for answer in [Answer(drafted=False, block_size=4, state="done")])
 
 
 def typed(model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -549,3 +549,49 @@ def test_terminal_goes_on_behind_bytes_that_are_no_utf8(monkeypatch: pytest.Monk
     converse(model, Settings(), Console(file=shown, width=1000))  # type: ignore[arg-type]
     assert shown.getvalue().count("expected a text of whole characters as a line") == 2
     assert [text for text, _ in model.asked[1:]] == ["one", "two"]
+
+
+def test_an_interrupt_while_text_is_written_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    lines: list[tuple[str, int]] = []  # of the terminal, and how many runs had ended before
+
+    class Interrupted(Console):
+        def out(self, *objects: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            lines.append((" ".join(map(str, objects)), len(ended)))
+
+    class Writing(Refusing):
+        def ask(
+            self, conversation: Conversation, text: str, images: list[Any], settings: Settings
+        ) -> Any:
+            answer = Answer(drafted=False, block_size=4, state="running")
+            answer.runs = [Run(text="a", bonus="", num_tokens=1, num_accepted=0, seconds=0.1)]
+            try:
+                yield answer
+            finally:
+                ended.append(text)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n/help\n"))
+    converse(Writing(takes_images=False), Settings(), Interrupted())  # type: ignore[arg-type]
+    first, end_of_answer, *_, answer_to_help = lines
+    assert (first[1], end_of_answer) == (0, ("", 1))
+    assert "adds an image" in answer_to_help[0], "the chat goes on"
+
+
+def test_an_interrupt_while_a_prompt_is_read_ends_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Refusing(takes_images=False)
+    model.asked.append(("", 0))  # refuses no more
+    ask = model.ask
+
+    def interrupted(
+        conversation: Conversation, text: str, images: list[Any], settings: Settings
+    ) -> Any:
+        if text == "one":
+            raise KeyboardInterrupt
+        return ask(conversation, text, images, settings)
+
+    model.ask = interrupted  # type: ignore[method-assign]
+    typed(model, ["one", "two"], monkeypatch)
+    assert model.asked[1:] == [("two", 0)]

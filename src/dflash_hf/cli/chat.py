@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -206,6 +206,8 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
                 _answer(answers, console)
         except ValueError as error:
             console.print(str(error), style="red", markup=False, highlight=False)
+        except KeyboardInterrupt:  # while a prompt or an image is read
+            console.print()
 
 
 def _number(text: str) -> float:
@@ -237,7 +239,8 @@ def _answer(answers: Generator[Answer], console: Console) -> None:
     """Prints one answer, accepted runs and the target's own tokens told apart, and a line of numbers."""
     shown = 0
     answer = None
-    with suppress(KeyboardInterrupt):  # the generator ended with the interrupt, and the run with it
+    # The run ends with the generator, wherever the interrupt comes
+    with suppress(KeyboardInterrupt), closing(answers):
         for answer in answers:
             for run in answer.runs[shown:]:
                 console.out(
