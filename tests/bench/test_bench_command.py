@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import StaticLayer
 from typer.testing import CliRunner, Result
 
@@ -261,3 +263,16 @@ def test_defaults_are_the_bundled_pairs(tmp_path: Path) -> None:
     result = bench("--out", tmp_path / "out", "--num-prompts", 1, "--max-new-tokens", 8)
     assert result.exit_code == 0, result.output
     assert set(answers_in(tmp_path / "out")) == {"answers-dflash.jsonl", "answers-plain.jsonl"}
+
+
+def test_the_draft_is_loaded_in_the_targets_dtype(tmp_path: Path) -> None:
+    """The bundled draft was saved in float32, and this target is saved in bfloat16."""
+    target = AutoModelForCausalLM.from_pretrained(TOY / "target", dtype=torch.bfloat16)
+    target.save_pretrained(tmp_path / "target")
+    AutoTokenizer.from_pretrained(TOY / "target").save_pretrained(tmp_path / "target")
+    words: list[object] = ["--target", tmp_path / "target", "--draft", TOY / "draft"]
+    words += ["--data", write_set(tmp_path / "one.jsonl", [("Hello",)]), "--max-new-tokens", 4]
+    result = bench("--out", tmp_path / "out", *words)
+    assert result.exit_code == 0, result.output
+    loaded = json.loads((tmp_path / "out" / "run.json").read_text())["provenance"]["models"]["auto"]
+    assert (loaded["dtype"], loaded["draft_dtype"]) == ("bfloat16", "bfloat16")

@@ -187,12 +187,16 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
         is_fine = has_template or not (settings.template_options or settings.system)
         hint = "leave out --chat-template-kwargs, --no-thinking and --system"
         require(is_fine, "a target with a chat template", settings.target, hint)
-        given: dict[str, Any] = {"dtype": dtype, "device_map": device_map}
         loaded: dict[str, Any] = {}
         if needs_draft:
-            loaded["draft"] = DFlashDraftModel.from_pretrained(settings.draft, **given)
+            # As the other commands load it, also where it was saved in another dtype
+            loaded["draft"] = DFlashDraftModel.from_pretrained(
+                settings.draft, dtype=target.dtype, device_map=device_map
+            )
         if settings.assistant:
-            loaded["assistant"] = AutoModelForCausalLM.from_pretrained(settings.assistant, **given)
+            loaded["assistant"] = AutoModelForCausalLM.from_pretrained(
+                settings.assistant, dtype=dtype, device_map=device_map
+            )
         found[dtype] = Models(
             target=target,
             processor=processor,
