@@ -185,6 +185,30 @@ def test_sampling_follows_the_seed_alone(name: str, models: Models, held_out: li
     assert any(sampled(seed) != first for seed in (1, 2, 3))
 
 
+# What a checkpoint may say about sampling, each value so that next to nothing is left to draw from
+OF_A_CHECKPOINT = [
+    ("min_p", 0.9),
+    ("top_k", 1),
+    ("top_p", 0.01),
+    ("typical_p", 0.01),
+    ("epsilon_cutoff", 0.9),
+    ("eta_cutoff", 0.9),
+    ("top_h", 0.01),
+]
+
+
+@pytest.mark.parametrize(("setting", "value"), OF_A_CHECKPOINT)
+def test_a_checkpoints_sampling_settings_do_not_count(
+    setting: str, value: float, models: Models, held_out: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"temperature": 5.0, "max_new_tokens": 12}
+    for name in ("plain", "dflash"):
+        own = ask(models, name, held_out[:1], 3, **options)[0].token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(models.target.generation_config, setting, value, raising=False)
+            assert ask(models, name, held_out[:1], 3, **options)[0].token_ids == own
+
+
 def test_several_rows_of_a_method_for_one_are_refused(models: Models, held_out: list[str]) -> None:
     with pytest.raises(ValueError, match="expected one row, got 2"):
         ask(models, "lookup", held_out[:2])

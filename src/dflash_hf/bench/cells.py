@@ -14,6 +14,7 @@ from dflash_hf.bench.questions import fields_in
 from dflash_hf.bench.sets import set_name
 from dflash_hf.errors import require
 from dflash_hf.pair.loading import check_place
+from dflash_hf.pair.sampling import NO_FILTERS
 
 METHODS = (
     "plain",
@@ -96,6 +97,7 @@ class Options:
             # Their neutral values: Transformers warns about any other that greedy decoding does not look at.
             return shared | {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
         return shared | {
+            **NO_FILTERS,
             "do_sample": True,
             "temperature": self.temperature,
             "top_p": self.top_p,

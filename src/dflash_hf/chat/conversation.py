@@ -17,6 +17,7 @@ from dflash_hf.data.image_files import ChatImage
 from dflash_hf.errors import require
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.pair.agreement import Agreement
+from dflash_hf.pair.sampling import NO_FILTERS
 
 MAX_SESSIONS = 64
 MAX_CACHES = 8
@@ -61,6 +62,7 @@ class Settings:
         if not self.temperature:
             return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
         return {
+            **NO_FILTERS,
             "max_new_tokens": self.max_new_tokens,
             "do_sample": True,
             "temperature": float(self.temperature),

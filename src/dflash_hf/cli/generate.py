@@ -36,6 +36,7 @@ from dflash_hf.data.prompt_files import (
     image_names,
     with_images,
 )
+from dflash_hf.pair.sampling import NO_FILTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TextStreamer
@@ -138,7 +139,7 @@ def generate(
     encoding["template"] = not raw
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
-        settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        settings |= {**NO_FILTERS, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     options = draft_options(block_size, verify_width, num_tree_nodes, proposal, engine)
     check_one_pair(pair, target, draft)
     usual = "vision" if image else "text"
