@@ -502,3 +502,12 @@ def test_without_template_and_prompts_nothing_is_measured() -> None:
         ValueError, match="expected prompts for a tokenizer without a chat template"
     ):
         diagnose(target, draft, bare)
+
+
+def test_answers_without_a_second_token_are_refused() -> None:
+    """Nothing is guessed of such answers: a draft that nothing is known of was called another target's."""
+    target, draft, tokenizer = pair()
+    silent = copy.deepcopy(target)
+    silent.generation_config.eos_token_id = list(range(target.config.vocab_size))
+    with pytest.raises(ValueError, match="expected an answer of at least 2 tokens, got none"):
+        diagnose(silent, draft, tokenizer, ["Hello"], max_new_tokens=4)

@@ -157,6 +157,12 @@ def diagnose(
     examples = write_answers(
         model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens
     )
+    longest = max(len(example.input_ids) - example.prompt_length() for example in examples)
+    # The first token of an answer is the prefill's: only those behind it are guessed
+    if longest < 2:
+        raise ValueError(
+            "expected an answer of at least 2 tokens, got none; give other prompts, or a larger max_new_tokens"
+        )
     probe = Probe(target, draft, examples)
     setup, measured = _try_settings(probe, tokenizer, on_progress)
     checks = static + measured
