@@ -230,9 +230,13 @@ def test_a_folder_with_files_is_refused_and_left_as_it_was(
     with pytest.raises(ValueError, match="pass --resume to go on"):
         pretend(done)
     assert snapshot(done.out) == before
-    (done.out / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"expected JSON in .*run\.json"):
-        pretend(replace(done, resume=True))
+    for text, sentence in (
+        ("{", "expected JSON in "),
+        ("{}", "expected the settings of a run in "),
+    ):
+        (done.out / "run.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"{sentence}.*run\.json"):
+            pretend(replace(done, resume=True))
 
 
 def test_resuming_what_was_not_begun_begins_it(tmp_path: Path, pretend: Pretend) -> None:

@@ -38,9 +38,17 @@ def no_json(folder: Path) -> None:
     path.write_text("nonsense\n" + path.read_text())
 
 
+def record(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "run.json").write_text(text)
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
+        (record("{}"), "expected the methods of a run in .*run.json"),
+        (record('{"methods": 1}'), "expected the methods of a run in .*run.json"),
+        (record('{"methods": [{}]}'), "expected the methods of a run in .*run.json"),
+        (record('{"methods": [1]}'), "expected the methods of a run in .*run.json"),
         (twice, "expected one answer to a question and repeat"),
         (stranger, "expected a method of run.json at line 1"),
         (broken, "expected a line of a run's files at line 1"),

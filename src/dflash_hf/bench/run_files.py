@@ -75,7 +75,11 @@ class RunFolder:
             raise ValueError(
                 f"expected the folder of a run as --out, got {self.path} without {RUN}; name another"
             )
-        before = self.read_run()["settings"]
+        before = self.read_run().get("settings")
+        if not isinstance(before, dict):
+            raise ValueError(
+                f"expected the settings of a run in {self.path / RUN}, got none; name another --out"
+            )
         now = json.loads(json.dumps(what_matters))
         differing = sorted(name for name in now if before.get(name) != now[name])
         if differing:
@@ -237,7 +241,13 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         )
     written = RunFolder(folder)
     record = written.read_run()
-    cells = [Cell.from_dict(row) for row in record["methods"]]
+    try:
+        cells = [Cell.from_dict(row) for row in record["methods"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"expected the methods of a run in {folder / RUN}, got something else ({type(error).__name__}: "
+            f"{one_line(error)}); give the folder that `dflash-hf bench` had as --out"
+        ) from error
     questions = {question.key: question for question in written.read_questions()}
     answers: dict[str, dict[Which, Answer]] = {cell.model_id: {} for cell in cells}
     for path in sorted(folder.glob("answers-*.jsonl")):
