@@ -89,6 +89,9 @@ def test_mbpp() -> None:
 def test_other_references_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected a reference .*got .*fix the question"):
         assemble({"prompt": "def f():"}, "pass")
+    # Its letters would be lines of the program.
+    with pytest.raises(ValueError, match=r"expected a reference .*got .*fix the question"):
+        assemble({"tests": "assert f()"}, "pass")
 
 
 ENDINGS = {

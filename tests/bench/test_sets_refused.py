@@ -113,6 +113,23 @@ BAD: list[tuple[str, str, Sequence[object], str]] = [
         [{"task_id": 12, "prompt": "p", "code": "c", "test_list": "assert 1"}],
         "a list of texts",
     ),
+    *[
+        (
+            "mt-bench",
+            "mt-bench.jsonl",
+            [{"turns": ["p"], "score": score, "reference": reference}],
+            f"reference .*for {score} in line 1 of .*fix the question's reference",
+        )
+        for score, reference in [
+            ("letter", True),
+            ("math", {"answer": 1}),
+            ("exact", ["a", {"b": 1}]),
+            ("code", "assert f()"),
+            ("code", {"tests": "assert f()"}),
+            ("code", {"tests": ["assert f()"], "imports": "re"}),
+            ("code", {"prompt": 1, "test": "", "entry_point": "f"}),
+        ]
+    ],
 ]
 
 

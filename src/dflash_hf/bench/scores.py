@@ -42,10 +42,12 @@ from typing import Any
 
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.questions import Question
-from dflash_hf.errors import require, shown
+from dflash_hf.errors import is_a, require, shown
 
 logger = logging.getLogger(__name__)
 
+FIX = "fix the question's reference"
+HUMANEVAL = ("prompt", "test", "entry_point")  # what a reference of HumanEval's has
 CHILD = str(Path(__file__).with_name("score_child.py"))
 
 
@@ -71,6 +73,8 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
     is_unknown = question.score is None or question.reference is None
     if is_unknown or (question.score == "code" and not run_code):
         return None
+    where = f"question {question.question_id!r} of {question.dataset}"
+    check_reference(str(question.score), question.reference, where)
     references = question.reference
     if not isinstance(references, list):
         references = [references]
@@ -86,6 +90,48 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
     return sum(right) / len(right)
 
 
+def check_reference(kind: str, reference: Any, where: str) -> None:
+    """Refuses a reference that no answer can be compared with.
+
+    Args:
+        kind (`str`): How answers are scored.
+        reference: See [`score`]; of a list each item.
+        where (`str`): What to call the question in a sentence.
+
+    Raises:
+        ValueError: If it is of another kind.
+    """
+    items = reference if isinstance(reference, list) else [reference]
+    for item in items:
+        if item is None:
+            continue
+        if kind == "code":
+            _check_code(item, where)
+        else:
+            is_text = is_a(item, str, int, float)
+            require(is_text, f"a text as reference for {kind} in {where}", item, FIX)
+
+
+def _check_code(reference: Any, where: str) -> None:
+    """Refuses what [`assemble`] makes no program of."""
+    is_mapping = isinstance(reference, Mapping)
+    require(is_mapping, f"a mapping as reference for code in {where}", reference, FIX)
+    if _is_humaneval(reference):
+        is_fine = all(isinstance(reference[name], str) for name in HUMANEVAL)
+    else:
+        is_fine = _are_texts(reference.get("tests")) and _are_texts(reference.get("imports", []))
+    what = 'a reference {"prompt", "test", "entry_point"} of texts, or {"tests", "imports"} of lists of texts,'
+    require(is_fine, f"{what} for code in {where}", dict(reference), FIX)
+
+
+def _is_humaneval(reference: Mapping[str, Any]) -> bool:
+    return reference.keys() >= set(HUMANEVAL)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
 def said(text: str) -> str:
     """Returns what an answer says once it has thought; nothing, if it never stops thinking."""
     _, end, rest = text.rpartition("</think>")
@@ -95,11 +141,7 @@ def said(text: str) -> str:
 
 def _is_right(kind: str, reference: Any, text: str) -> bool:
     if kind == "code":
-        is_mapping = isinstance(reference, Mapping)
-        require(is_mapping, "a mapping as reference for code", reference, "fix the question")
         return failure(assemble(reference, text)) is None
-    is_text = isinstance(reference, str | int | float) and not isinstance(reference, bool)
-    require(is_text, f"a text as reference for {kind}", reference, "fix the question's reference")
     if kind == "letter":
         return chosen_letter(text) == str(reference).strip().strip("().").upper()
     if kind == "exact":
@@ -289,13 +331,8 @@ def assemble(reference: Mapping[str, Any], text: str) -> str:
     Raises:
         ValueError: If the reference is neither.
     """
-    is_humaneval = reference.keys() >= {"prompt", "test", "entry_point"}
-    require(
-        is_humaneval or "tests" in reference,
-        'a reference {"prompt", "test", "entry_point"} or {"tests", "imports"} for code',
-        dict(reference),
-        "fix the question's reference",
-    )
+    _check_code(reference, "the question")
+    is_humaneval = _is_humaneval(reference)
     blocks = [textwrap.dedent(block) for block in _BLOCK.findall(text)]
     name = re.escape(reference["entry_point"]) if is_humaneval else r"\w+"
     definition = re.compile(rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b", re.MULTILINE)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from dflash_hf.bench.questions import Question, Score
+from dflash_hf.bench.scores import check_reference
 from dflash_hf.data.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.data.prompt_files import text_of
 from dflash_hf.data.rows import CONVERSATION, FIX, ImageSource, Row, filled
@@ -439,6 +440,9 @@ def _theirs(known: QuestionSet, data_dir: Path | None) -> Iterator[Pair]:
 
 def _pair(row: Row, dataset: str, fields: Fields) -> Pair:
     every: Fields = {"dataset": dataset, "question_id": row.number, "category": dataset, **fields}
+    # Here and not only where answers are scored: a run's questions cannot be changed later
+    if every.get("score") is not None:
+        check_reference(every["score"], every["reference"], row.where)
     return Question(**every), row.images()
 
 
