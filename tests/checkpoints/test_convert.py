@@ -141,8 +141,12 @@ def test_a_folder_with_files_is_kept(pair: tuple[Path, Path], tmp_path: Path) ->
         "model.safetensors.index.json",
         "notes.txt",
     ]
+    (out / "tokenizer_config.json").write_text("{}")
+    (out / "adapter_config.json").write_text("{}")
     assert convert(source, out, "--to", "dflash", "--force")[0] == 0
     assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "tokenizer_config.json").is_file()
+    assert not (out / "adapter_config.json").exists()
     assert load_draft(out).config.vocab_size == VOCAB  # the stale index is gone
     assert convert(source, source, "--to", "dflash", "--force")[0] == 2
     assert load_draft(source)

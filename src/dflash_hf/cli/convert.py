@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from dflash_hf.modeling_dflash import DFlashDraftModel
 
+# Files of the draft that was there before; a tokenizer's and all others stay
+OF_A_DRAFT = ("*.safetensors*", "config.json", "generation_config.json", "adapter_config.json")
+
 
 def convert(
     source: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
@@ -67,8 +70,9 @@ def convert(
         with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
             save_draft(draft, fresh, to, model)
             destination.mkdir(exist_ok=True)
-            for stale in (*destination.glob("*.safetensors*"), *destination.glob("*config.json")):
-                stale.unlink()
+            for pattern in OF_A_DRAFT:
+                for stale in destination.glob(pattern):
+                    stale.unlink()
             for file in Path(fresh).iterdir():
                 file.replace(destination / file.name)
     typer.echo(f"{destination}: format {to}, {draft.num_parameters():,} parameters")
