@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import dflash_hf
+from dflash_hf.cli.generate import read_prompt
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import ABOUT
 from helpers.source_tree import ROOT
@@ -249,6 +250,11 @@ def test_prompts_that_are_none(name: str, tmp_path: Path) -> None:
 
 
 # ---- what goes right
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(b"\xef\xbb\xbf" + PROMPT.encode())
+    assert read_prompt(None, tmp_path / "p") == PROMPT
 
 
 @pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow)])

@@ -192,7 +192,9 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError(
             f"expected a prompt of at most {MAX_BYTES / 2**20:.0f} MB in {where}, got more; shorten it"
         )
-    text = content.decode("utf-8", errors="surrogateescape").removesuffix("\n").removesuffix("\r")
+    # "-sig": some editors and shells begin a text with a byte order mark
+    text = content.decode("utf-8-sig", errors="surrogateescape")
+    text = text.removesuffix("\n").removesuffix("\r")
     return checked_text(text, f"the prompt in {where}")
 
 
