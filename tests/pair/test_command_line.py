@@ -257,6 +257,17 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
     assert read_prompt(None, tmp_path / "p") == PROMPT
 
 
+def test_kinds_of_prompts_may_have_brackets(tmp_path: Path) -> None:
+    for name in ("target", "draft"):
+        (tmp_path / name).symlink_to(TOY / name)
+    rows = [{"prompt": "Hello", "kind": kind} for kind in ("[/math]", "code [python]")]
+    (tmp_path / "held_out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    done = run("demo", "--pair", tmp_path, "--max-new-tokens", 4)
+    assert done.exit_code == 0, done.output
+    assert "[/math] (1)" in words(done.output)
+    assert "code [python] (1)" in words(done.output)
+
+
 @pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow)])
 def test_tables_fit_the_terminal(columns: int) -> None:
     options = {"env": {"COLUMNS": str(columns)}}

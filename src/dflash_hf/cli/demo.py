@@ -99,7 +99,11 @@ def _answer(
         console.print()
     rows: list[Comparison] = []
     for prompt in track(
-        prompts, f"answering twice: {folder}", console=console, transient=True, disable=as_json
+        prompts,
+        f"answering twice: {escape(str(folder))}",
+        console=console,
+        transient=True,
+        disable=as_json,
     ):
         answered = answer(target, draft, processor, prompt["messages"], **settings)
         rows.append(compare_with_plain(target, draft, answered, kind=prompt["kind"], **settings))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from dflash_hf.data.prompt_files import Prompt, as_messages, image_names, text_of
@@ -41,7 +42,8 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)
     for kind, group in by_kind.items():
-        table.add_row(f"{kind} ({len(group)})", *_cells(group))
+        # Kinds come from a file, whose brackets are no markup.
+        table.add_row(escape(f"{kind} ({len(group)})"), *_cells(group))
     if len(by_kind) > 1:
         table.add_row(f"all ({len(rows)})", *_cells(rows), style="bold")
     console.print(table)
