@@ -205,6 +205,7 @@ def test_a_run_goes_on_from_another_working_folder(
     gone_on = replace(begun, out=Path("../../out"), data=(f"../../{name}",), resume=True, **there)
     assert pretend(gone_on) == []
     assert known == replace(gone_on, data=("gsm8k",)).what_matters()["data"] == ["gsm8k"]
+    assert replace(gone_on, data=("GSM-8K",)).what_matters()["data"] == ["gsm8k"]
     # A file that is gone since is still the same one
     (tmp_path / name).unlink()
     assert pretend(gone_on) == []

@@ -412,9 +412,10 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
 
 
 def set_name(name: str) -> str:
-    """Returns the name of a set that is right in every working folder: of a file or folder its whole path."""
-    if _known_set(name) is not None:
-        return name
+    """Returns one name of a set, however it is written: its own, or of a file or folder its whole path."""
+    known = _known_set(name)
+    if known is not None:
+        return known.name
     return full_name(name)
 
 
