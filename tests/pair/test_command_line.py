@@ -249,6 +249,13 @@ def test_prompts_that_are_none(name: str, tmp_path: Path) -> None:
     assert_refused(run("generate", "a\udcff"), "expected UTF-8 as the prompt, got other bytes")
 
 
+def test_the_page_takes_no_ipv6_address() -> None:
+    assert_refused(
+        run("chat", "--web", "--host", "::1"),
+        "expected a name or an IPv4 address as --host for --web, got '::1'",
+    )
+
+
 # ---- what goes right
 
 

@@ -104,6 +104,11 @@ def chat(
 
     If the target takes images, a chat may have images.
     """
+    if web and ":" in host:
+        # Gradio makes an address of it that is none, once the pair has been loaded
+        raise ValueError(
+            f"expected a name or an IPv4 address as --host for --web, got {host!r}; pass localhost or 127.0.0.1"
+        )
     check_text(system, "--system", may_be_empty=True, action="type it as UTF-8")
     check_one_pair(pair, target, draft)
     chosen = pair or default_pair()
