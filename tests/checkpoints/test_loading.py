@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, GenerationConfig
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, DFlashGenerationConfig
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
@@ -257,6 +257,12 @@ def test_absent_generation_config_means_defaults(folder: Path) -> None:
     loaded = load_draft(folder).generation_config
     assert isinstance(loaded, DFlashGenerationConfig)
     assert loaded.to_dict() == DFlashGenerationConfig().to_dict()
+
+
+@pytest.mark.parametrize("given", [GenerationConfig(), {"verify_width": 2}, "somewhere"])
+def test_settings_of_another_class_are_refused(given: Any, folder: Path) -> None:
+    with pytest.raises(ValueError, match="a DFlashGenerationConfig as generation_config"):
+        load_draft(folder, generation_config=given)
 
 
 def test_generation_config_that_does_not_fit_is_refused(tmp_path: Path) -> None:

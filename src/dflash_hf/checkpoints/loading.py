@@ -137,8 +137,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: If the format is unknown, its config has keys that are unknown or contradict each other, a
                 weight is missing, unknown or has the wrong shape or type, a vocabulary map points outside the
-                vocabulary, or the weights are not (whole) safetensors files. All of that is found before any weight
-                is loaded. Afterwards, if a weight is NaN or infinite.
+                vocabulary, the weights are not (whole) safetensors files, or `generation_config` is of another
+                class. All of that is found before any weight is loaded. Afterwards, if a weight is NaN or infinite.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *model_args, **kwargs)
@@ -150,6 +150,14 @@ class DFlashPreTrainedModel(PreTrainedModel):
             )
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
+        generation_config = kwargs.pop("generation_config", None)
+        # A plain config has none of the options of drafts, and would be found out after the weights are loaded.
+        is_right = generation_config is None or isinstance(
+            generation_config, DFlashGenerationConfig
+        )
+        kind = type(generation_config).__name__
+        advice = "pass dflash_hf.DFlashGenerationConfig(...), or leave it out"
+        require(is_right, "a DFlashGenerationConfig as generation_config", kind, advice)
         # Transformers would load it too, unchecked
         adapter = find_file(path, ADAPTER_CONFIG_NAME, hub)
         advice = "merge the adapter into the draft's weights, or take its files away"
@@ -159,7 +167,6 @@ class DFlashPreTrainedModel(PreTrainedModel):
             logger.warning_once(
                 f"The confidence head of {path} is not used: how many tokens a step verifies follows verify_width."
             )
-        generation_config = kwargs.pop("generation_config", None)
         renamed = {
             f"^{re.escape(one.name)}$": name
             for name, one in checkpoint.found.items()
