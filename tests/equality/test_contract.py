@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
+    AttentionInterface,
     AutoModel,
     GenerationConfig,
     LogitsProcessor,
@@ -21,6 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import BaseStreamer, GenerationMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import dflash_hf
 from dflash_hf import DFlashDraftModel, DFlashGenerateOutput, SpeculativeStats, save_draft
@@ -347,6 +350,31 @@ def test_a_soft_cap_that_plain_generate_leaves_out_is_refused() -> None:
     target.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match="set_attn_implementation\\('eager'\\)"):
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=tiny_draft(target))
+
+
+def halved_values(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the user's, which is not what a verify computes."""
+    return sdpa_attention_forward(module, query, key, value * 0.5, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["halved", "sdpa"])
+def test_an_attention_of_the_users_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target)
+    target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
+    # One that looks like Transformers' own, too.
+    function = functools.wraps(sdpa_attention_forward)(halved_values)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
+    target.set_attn_implementation(name)
+    with pytest.raises(ValueError, match=f"one of Transformers' own attentions, got '{name}'"):
+        target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ whether a target went over the ragged cache, where its code does not tell.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -21,6 +22,7 @@ from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.errors import require
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.target_model.parts import Facts, Target, path_to
+from dflash_hf.target_model.user_code import is_library_function
 
 # The facts of each model whose code was found to be supported, because to read source code takes longer than a short
 # answer. Other facts are made where a module changes. Weak: a model is freed as soon as the user lets go of it.
@@ -44,6 +46,7 @@ def check_target(target: Target) -> None:
             f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
             "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
         )
+    _check_attention(config)
     # A config may be changed in place, and an adapter may leave the modules as they are: each call looks at both.
     _check_recurrences(target)
     # The config comes first, because its words say more than those about the code.
@@ -58,6 +61,22 @@ def check_target(target: Target) -> None:
             f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft"
         )
     _supported[target.model] = target.facts
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    """Refuses attention functions of the user's: a verify has one of its own in their place."""
+    name = config._attn_implementation
+    # A kernel of the Hub has the name of its repository, and computes attention as Transformers does.
+    is_hub_kernel = "/" in str(name)
+    # "eager" is in no table: each file of Transformers' models has its own.
+    if is_hub_kernel or name not in ALL_ATTENTION_FUNCTIONS:
+        return
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    while isinstance(function, functools.partial):
+        function = function.func
+    action = "call target.set_attn_implementation('sdpa') or drop the draft"
+    what = "a target under one of Transformers' own attentions"
+    require(is_library_function(function), what, name, action)
 
 
 def _check_recurrences(target: Target) -> None:

@@ -102,9 +102,14 @@ def is_recorder(hook: Any) -> bool:
 
 
 def _has_library_forward(kind: type) -> bool:
-    # A decorator of Transformers' around a forward of the user's is no library's forward: all have to be.
-    for function in with_wrapped(getattr(kind, "forward", None)):
-        defined_in = getattr(function, "__globals__", {}).get("__name__")
+    return is_library_function(getattr(kind, "forward", None))
+
+
+def is_library_function(function: Any) -> bool:
+    """Returns True if a function and all that it wraps are torch's or Transformers'."""
+    # A decorator of Transformers' around a function of the user's is no library's function: all have to be.
+    for part in with_wrapped(function):
+        defined_in = getattr(part, "__globals__", {}).get("__name__")
         if not is_library(str(defined_in)):
             return False
     return True
