@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, Qwen3Model
 
@@ -283,3 +284,34 @@ def test_a_zlab_checkpoint_loaded_by_auto_model_is_explained(tmp_path: Path) -> 
     assert "got a Qwen3Model whose config is a DFlash draft's in the format 'zlab'" in sentence
     assert f"dflash_hf.load_draft('{tmp_path}')" in sentence
     assert explain_foreign_draft(object()) is None
+
+
+def test_an_offloaded_targets_rows_are_written(tmp_path: Path) -> None:
+    target = tiny_target("qwen3")
+    head = target.get_output_embeddings().weight.clone()
+    bare = tiny_draft(target, sliding_window=None, layer_types=None, sample_from_anchor=True)
+    cpu_offload(target, execution_device=torch.device("cpu"))
+    save_draft(bare, tmp_path / "deepspec", "deepspec", target)
+    draft = load_draft(tmp_path / "deepspec")
+    assert torch.equal(draft.get_submodule("lm_head").weight, head)
+    # And they are compared with the draft's own, which are left out then.
+    draft.config.sample_from_anchor = False
+    save_draft(draft, tmp_path / "zlab", "zlab", target)
+    assert load_draft(tmp_path / "zlab").lm_head is None
+
+
+def test_rows_that_are_not_loaded_are_refused(tmp_path: Path) -> None:
+    target = tiny_target("qwen3")
+    bare = tiny_draft(target, sliding_window=None, layer_types=None, sample_from_anchor=True)
+    with pytest.raises(ValueError, match="a target with weights to copy"):
+        save_draft(bare, tmp_path / "deepspec", "deepspec", target.to("meta"))
+    assert not (tmp_path / "deepspec").exists()
+
+
+def test_an_offloaded_draft_is_not_written_in_part(tmp_path: Path) -> None:
+    draft = cpu_offload(make_draft(), execution_device=torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match=r"a draft whose weights are loaded, got .*without offload"
+    ):
+        save_draft(draft, tmp_path / "zlab", "zlab")
+    assert not (tmp_path / "zlab").exists()

@@ -22,6 +22,7 @@ from dflash_hf.checkpoints.formats import FORMATS, CheckpointFormat, is_draft
 from dflash_hf.checkpoints.loading import check_plain
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.devices import brought_in
 from dflash_hf.errors import listed, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
@@ -153,8 +154,8 @@ def save_draft(
             target's.
 
     Raises:
-        ValueError: If the format is not known, or cannot express the draft, or its weights are quantised; the message
-            names what it is, and nothing is written.
+        ValueError: If the format is not known, or cannot express the draft, or its weights are quantised or offloaded,
+            or the target's are needed and not loaded; the message names what it is, and nothing is written.
     """
     require(format in tuple(FORMATS), f"format in {list(FORMATS)}", format, "choose one of them")
     chosen = FORMATS[format]
@@ -166,6 +167,9 @@ def save_draft(
     state = dict(draft.state_dict())
     if target is not None:
         _complete(config, state, chosen, target)
+    elsewhere = [name for name, tensor in state.items() if tensor.is_meta]
+    action = "load it without offload, and save it then"
+    require(not elsewhere, "a draft whose weights are loaded", listed(elsewhere), action)
     differing = sorted(state.keys() ^ draft._shapes(config).keys())
     what = f"the weights of a draft in the format {chosen.name!r}"
     require(not differing, what, listed(differing), "save it in the format 'dflash'")
@@ -203,17 +207,25 @@ def _complete(
         ("own_embed_tokens", "embed_tokens.weight", found.embedding),
         ("own_lm_head", "lm_head.weight", found.head),
     ):
-        theirs = module.weight
-        assert isinstance(theirs, Tensor)
         has_own = bool(getattr(config, flag))
-        if chosen.has_vocabulary and not has_own:
-            # A copy: a tied pair would share its memory, and be saved once.
-            state[name] = theirs.detach().to(state["norm.weight"].dtype, copy=True)
+        # The format has a place for them and they are there, or neither.
+        if chosen.has_vocabulary == has_own:
+            continue
+        # A copy: a tied pair would share its memory, and be saved once.
+        theirs = _copied_weight(module)
+        if chosen.has_vocabulary:
+            state[name] = theirs.to(state["norm.weight"].dtype)
             setattr(config, flag, True)
-        elif (
-            not chosen.has_vocabulary
-            and has_own
-            and torch.equal(state[name], theirs.to(state[name]))
-        ):
+        elif torch.equal(state[name], theirs.to(state[name])):
             del state[name]
             setattr(config, flag, False)
+
+
+def _copied_weight(module: nn.Module) -> Tensor:
+    """Returns a copy of a module's weight, also of one that is offloaded."""
+    with brought_in(module):
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        action = "load the target with its weights"
+        require(not weight.is_meta, "a target with weights to copy", "the device 'meta'", action)
+        return weight.detach().clone()
