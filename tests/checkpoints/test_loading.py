@@ -227,6 +227,23 @@ def test_a_draft_from_another_layout_is_saved_in_ours(folder: Path) -> None:
     assert set(load_file(folder / "again" / "model.safetensors")) == set(draft.state_dict())
 
 
+# PEFT's own use of a property that Transformers renamed.
+@pytest.mark.filterwarnings("default:`is_gradient_checkpointing`:FutureWarning")
+def test_a_draft_with_adapters_is_not_saved_as_a_draft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    draft = make_draft()
+    adapted = peft.get_peft_model(draft, peft.LoraConfig(target_modules=["fc"]))
+    # No reader knows the names that its weights have within adapters.
+    with pytest.raises(ValueError, match=r"a draft without adapters to save.*merge_and_unload"):
+        draft.save_pretrained(tmp_path / "draft")
+    # The wrapper itself would save the adapters alone.
+    with pytest.raises(ValueError, match="a DFlashDraftModel to save, got 'PeftModel'"):
+        save_draft(adapted, tmp_path / "draft")
+    assert not (tmp_path / "draft").exists()
+    save_draft(adapted.merge_and_unload(), tmp_path / "draft")
+    assert torch.equal(load_draft(tmp_path / "draft").fc.weight, make_draft().fc.weight)
+
+
 def test_generation_config_survives(tmp_path: Path) -> None:
     draft = make_draft()
     draft.generation_config = DFlashGenerationConfig(

@@ -154,15 +154,16 @@ def save_draft(
             target's.
 
     Raises:
-        ValueError: If the format is not known, or cannot express the draft, or its weights are quantised or offloaded,
-            or the target's are needed and not loaded; the message names what it is, and nothing is written.
+        ValueError: If the format is not known, or cannot express the draft, its weights are quantised or offloaded, it
+            holds adapters, or the target's are needed and not loaded; the message names what it is, and nothing is
+            written.
     """
     require(format in tuple(FORMATS), f"format in {list(FORMATS)}", format, "choose one of them")
+    check_plain(draft)
     chosen = FORMATS[format]
     if chosen.name == draft.config.model_type:
         draft.save_pretrained(directory)
         return
-    check_plain(draft)
     config = copy.deepcopy(draft.config)
     state = dict(draft.state_dict())
     if target is not None:

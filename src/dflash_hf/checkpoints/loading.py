@@ -322,9 +322,13 @@ class DFlashPreTrainedModel(PreTrainedModel):
             args, kwargs: Arguments of [`~transformers.PreTrainedModel.save_pretrained`].
 
         Raises:
-            ValueError: If the draft's weights are quantised.
+            ValueError: If the draft's weights are quantised, or it holds adapters.
         """
         check_plain(self)
+        # Where others have gathered the weights, and where Transformers saves the adapters alone, names are right.
+        saves_others = "state_dict" in kwargs or getattr(self, "_hf_peft_config_loaded", False)
+        if not saves_others:
+            self._check_names()
         # Transformers would undo the renames of a draft that was loaded from another format.
         kwargs["save_original_format"] = False
         push_to_hub = kwargs.pop("push_to_hub", False)
@@ -342,6 +346,12 @@ class DFlashPreTrainedModel(PreTrainedModel):
                 kwargs.get("repo_id", Path(save_directory).name),
                 **{n: kwargs[n] for n in names if n in kwargs},
             )
+
+    def _check_names(self) -> None:
+        """Raises `ValueError` if weights have other names than a loaded draft's: adapters stand around them."""
+        others = sorted(self.state_dict().keys() ^ self._shapes(self.config).keys())
+        advice = "merge adapters into the weights (merge_and_unload of PEFT), or save the adapters"
+        require(not others, "a draft without adapters to save", listed(others), advice)
 
 
 def _check_weights(
@@ -388,7 +398,11 @@ def foreign_weights(model: torch.nn.Module) -> list[str]:
 
 
 def check_plain(draft: torch.nn.Module) -> None:
-    """Raises `ValueError` if weights of a draft are another library's tensors."""
+    """Raises `ValueError` if a draft is wrapped, or its weights are another library's tensors."""
+    kind = type(draft).__name__
+    advice = "merge adapters by merge_and_unload, and take a compiled draft as it was before"
+    is_bare = isinstance(draft, DFlashPreTrainedModel)
+    require(is_bare, "a DFlashDraftModel to save", kind, advice)
     others = foreign_weights(draft)
     advice = "save the draft as it was before it was quantised, and quantise it after loading"
     require(not others, "a draft with ordinary weights to save", listed(others), advice)
