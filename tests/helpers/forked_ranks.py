@@ -19,16 +19,7 @@ NUM_RANKS = 2
 
 def run_ranks(work: Callable[[], object], num_ranks: int = NUM_RANKS) -> None:
     """Runs `work` in each of some processes at once; ends this one, and all, as soon as one of them fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    sys.stdout.flush()
-    ranks = set[int]()
-    for rank in range(num_ranks):
-        if child := os.fork():
-            ranks.add(child)
-        else:
-            _be(rank, num_ranks, port, work)
+    ranks = set(_start(work, num_ranks))
     while ranks:
         ended, status = os.wait()
         ranks.discard(ended)
@@ -36,6 +27,30 @@ def run_ranks(work: Callable[[], object], num_ranks: int = NUM_RANKS) -> None:
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
             sys.exit(1)
+
+
+def exit_statuses(work: Callable[[], object], num_ranks: int = NUM_RANKS) -> list[int]:
+    """Runs `work` in each of some processes at once, to the end of all, and returns their exit statuses in order."""
+    statuses: list[int] = []
+    for child in _start(work, num_ranks):
+        _, status = os.waitpid(child, 0)
+        statuses.append(os.waitstatus_to_exitcode(status))
+    return statuses
+
+
+def _start(work: Callable[[], object], num_ranks: int) -> list[int]:
+    """Starts the processes, and returns the id of each in their order."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sys.stdout.flush()
+    ranks: list[int] = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if not child:
+            _be(rank, num_ranks, port, work)
+        ranks.append(child)
+    return ranks
 
 
 def _be(rank: int, num_ranks: int, port: int, work: Callable[[], object]) -> Never:

@@ -18,8 +18,9 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (as the next and 
 from torch import distributed
 
 import dflash_hf.bench.run
-import dflash_hf.cli.train_stages as stages
+import dflash_hf.cli.train_stages
 import dflash_hf.training.trainer  # noqa: F401
+from dflash_hf.cli import train_target
 from helpers.forked_ranks import run_ranks
 
 
@@ -32,7 +33,7 @@ def longest_wait() -> float:
 def command(words: list[str], file: str) -> None:
     """The command line, in a rank, with a draft in float64."""
     torch.set_default_dtype(torch.float64)
-    load = stages.load_target
+    load = train_target.load_target
     devices: list[str] = []
     waits: list[float] = []
 
@@ -41,7 +42,7 @@ def command(words: list[str], file: str) -> None:
         waits.append(longest_wait())
         return load(target, dtype, device)
 
-    stages.load_target = noted
+    train_target.load_target = noted
     sys.argv[1:] = words
     try:
         runpy.run_module("dflash_hf", run_name="__main__")

@@ -17,6 +17,7 @@ import yaml
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
+from dflash_hf.cli.train_arguments import make_arguments
 from dflash_hf.cli.train_reading import as_words, read_arguments
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, OPTIONS, STAGES, TrainSettings
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -547,7 +548,7 @@ def test_the_guides_commands_are_understood(
     if "..." not in words:
         result = train(*words)
         assert result.exit_code == 0, result.output
-        stages.make_arguments(asked[0])
+        make_arguments(asked[0])
 
 
 def test_the_guides_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash_hf.cli.train_stages as stages
+from dflash_hf.cli.train_arguments import make_arguments
 from dflash_hf.cli.train_errors import CHECKPOINTING, explained, less_memory
 from dflash_hf.cli.train_settings import STAGES, TrainSettings, flag
-from dflash_hf.cli.train_stages import make_arguments
 from dflash_hf.cli.train_state import RunState
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.identity import processor_identity, target_identity
@@ -292,7 +292,7 @@ def test_a_target_that_does_not_fit_is_a_sentence(
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(stages, "load_target", full)
+    monkeypatch.setattr("dflash_hf.cli.train_target.load_target", full)
     data = TOY / "held_out.jsonl"
     result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL)
     assert result.exit_code == 2, result.output

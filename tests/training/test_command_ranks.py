@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,15 @@ from transformers.distributed import DistributedConfig
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
+from dflash_hf.cli import train_target
 from dflash_hf.cli.train_settings import BATCHES_PER_STEP, STAGES, TrainSettings
-from dflash_hf.cli.train_state import RunState
-from helpers import forked_python, training_command_many, training_command_ranks
+from dflash_hf.cli.train_state import RunState, locked
+from helpers import (
+    forked_python,
+    training_command_many,
+    training_command_ranks,
+    training_command_refused,
+)
 from helpers.training_command import SMALL, train, write_rows
 
 LIMIT = 240  # seconds after which a start counts as hung
@@ -142,10 +149,10 @@ def test_a_process_loads_its_target_on_its_own_device(
     loaded: list[str] = []
     fourth = SimpleNamespace(process_index=3, num_processes=8, device=torch.device("cuda", 3))
     monkeypatch.setattr(accelerate, "PartialState", lambda **options: fourth)
-    monkeypatch.setattr(stages, "load_target", lambda *place: loaded.append(place[2]))
+    monkeypatch.setattr(train_target, "load_target", lambda *place: loaded.append(place[2]))
     for device in ("auto", "cuda:0"):
         settings = TrainSettings(target="org/x", output_dir=tmp_path, device=device)
-        stages.TargetOnce(settings).look()
+        train_target.TargetOnce(settings).look()
     assert loaded == ["cuda:3", "cuda:0"]
 
 
@@ -251,3 +258,34 @@ def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
         (name, "done before") for name in STAGES
     ]
     assert said_again.endswith("changed: []\n")
+
+
+NO_SCHEDULE: list[object] = ["--lr-scheduler-type", "cosine_with_min_lr"]
+# Options -> the one sentence, of the first process.
+REFUSED: dict[str, tuple[list[object], str]] = {
+    "in the preflight": (NO_SCHEDULE, "expected options of the schedule cosine_with_min_lr"),
+    "in a preflight that all share": (
+        [*NO_SCHEDULE, "--tensor-parallel-size", 2, "--stages", "prepare,regenerate,run"],
+        "expected options of the schedule cosine_with_min_lr",
+    ),
+    "in a stage": ([], "rows.jsonl, got None; fix the row"),
+    "at the lock": ([], "expected one dflash-hf train at a time in --output-dir"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_first_refuses_for_all_processes(name: str, tmp_path: Path) -> None:
+    words, sentence = REFUSED[name]
+    out = tmp_path / "out"
+    data = write_rows(tmp_path / "rows.jsonl")
+    if name == "in a stage":
+        with data.open("a") as file:
+            file.write(json.dumps({"messages": [{"role": "user"}]}) + "\n")
+    others = locked(out) if name == "at the lock" else nullcontext()
+    script = training_command_refused.__file__
+    with others:
+        run = run_forked(script, "train", "--dataset", data, "--output-dir", out, *SMALL, *words)
+    assert run.stdout.splitlines()[-1] == "statuses 2 2", run.stderr
+    assert sentence in run.stderr
+    assert run.stderr.count("Error:") == 1, run.stderr
+    assert "Traceback" not in run.stderr

@@ -22,7 +22,12 @@ from dflash_hf.bench.sets import load_questions
 from dflash_hf.checkpoints.files import read_config, stored_tensors
 from dflash_hf.checkpoints.formats import detect_format, make_config
 from dflash_hf.checkpoints.fresh import fresh_config
+from dflash_hf.cli.train_arguments import arguments_for
+from dflash_hf.cli.train_errors import is_out_of_memory
+from dflash_hf.cli.train_processes import by_the_first
 from dflash_hf.cli.train_settings import Stage, TrainSettings
+from dflash_hf.cli.train_state import RunState
+from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.errors import listed, one_line, require, shown
@@ -35,6 +40,7 @@ from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.forward import check_packing
+from dflash_hf.training.identity import processor_identity, target_identity
 from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers
@@ -50,7 +56,88 @@ DRAFT_BYTES = 4
 TOKEN_BYTES = 8  # of an answer's token in a file of JSON, about
 
 
-def check_before_loading(
+def preflight(
+    settings: TrainSettings,
+    arguments: DFlashTrainingArguments,
+    state: RunState,
+    target: TargetOnce,
+) -> None:
+    """Checks all that the pending stages need, before the first of them; nothing is written.
+
+    With `--tensor-parallel-size` all processes look at the target: a forward and a hash of it need each one's share.
+    """
+    needs_target = by_the_first(lambda: _check_without_target(settings, arguments, state))
+    if not needs_target:
+        return
+    if settings.tensor_parallel_size == 1:
+        by_the_first(lambda: _check_alone(settings, state, target))
+        return
+    identity = _identity(settings, target)
+    has_draft = by_the_first(lambda: _check_identity(state, identity))
+    if not has_draft:
+        _check_models(settings, target)
+
+
+def _check_without_target(
+    settings: TrainSettings, arguments: DFlashTrainingArguments, state: RunState
+) -> bool:
+    """Checks what can be checked without the target's weights, and returns whether a stage needs them."""
+    state.check()
+    pending = state.pending()
+    if not pending:
+        return False
+    _check_before_loading(settings, arguments, pending)
+    is_answering = settings.answers == "target" and not settings.server
+    needs_target = (
+        ("prepare" in pending and settings.self_prompts > 0)
+        or ("regenerate" in pending and is_answering)
+        or "run" in pending
+        or "bench" in pending
+    )
+    if not needs_target:
+        state.check_target(processor_identity(load_processor(settings.target)))
+    return needs_target
+
+
+def _check_alone(settings: TrainSettings, state: RunState, target: TargetOnce) -> None:
+    """Checks what a process that holds the whole target can check."""
+    has_draft = _check_identity(state, _identity(settings, target))
+    if not has_draft:
+        _check_models(settings, target)
+
+
+def _identity(settings: TrainSettings, target: TargetOnce) -> dict[str, str]:
+    """Loads the target, and returns what tells it from a changed one."""
+    try:
+        model, processor = target.look()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = "add --dtype bfloat16 or --tensor-parallel-size, or use a larger device"
+        raise ValueError(
+            f"expected a target that fits the memory, got {one_line(error)}; {advice}"
+        ) from error
+    identity = {**target_identity(model), **processor_identity(processor)}
+    if settings.feature_server:
+        del identity["weights"]  # they are on the server
+    return identity
+
+
+def _check_identity(state: RunState, identity: dict[str, str]) -> bool:
+    """Refuses a changed target, and returns whether the draft is trained already."""
+    state.check_target(identity)
+    return state.is_done("run")
+
+
+def _check_models(settings: TrainSettings, target: TargetOnce) -> None:
+    """Checks the training with the target."""
+    model, processor = target.look()
+    has_held_out = settings.num_eval > 0
+    with_models = arguments_for(settings, model, processor, has_held_out)
+    _check_with_target(settings, with_models, model, processor)
+
+
+def _check_before_loading(
     settings: TrainSettings, arguments: DFlashTrainingArguments, pending: Sequence[Stage]
 ) -> None:
     """Checks what the stages need beside the models: one GPU, held-out rows, reporters, an optimizer, servers, sets.
@@ -75,7 +162,7 @@ def check_before_loading(
             load_questions(name, data_dir=folder, num_prompts=settings.bench_prompts, seed=0)
 
 
-def check_with_target(
+def _check_with_target(
     settings: TrainSettings,
     arguments: DFlashTrainingArguments,
     target: PreTrainedModel,

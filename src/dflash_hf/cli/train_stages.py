@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -21,32 +21,31 @@ from dflash_hf.bench.run import Processes, run
 from dflash_hf.checkpoints.drafts import load_draft
 from dflash_hf.cli.convert import load_target_for
 from dflash_hf.cli.push import upload, write_repository
+from dflash_hf.cli.train_arguments import arguments_for, evaluation, make_arguments
 from dflash_hf.cli.train_card import card_facts, question_of
-from dflash_hf.cli.train_errors import explained, is_out_of_memory, less_memory
+from dflash_hf.cli.train_errors import explained, less_memory
 from dflash_hf.cli.train_preflight import (
     answer_settings,
-    check_before_loading,
-    check_with_target,
     clients_of,
     feature_servers,
     fresh_options,
+    preflight,
 )
+from dflash_hf.cli.train_processes import by_the_first
 from dflash_hf.cli.train_settings import (
-    OF_THE_TRAINER,
     Stage,
     TrainSettings,
     num_processes,
     process_index,
 )
 from dflash_hf.cli.train_state import RunState, locked
+from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.devices import execution_device
-from dflash_hf.errors import one_line, require
+from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.pair.answers import Processor, tokenizer_of
-from dflash_hf.pair.loading import load_processor, load_target
-from dflash_hf.pair.shared_target import load_shared_target
-from dflash_hf.pair.vocabulary import load_vocabulary
+from dflash_hf.pair.answers import Processor
+from dflash_hf.pair.loading import load_processor
 from dflash_hf.training.answering import regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import is_whole
@@ -54,7 +53,6 @@ from dflash_hf.training.data import Example
 from dflash_hf.training.examples import read_examples
 from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.features import FeatureCache
-from dflash_hf.training.identity import processor_identity, target_identity
 from dflash_hf.training.local_answers import ALONE, Ranks
 from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
@@ -69,40 +67,6 @@ HELD_OUT = "held_out.jsonl"
 QUESTIONS = "held_out_questions.jsonl"
 EVERY = "conversations.jsonl"
 SELF_PROMPTS = "self_prompts.jsonl"
-IMAGE_WORKERS = 4
-
-
-class TargetOnce:
-    """The target of a run, loaded by the preflight and handed to the first stage that needs it."""
-
-    def __init__(self, settings: TrainSettings) -> None:
-        self.settings = settings
-        self._loaded: list[tuple[PreTrainedModel, Processor]] = []
-
-    def look(self) -> tuple[PreTrainedModel, Processor]:
-        """Returns the target and what encodes its prompts, and keeps both for the next one who asks."""
-        if not self._loaded:
-            self._loaded.append(self._load())
-        return self._loaded[0]
-
-    def take(self) -> tuple[PreTrainedModel, Processor]:
-        """Returns the target and what encodes its prompts, and keeps neither: the stage frees them at its end."""
-        self.look()
-        return self._loaded.pop()
-
-    def drop(self) -> None:
-        """Frees a target that nobody has taken."""
-        self._loaded.clear()
-
-    def _load(self) -> tuple[PreTrainedModel, Processor]:
-        settings = self.settings
-        num_ranks = settings.tensor_parallel_size
-        if num_ranks > 1:
-            return load_shared_target(settings.target, settings.dtype, num_ranks)
-        # Of several processes each has a device of its own
-        device_map = Processes(settings.device).device_map
-        load = load_vocabulary if settings.feature_server else load_target
-        return load(settings.target, settings.dtype, device_map)
 
 
 def run_stages(
@@ -135,14 +99,12 @@ def run_stages(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     # It refuses what is out of range
-    arguments = make_arguments(settings, **_evaluation(settings, settings.num_eval > 0))
+    arguments = make_arguments(settings, **evaluation(settings, settings.num_eval > 0))
     state = RunState(settings, stages, redo)
     state.check_folder()
-    if process_index() > 0:
-        _run_pending(settings, arguments, state, tell)
-        return
-    # What is done is read behind the lock: another process may have ended just now
-    with locked(settings.output_dir):
+    with ExitStack() as kept:
+        # What is done is read behind the lock: another process may have ended just now
+        by_the_first(lambda: kept.enter_context(locked(settings.output_dir)))
         _run_pending(settings, arguments, state, tell)
 
 
@@ -155,50 +117,75 @@ def _run_pending(
     """Runs the stages that are not done, in a folder that no other command writes to."""
     is_first = process_index() == 0
     target = TargetOnce(settings)
-    if is_first:
-        state.check()
-    # Processes that hold the target together load it together
-    if is_first or settings.tensor_parallel_size > 1:
-        _preflight(settings, arguments, state, target)
-    if is_first:
-        if state.outdated:
-            tell(f"made again: {', '.join(state.outdated)}; {state.reason}")
-        state.discard_outdated()
-        # Options of a command that runs nothing would stay, and be refused or meant by the next one
-        if state.pending():
-            state.write_settings()
-    pending: list[Stage] = _said_by_the_first(state.pending())
+    preflight(settings, arguments, state, target)
+    pending = by_the_first(lambda: _begin(state, tell))
     for stage in state.stages:
         if stage not in pending:
             if is_first:
                 tell(f"{stage}: done before, {state.folder(stage)}")
             continue
+        # A bench waits itself, and leaves the group: nobody can wait for what comes behind it
+        has_group = stage != "export"
+        if not has_group and not is_first:
+            continue
         began = time.perf_counter()
-        if is_first:
-            state.write(stage)
-        facts: dict[str, Any] = {}
-        try:
-            if is_first or _is_shared(stage, settings):
-                facts = RUNNERS[stage](settings, state, target)
-        except (OSError, RuntimeError, MemoryError, FloatingPointError) as error:
-            less = less_memory(settings, arguments, stage)
-            raise explained(error, settings, stage, less) from error
-        # A bench waits itself, and leaves the group
-        if num_processes() > 1 and stage not in ("bench", "export"):
-            Processes("auto").wait()
-        if is_first:
-            state.write(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
-            tell(f"{stage}: {_told(facts)}, {state.folder(stage)}")
+        begin = partial(state.write, stage)
+        work = partial(_run_stage, stage, settings, arguments, state, target)
+        if not has_group:
+            begin()
+            facts = work()
+        elif _is_shared(stage, settings):
+            by_the_first(begin)
+            facts = work()
+        else:
+            by_the_first(begin)
+            facts = by_the_first(work)
+        end = partial(_end_stage, stage, facts, began, state, tell)
+        if stage not in ("bench", "export"):
+            by_the_first(end)
+        elif is_first:
+            end()
     if is_first and settings.arguments.get("push_to_hub") and state.is_done("run"):
         tell(f"https://huggingface.co/{_upload(settings, state.folder('run'))}")
 
 
-def _said_by_the_first(value: Any) -> Any:
-    """Returns the first process's value in all of them: one that reads the folder later may find a stage done."""
-    if num_processes() == 1:
-        return value
-    said: list[Any] = broadcast_object_list([value])
-    return said[0]
+def _begin(state: RunState, tell: Callable[[str], None]) -> list[Stage]:
+    """Removes what is outdated in the folder, and returns the stages that are to be run."""
+    if state.outdated:
+        tell(f"made again: {', '.join(state.outdated)}; {state.reason}")
+    state.discard_outdated()
+    pending = state.pending()
+    # Options of a command that runs nothing would stay, and be refused or meant by the next one
+    if pending:
+        state.write_settings()
+    return pending
+
+
+def _run_stage(
+    stage: Stage,
+    settings: TrainSettings,
+    arguments: DFlashTrainingArguments,
+    state: RunState,
+    target: TargetOnce,
+) -> dict[str, Any]:
+    """Runs a stage, or this process's share of it, and returns what it tells."""
+    try:
+        return RUNNERS[stage](settings, state, target)
+    except (OSError, RuntimeError, MemoryError, FloatingPointError) as error:
+        less = less_memory(settings, arguments, stage)
+        raise explained(error, settings, stage, less) from error
+
+
+def _end_stage(
+    stage: Stage,
+    facts: dict[str, Any],
+    began: float,
+    state: RunState,
+    tell: Callable[[str], None],
+) -> None:
+    """Records that a stage is done, and tells it."""
+    state.write(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
+    tell(f"{stage}: {_told(facts)}, {state.folder(stage)}")
 
 
 def _is_shared(stage: Stage, settings: TrainSettings) -> bool:
@@ -206,66 +193,6 @@ def _is_shared(stage: Stage, settings: TrainSettings) -> bool:
     if stage == "regenerate":
         return settings.answers == "target" and not settings.server
     return stage in ("run", "bench")
-
-
-def _preflight(
-    settings: TrainSettings,
-    arguments: DFlashTrainingArguments,
-    state: RunState,
-    target: TargetOnce,
-) -> None:
-    """Checks all that the pending stages need, before the first of them; nothing is written.
-
-    With `--tensor-parallel-size` all processes call it: a forward and a hash of the target need each one's share.
-    """
-    is_first = process_index() == 0
-    is_shared = settings.tensor_parallel_size > 1
-    needs_target = is_first and _check_without_target(settings, arguments, state)
-    if is_shared:
-        needs_target = _said_by_the_first(needs_target)
-    if not needs_target:
-        return
-    try:
-        model, processor = target.look()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        advice = "add --dtype bfloat16 or --tensor-parallel-size, or use a larger device"
-        raise ValueError(
-            f"expected a target that fits the memory, got {one_line(error)}; {advice}"
-        ) from error
-    identity = {**target_identity(model), **processor_identity(processor)}
-    if settings.feature_server:
-        del identity["weights"]  # they are on the server
-    if is_first:
-        state.check_target(identity)
-    has_draft = state.is_done("run")
-    if is_shared:
-        has_draft = _said_by_the_first(has_draft)
-    if not has_draft:
-        has_held_out = settings.num_eval > 0
-        with_models = arguments_for(settings, model, processor, has_held_out)
-        check_with_target(settings, with_models, model, processor)
-
-
-def _check_without_target(
-    settings: TrainSettings, arguments: DFlashTrainingArguments, state: RunState
-) -> bool:
-    """Checks what can be checked without the target's weights, and returns whether a stage needs them."""
-    pending = state.pending()
-    if not pending:
-        return False
-    check_before_loading(settings, arguments, pending)
-    is_answering = settings.answers == "target" and not settings.server
-    needs_target = (
-        ("prepare" in pending and settings.self_prompts > 0)
-        or ("regenerate" in pending and is_answering)
-        or "run" in pending
-        or "bench" in pending
-    )
-    if not needs_target:
-        state.check_target(processor_identity(load_processor(settings.target)))
-    return needs_target
 
 
 def _upload(settings: TrainSettings, draft: Path) -> str:
@@ -436,16 +363,6 @@ def _write_served_features(
         Processes("auto").wait()
 
 
-def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:
-    """Returns how many workers make a process's batches, where images are decoded while an accelerator would wait."""
-    sees_images = tokenizer_of(processor) is not processor
-    is_given = "dataloader_num_workers" in settings.arguments
-    if is_given or not sees_images or not torch.accelerator.is_available():
-        return {}
-    cores = (os.cpu_count() or 1) // num_processes()
-    return {"dataloader_num_workers": min(IMAGE_WORKERS, cores)}
-
-
 def _examples(path: Path, processor: Processor, settings: TrainSettings) -> Sequence[Example]:
     """The examples of a file; none where there is no file or nothing in it."""
     if not path.is_file() or not path.stat().st_size:
@@ -537,43 +454,6 @@ RUNNERS: dict[Stage, Callable[[TrainSettings, RunState, TargetOnce], dict[str, A
     "bench": _bench,
     "export": _export,
 }
-
-
-def make_arguments(settings: TrainSettings, **others: Any) -> DFlashTrainingArguments:
-    """Returns the training arguments; the trainer writes to `run`.
-
-    Raises:
-        ValueError: If one is out of range.
-    """
-    given: dict[str, Any] = {
-        # Without it Transformers takes bfloat16 for a request for a GPU.
-        "use_cpu": not torch.accelerator.is_available(),
-        **{name: getattr(settings, name) for name in OF_THE_TRAINER},
-        **settings.arguments,
-        **others,
-        # The trainer would upload `run`; the draft is, behind the last stage
-        "push_to_hub": False,
-    }
-    return DFlashTrainingArguments(output_dir=str(settings.output_dir / "run"), **given)
-
-
-def arguments_for(
-    settings: TrainSettings, target: PreTrainedModel, processor: Processor, has_held_out: bool
-) -> DFlashTrainingArguments:
-    """Returns [`make_arguments`] with what follows from the target and the data, where nothing else is asked for."""
-    others = _evaluation(settings, has_held_out)
-    is_precision_given = not settings.arguments.keys().isdisjoint({"bf16", "fp16"})
-    if target.dtype == torch.bfloat16 and not is_precision_given:
-        others["bf16"] = True  # as the target computes, over weights in float32
-    others |= loader_workers(settings, processor)
-    return make_arguments(settings, **others)
-
-
-def _evaluation(settings: TrainSettings, has_held_out: bool) -> dict[str, Any]:
-    """When the draft is measured while it is trained: after each epoch, unless something else is asked for."""
-    if has_held_out and "eval_strategy" not in settings.arguments:
-        return {"eval_strategy": "epoch"}
-    return {}
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,0 +1,62 @@
+"""The training arguments of `dflash-hf train`: what was asked for, and what follows from the target and the data."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dflash_hf.cli.train_settings import OF_THE_TRAINER, TrainSettings, num_processes
+from dflash_hf.pair.answers import Processor, tokenizer_of
+from dflash_hf.training.arguments import DFlashTrainingArguments
+
+IMAGE_WORKERS = 4
+
+
+def make_arguments(settings: TrainSettings, **others: Any) -> DFlashTrainingArguments:
+    """Returns the training arguments; the trainer writes to `run`.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    given: dict[str, Any] = {
+        # Without it Transformers takes bfloat16 for a request for a GPU.
+        "use_cpu": not torch.accelerator.is_available(),
+        **{name: getattr(settings, name) for name in OF_THE_TRAINER},
+        **settings.arguments,
+        **others,
+        # The trainer would upload `run`; the draft is, behind the last stage
+        "push_to_hub": False,
+    }
+    return DFlashTrainingArguments(output_dir=str(settings.output_dir / "run"), **given)
+
+
+def arguments_for(
+    settings: TrainSettings, target: PreTrainedModel, processor: Processor, has_held_out: bool
+) -> DFlashTrainingArguments:
+    """Returns [`make_arguments`] with what follows from the target and the data, where nothing else is asked for."""
+    others = evaluation(settings, has_held_out)
+    is_precision_given = not settings.arguments.keys().isdisjoint({"bf16", "fp16"})
+    if target.dtype == torch.bfloat16 and not is_precision_given:
+        others["bf16"] = True  # as the target computes, over weights in float32
+    others |= loader_workers(settings, processor)
+    return make_arguments(settings, **others)
+
+
+def evaluation(settings: TrainSettings, has_held_out: bool) -> dict[str, Any]:
+    """Returns when the draft is measured while it is trained: after each epoch, unless another time is asked for."""
+    if has_held_out and "eval_strategy" not in settings.arguments:
+        return {"eval_strategy": "epoch"}
+    return {}
+
+
+def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:
+    """Returns how many workers make a process's batches, where images are decoded while an accelerator would wait."""
+    sees_images = tokenizer_of(processor) is not processor
+    is_given = "dataloader_num_workers" in settings.arguments
+    if is_given or not sees_images or not torch.accelerator.is_available():
+        return {}
+    cores = (os.cpu_count() or 1) // num_processes()
+    return {"dataloader_num_workers": min(IMAGE_WORKERS, cores)}
