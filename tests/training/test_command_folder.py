@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import Trainer
 
 from dflash_hf.cli import train_stages
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
@@ -197,3 +198,30 @@ def test_parts_of_a_killed_run_count_in_another_working_folder(
     monkeypatch.chdir(tmp_path / "else")
     assert train("--output-dir", "../out", "--stages", "prepare").exit_code == 0
     assert made == [5, *range(4, 10)]
+
+
+def test_a_disk_without_a_checkpoint_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's own advice is for Python: the command refuses that option."""
+    out = tmp_path / "out"
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), "--output-dir", out, *SMALL]
+    words += ["--stages", "prepare,regenerate,run"]
+    write = Trainer._save_checkpoint
+
+    def refuse(trainer: Any, *rest: Any, **named: Any) -> None:
+        if trainer.state.global_step >= first_refused[0]:
+            raise OSError(errno.EROFS, "Read-only file system")
+        write(trainer, *rest, **named)
+
+    first_refused = [2]
+    monkeypatch.setattr(Trainer, "_save_checkpoint", refuse)
+    advice = f"make room on the disk or make it writable, and continue with dflash-hf train --output-dir {out}"
+    result = train(*words)
+    assert result.exit_code == 2, result.output
+    assert f"{advice}, which begins the training again and keeps the answers" in said(result)
+    assert "resume_from_checkpoint" not in result.output
+    first_refused[0] = 4
+    result = train(*words)
+    assert result.exit_code == 2, result.output
+    assert f"{advice}, which goes on from checkpoint-2" in said(result)

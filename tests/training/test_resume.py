@@ -1,5 +1,6 @@
 """A run that was ended at any place and resumed is the same run, bit for bit."""
 
+import errno
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3ForCausalLM, Trainer, TrainerCallback
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training import DFlashTrainer
@@ -270,7 +271,8 @@ def test_a_full_disk_is_told_and_the_run_goes_on_afterwards(
     try:
         with pytest.raises(
             OSError,
-            match=r"expected to write .*checkpoint-4, got .*; make room or fix it, and go on",
+            match=r"expected to write .*checkpoint-4, got .*; make room on the disk or make it writable, then go on "
+            r"from .*checkpoint-2 with resume_from_checkpoint=True$",
         ):
             trainer.train()
     finally:
@@ -278,6 +280,18 @@ def test_a_full_disk_is_told_and_the_run_goes_on_afterwards(
     resumed = make_draft(initializer_range=0.5)
     make(target, resumed, tmp_path / "b", save_steps=2).train(resume_from_checkpoint=True)
     assert_same(whole, resumed)
+
+
+def test_a_disk_that_takes_no_checkpoint_names_none(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", refuse)
+    sentence = r"Read-only file system; .* then begin again: no checkpoint of this run is whole$"
+    with pytest.raises(OSError, match=sentence):
+        make(target, make_draft(), tmp_path, save_steps=2).train()
 
 
 @pytest.mark.slow

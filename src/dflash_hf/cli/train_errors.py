@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from dflash_hf.cli.train_settings import Stage, TrainSettings, flag
 from dflash_hf.errors import one_line
 from dflash_hf.training.arguments import DFlashTrainingArguments
+from dflash_hf.training.checkpoints import whole_checkpoints
 
 # Releases of Transformers name it differently; some take both names.
 CHECKPOINTING = next(
@@ -28,6 +29,17 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
         less (`str`): Options under which it takes less memory.
     """
     goes_on = f"dflash-hf train --output-dir {settings.output_dir}"
+    is_of_a_checkpoint = str(error).startswith(f"expected to write {settings.output_dir / 'run'}")
+    if is_of_a_checkpoint:
+        # What it says to do is for Python
+        found, _, _ = str(error).partition("; make room")
+        way = "which begins the training again and keeps the answers"
+        whole = whole_checkpoints(settings.output_dir / "run")
+        if whole:
+            way = f"which goes on from {whole[0].name}"
+        return ValueError(
+            f"{found}; make room on the disk or make it writable, and continue with {goes_on}, {way}"
+        )
     is_full_disk = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     if is_full_disk:
         free = shutil.disk_usage(settings.output_dir).free / 2**20

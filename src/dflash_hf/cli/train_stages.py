@@ -48,7 +48,7 @@ from dflash_hf.pair.answers import Processor
 from dflash_hf.pair.loading import load_processor
 from dflash_hf.training.answering import regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
-from dflash_hf.training.checkpoints import is_whole
+from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.data import Example
 from dflash_hf.training.examples import read_examples
 from dflash_hf.training.export import CARD, card, export
@@ -306,7 +306,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     if settings.feature_server:
         for examples in (train, held_out):
             _write_served_features(settings, trainer, examples)
-    begun = any(is_whole(folder) for folder in (state.path / "run").glob("checkpoint-*"))
+    begun = bool(whole_checkpoints(state.path / "run"))
     facts: dict[str, Any] = {}
     # Without its layers the target cannot say whether the answers are its own
     if arguments.group_index == 0 and not begun and trainer.target.has_layers:

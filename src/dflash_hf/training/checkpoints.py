@@ -107,18 +107,28 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
                 "folder of a run"
             )
         return str(asked)
-    found = [
-        path
-        for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if re.search(r"-\d+$", path.name)
-    ]
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+    for path in _checkpoints(output_dir):
         if is_whole(path):
             return str(path)
         logger.warning(f"{path} was not written to its end; an earlier checkpoint is taken")
     raise ValueError(
         f"expected a whole checkpoint in {output_dir}, got none; leave resume_from_checkpoint out to begin"
     )
+
+
+def whole_checkpoints(output_dir: Path) -> list[Path]:
+    """Returns the folders of a run's checkpoints that were written to their end, the newest one first."""
+    return [path for path in _checkpoints(output_dir) if is_whole(path)]
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """The folders of a run's checkpoints, the newest one first."""
+    found = [
+        path
+        for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if re.search(r"-\d+$", path.name)
+    ]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
 
 
 def kept_of_rows(

@@ -41,6 +41,7 @@ from dflash_hf.training.checkpoints import (
     check_same_steps,
     kept_of_rows,
     whole_checkpoint,
+    whole_checkpoints,
 )
 from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
@@ -467,15 +468,20 @@ class DFlashTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Overrides: a checkpoint counts as one only when it is whole, and a full disk is told in a sentence."""
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        output_dir = Path(self._get_output_dir(trial))
+        folder = output_dir / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run; written last
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
+            action = "begin again: no checkpoint of this run is whole"
+            whole = whole_checkpoints(output_dir)
+            if whole:
+                action = f"go on from {whole[0]} with resume_from_checkpoint=True"
             raise OSError(
-                f"expected to write {folder}, got {type(error).__name__}: {one_line(error)}; make room or fix it, and "
-                "go on with resume_from_checkpoint=True"
+                f"expected to write {folder}, got {type(error).__name__}: {one_line(error)}; make room on the disk or "
+                f"make it writable, then {action}"
             ) from error
 
 
