@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from dflash_hf.bench.sets import load_questions
+from dflash_hf.cli import train_preflight
 from dflash_hf.cli.train_arguments import loader_workers
 from dflash_hf.cli.train_card import question_of
 from dflash_hf.cli.train_settings import TrainSettings
 from dflash_hf.pair.loading import load_processor
-from helpers.training_command import SMALL, TOY, train
+from helpers.training_command import SMALL, TOY, said, train
 
 PICTURES = TOY / "vision" / "pictures"
 
@@ -115,6 +116,33 @@ def test_images_are_decoded_by_workers_beside_a_gpu(
     assert loader_workers(asked, text) == {}
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert loader_workers(asked, vision) == {"dataloader_num_workers": 3}
+
+
+def test_rows_with_images_are_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor such as LLaVA's gives the model more than tokens only where there are images."""
+    monkeypatch.setattr(train_preflight, "_check_packed_text", lambda processor: None)
+    monkeypatch.setattr(train_preflight, "check_packing", lambda target: None)
+    (tmp_path / "pictures").symlink_to(PICTURES)
+    rows = [{"messages": [{"role": "user", "content": f"Good morning {at}."}]} for at in range(5)]
+    rows[3]["messages"] = [ask("What is in this picture?", "pictures/describe-0.png")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*SMALL, "--target", TOY / "vision" / "target", "--num-eval", 0]
+    words += ["--dataset", tmp_path / "rows.jsonl"]
+    packed = ["--packing-length", 3072]
+
+    def refuse(out: Path, stages: str) -> None:
+        result = train(*words, *packed, "--output-dir", out, "--stages", stages)
+        assert result.exit_code == 2, result.output
+        rows_file = out / "prepared" / "train.jsonl"
+        sentence = f"expected text alone in line 4 of {rows_file} with --packing-length"
+        assert sentence in said(result)
+        assert not (out / "answered").exists()
+
+    refuse(tmp_path / "at once", "prepare,regenerate,run")
+    out = tmp_path / "in two commands"
+    result = train(*words, "--output-dir", out, "--stages", "prepare")
+    assert result.exit_code == 0, result.output
+    refuse(out, "regenerate,run")
 
 
 QUESTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -26,10 +26,11 @@ from dflash_hf.cli.train_arguments import arguments_for
 from dflash_hf.cli.train_errors import is_out_of_memory
 from dflash_hf.cli.train_processes import by_the_first
 from dflash_hf.cli.train_settings import Stage, TrainSettings
-from dflash_hf.cli.train_state import RunState
+from dflash_hf.cli.train_state import TRAIN, RunState
 from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.data.row_files import RowFile
 from dflash_hf.errors import listed, one_line, require, shown
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
@@ -42,6 +43,7 @@ from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.identity import processor_identity, target_identity
 from dflash_hf.training.regenerate import end_tokens
+from dflash_hf.training.served_answers import has_images
 from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers
 from dflash_hf.training.trainer import DFlashTrainer, check_one_gpu, loader_options
@@ -87,6 +89,8 @@ def _check_without_target(
     if not pending:
         return False
     _check_before_loading(settings, arguments, pending)
+    if "run" in pending and state.is_done("prepare"):
+        check_packed_rows(settings, state.folder("prepare") / TRAIN)
     is_answering = settings.answers == "target" and not settings.server
     needs_target = (
         ("prepare" in pending and settings.self_prompts > 0)
@@ -190,6 +194,25 @@ def _check_with_target(
     with torch.device("meta"):
         draft = DFlashDraftModel(config)
     _check_disk(settings, arguments, sum(weight.numel() for weight in draft.parameters()))
+
+
+def check_packed_rows(settings: TrainSettings, rows: Path) -> None:
+    """Refuses to pack rows with images, before they are answered.
+
+    Args:
+        rows (`Path`): The prepared rows that are trained on.
+
+    Raises:
+        ValueError: If a row has images, naming it.
+    """
+    if settings.packing_length is None:
+        return
+    file = RowFile(rows)
+    for at, row in enumerate(file):
+        what = f"text alone in {file.where(at)} with --packing-length"
+        # The folder keeps the option, and would give it again
+        action = "take other data, or a new --output-dir without --packing-length"
+        require(not has_images(row), what, "images", action)
 
 
 def clients_of(settings: TrainSettings) -> list[OpenAIClient]:
