@@ -398,6 +398,22 @@ def test_what_is_there_is_not_made_again(
     assert prepare(asked, smollm2).num_kept == 1
 
 
+@pytest.mark.parametrize("suffix", ["", "::train"])
+def test_another_file_in_a_folder_is_another_set(tmp_path: Path, smollm2: Any, suffix: str) -> None:
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    table = folder / "data" / "train.parquet"
+    datasets.Dataset.from_list([{"messages": CHAT}]).to_parquet(str(table))
+    asked = PrepareSettings(datasets=[f"{folder}{suffix}"], output=tmp_path / "out.jsonl")
+    report = prepare(asked, smollm2)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "lock").touch()
+    assert prepare(asked, smollm2) == report, "hidden files have no rows"
+    datasets.Dataset.from_list([{"messages": CHAT[:2]}]).to_parquet(str(table))
+    with pytest.raises(ValueError, match=r"expected .*out\.jsonl as these settings make it"):
+        prepare(asked, smollm2)
+
+
 def test_rows_with_images(tmp_path: Path) -> None:
     processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
     for marked in (True, False):

@@ -196,15 +196,30 @@ def _asked(settings: PrepareSettings, chat_template: str) -> dict[str, Any]:
     """What a file is made of and how, to tell whether one that is there is the same."""
     asked = asdict(settings)
     del asked["output"]
-    asked["datasets"] = [(name, _digest(Path(name))) for name in settings.datasets]
+    asked["datasets"] = [(name, _digest(name)) for name in settings.datasets]
     asked["chat_template"] = chat_template
     return json.loads(json.dumps(asked))
 
 
-def _digest(path: Path) -> str | None:
-    """A digest of a file's bytes; `None` of a set that is no file."""
-    if not path.is_file():
+def _digest(name: str) -> str | None:
+    """A digest of a file, or of all files in a folder; `None` of a set of the Hub."""
+    if Path(name).is_file():
+        return _file_digest(Path(name))
+    folder = Path(name.partition(":")[0])
+    if not folder.is_dir():
         return None
+    found = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        place = file.relative_to(folder)
+        # `datasets` reads none of these
+        is_hidden = any(part.startswith(".") for part in place.parts)
+        if file.is_file() and not is_hidden:
+            found.update(f"{place} {_file_digest(file)}\n".encode())
+    return found.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    """A digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
