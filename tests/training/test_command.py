@@ -72,26 +72,39 @@ def test_a_run_is_killed_goes_on_and_leaves_everything(done: tuple[Path, str]) -
         assert all(value.equal(again[key]) for key, value in draft.state_dict().items())
 
 
+# When the draft is measured and saved -> options for four times.
+TIMES: dict[str, list[object]] = {
+    "steps": ["--eval-strategy", "steps", "--eval-steps", 1, "--save-steps", 1],
+    "epochs": ["--save-strategy", "epoch", "--per-device-train-batch-size", 8],
+}
+
+
+@pytest.mark.parametrize("name", TIMES)
 def test_the_acceptance_length_is_the_kept_drafts(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import dflash_hf.training.trainer as trainer
 
     walk = trainer.DFlashTrainer.evaluation_loop
     lengths = iter([1.5, 3.0, 2.0, 1.25])
+    drafts: list[torch.Tensor] = []
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = walk(self, *args, **kwargs)
+        drafts.append(self.draft.fc.weight.detach().clone())
         found.metrics["eval_acceptance_length"] = next(lengths)
         return found
 
     monkeypatch.setattr(trainer.DFlashTrainer, "evaluation_loop", evaluate)
-    words = ("--eval-strategy", "steps", "--eval-steps", 1, "--save-steps", 1)
+    out = tmp_path / "run"
     best = ("--load-best-model-at-end", "true", "--stages", "prepare,regenerate,run")
-    result = train(*SMALL, "--dataset", data, "--output-dir", tmp_path / "run", *words, *best)
+    result = train(*SMALL, "--dataset", data, "--output-dir", out, *TIMES[name], *best)
     assert result.exit_code == 0, said(result)
-    state = json.loads((tmp_path / "run" / "stages.json").read_text())
+    state = json.loads((out / "stages.json").read_text())
     assert state["run"]["facts"]["acceptance_length"] == 3.0
+    assert len(drafts) == 4
+    assert not drafts[1].equal(drafts[3])
+    assert load_draft(out / "draft").fc.weight.equal(drafts[1])
 
 
 def test_only_checkpoints_have_pickles(done: tuple[Path, str]) -> None:
