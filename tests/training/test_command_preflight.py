@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash_hf.cli.train_stages as stages
+from dflash_hf.cli import train_preflight
 from dflash_hf.cli.train_arguments import make_arguments
 from dflash_hf.cli.train_errors import CHECKPOINTING, explained, less_memory
 from dflash_hf.cli.train_settings import STAGES, TrainSettings, flag
@@ -124,6 +125,26 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--lr-scheduler-type", "cosine_with_min_lr"],
         "expected options of the schedule cosine_with_min_lr as --lr-scheduler-kwargs, got None",
     ),
+    "a schedule that fails behind the warm-up": (
+        ["--lr-scheduler-type", "inverse_sqrt", "--lr-scheduler-kwargs", '{"timescale": 0}'],
+        "expected options of the schedule inverse_sqrt as --lr-scheduler-kwargs, got {'timescale': 0}",
+    ),
+    "a momentum out of range": (
+        ["--adam-beta1", 1.5],
+        "expected options that the optimizer takes, got Invalid beta parameter at index 0: 1.5",
+    ),
+    "an optimizer's own option out of range": (
+        ["--optim", "sgd", "--optim-args", "momentum=-1"],
+        "expected options that the optimizer takes, got Invalid momentum value: -1.0",
+    ),
+    "an evaluation of no rows at once": (
+        ["--per-device-eval-batch-size", 0],
+        "expected positive batch sizes, gradient_accumulation_steps and chunk_blocks, got (2, 0, 1, 128)",
+    ),
+    "a mode of no compilation": (
+        ["--torch-compile-mode", "nothing"],
+        "expected a backend and a mode of torch.compile as --torch-compile-..., got",
+    ),
     "workers that stay, of none": (
         ["--dataloader-persistent-workers", "true"],
         "expected options of workers that fit together as --dataloader-..., got",
@@ -205,6 +226,51 @@ def test_the_target_is_told_by_weights_template_and_vocabulary() -> None:
     with torch.no_grad():
         next(target.parameters())[-1, -1] += 1
     assert target_identity(target)["weights"] != first["weights"]
+
+
+# Options of an evaluation, of which one of the two is given.
+EVALUATIONS: list[list[object]] = [
+    ["--eval-strategy", "epoch"],
+    ["--load-best-model-at-end", "true", "--save-strategy", "epoch"],
+]
+
+
+@pytest.mark.parametrize("words", EVALUATIONS)
+def test_an_evaluation_of_too_few_rows_is_refused(words: list[object], tmp_path: Path) -> None:
+    """At most a fifth of the conversations are held out: of four, none."""
+    out = tmp_path / "out"
+    data = write_rows(tmp_path / "rows.jsonl", count=4)
+    given = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare,regenerate,run"]
+    result = train(*given, *words)
+    assert result.exit_code == 2, result.output
+    assert f"expected conversations that are held out in {out / 'prepared'} for" in said(result)
+    assert not (out / "answered").exists()
+
+
+def test_flex_attention_on_a_cpu_is_refused_first(tmp_path: Path) -> None:
+    settings = TrainSettings(
+        target="org/x", output_dir=tmp_path, attention="flex", arguments={"use_cpu": True}
+    )
+    with pytest.raises(ValueError, match="expected an accelerator for --attention flex, got 'cpu'"):
+        train_preflight._check_attention(make_arguments(settings))
+
+
+def test_features_of_another_draft_are_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "features"
+    data = write_rows(tmp_path / "rows.jsonl")
+    words = ["--dataset", data, *SMALL, "--stages", "prepare,regenerate,run"]
+    words += ["--feature-cache", cache]
+    result = train(*words, "--output-dir", tmp_path / "first")
+    assert result.exit_code == 0, result.output
+    for stage in STAGES:
+        monkeypatch.setitem(stages.RUNNERS, stage, _unasked)
+    other = ["--draft-options", '{"num_taps": 1}', "--output-dir", tmp_path / "second"]
+    result = train(*words, *other)
+    assert result.exit_code == 2, result.output
+    assert "expected features with target_layer_ids" in said(result)
+    assert not (tmp_path / "second").exists()
 
 
 # Options of a run that is too large -> options that take less.

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, SchedulerType, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
@@ -26,7 +28,7 @@ from dflash_hf.cli.train_arguments import arguments_for
 from dflash_hf.cli.train_errors import is_out_of_memory
 from dflash_hf.cli.train_processes import by_the_first
 from dflash_hf.cli.train_settings import Stage, TrainSettings
-from dflash_hf.cli.train_state import TRAIN, RunState
+from dflash_hf.cli.train_state import HELD_OUT, TRAIN, RunState
 from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient
@@ -40,13 +42,15 @@ from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.identity import processor_identity, target_identity
+from dflash_hf.training.optimizer import MuonAndAdamW
 from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.served_answers import has_images
 from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers
-from dflash_hf.training.trainer import DFlashTrainer, check_one_gpu, loader_options
+from dflash_hf.training.trainer import DFlashTrainer, check_one_gpu, loader_options, num_likely
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +94,7 @@ def _check_without_target(
         return False
     _check_before_loading(settings, arguments, pending)
     if "run" in pending and state.is_done("prepare"):
-        check_packed_rows(settings, state.folder("prepare") / TRAIN)
+        check_prepared(settings, state.folder("prepare"))
     is_answering = settings.answers == "target" and not settings.server
     needs_target = (
         ("prepare" in pending and settings.self_prompts > 0)
@@ -144,7 +148,7 @@ def _check_models(settings: TrainSettings, target: TargetOnce) -> None:
 def _check_before_loading(
     settings: TrainSettings, arguments: DFlashTrainingArguments, pending: Sequence[Stage]
 ) -> None:
-    """Checks what the stages need beside the models: one GPU, held-out rows, reporters, an optimizer, servers, sets.
+    """Checks what the stages need beside the models: one GPU, held-out rows, an optimizer, servers, sets and others.
 
     Raises:
         ValueError: If something is missing; with the option that asks for it.
@@ -155,6 +159,8 @@ def _check_before_loading(
         _check_reporters(arguments)
         _check_optimizer(arguments)
         _check_schedule(arguments)
+        _check_attention(arguments)
+        _check_compilation(arguments)
     if "regenerate" in pending and settings.server:
         sampling = answer_settings(settings, Path(), Path()).of_server(0)
         processor = load_processor(settings.target)
@@ -176,8 +182,8 @@ def _check_with_target(
 
     Raises:
         ValueError: If the draft's options are no fields of a config or have values of other types, the draft does not
-            fit the target, examples cannot be packed for it, no workers can be made, or the disk has no room for a
-            checkpoint.
+            fit the target, examples cannot be packed for it, the feature cache is another target's, no workers can be
+            made, or the disk has no room for a checkpoint.
     """
     _check_loader(arguments)
     found = find_target(target)
@@ -191,26 +197,41 @@ def _check_with_target(
         check_packing(found)
     if settings.feature_server:
         ServedFeatures(feature_servers(settings), config, target.dtype).check()
+    elif arguments.feature_cache is not None:
+        cache = FeatureCache(arguments.feature_cache, arguments.feature_dtype)
+        if cache.is_begun:
+            cache.check(found, config, num_likely=num_likely(arguments))
     with torch.device("meta"):
         draft = DFlashDraftModel(config)
     _check_disk(settings, arguments, sum(weight.numel() for weight in draft.parameters()))
 
 
-def check_packed_rows(settings: TrainSettings, rows: Path) -> None:
-    """Refuses to pack rows with images, before they are answered.
+def check_prepared(settings: TrainSettings, prepared: Path) -> None:
+    """Refuses prepared rows that cannot be trained on with these options, before they are answered.
 
     Args:
-        rows (`Path`): The prepared rows that are trained on.
+        prepared (`Path`): The folder of `prepare`.
 
     Raises:
-        ValueError: If a row has images, naming it.
+        ValueError: If rows with images would be packed, or an evaluation has no rows.
     """
-    if settings.packing_length is None:
-        return
+    if settings.packing_length is not None:
+        _check_packed_rows(prepared / TRAIN)
+    asked = settings.arguments
+    is_evaluated = asked.get("eval_strategy", "no") != "no"
+    keeps_best = bool(asked.get("load_best_model_at_end"))
+    has_held_out = (prepared / HELD_OUT).stat().st_size > 0
+    what = f"conversations that are held out in {prepared} for --eval-strategy or --load-best-model-at-end"
+    # The folder keeps the options, and would give them again
+    action = "take 5 conversations or more, or a new --output-dir without these options"
+    require(has_held_out or not (is_evaluated or keeps_best), what, 0, action)
+
+
+def _check_packed_rows(rows: Path) -> None:
+    """Refuses to pack rows with images."""
     file = RowFile(rows)
     for at, row in enumerate(file):
         what = f"text alone in {file.where(at)} with --packing-length"
-        # The folder keeps the option, and would give it again
         action = "take other data, or a new --output-dir without --packing-length"
         require(not has_images(row), what, "images", action)
 
@@ -323,36 +344,77 @@ def _check_packed_text(processor: Processor) -> None:
 
 
 def _check_optimizer(arguments: DFlashTrainingArguments) -> None:
-    """Looks for the package of an optimizer, as the trainer will."""
+    """Looks for the package of an optimizer, as the trainer will, and makes one of torch's for two weights."""
+    weights = nn.Linear(1, 1, device="cpu")
+    options: dict[str, Any] = {}
     if arguments.optim == MUON:
-        return
+        make = partial(MuonAndAdamW, weights, arguments)
+    else:
+        try:
+            kind, options = DFlashTrainer.get_optimizer_cls_and_kwargs(arguments)
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"expected an optimizer that is installed as --optim, got {str(arguments.optim)!r} "
+                f"({one_line(error)}); install its package, or name another"
+            ) from error
+        # Others may need a GPU
+        if not kind.__module__.startswith("torch.optim"):
+            return
+        make = partial(kind, weights.parameters(), **options)
     try:
-        DFlashTrainer.get_optimizer_cls_and_kwargs(arguments)
-    except (ImportError, RuntimeError, ValueError) as error:
+        make()
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"expected an optimizer that is installed as --optim, got {str(arguments.optim)!r} ({one_line(error)}); "
-            "install its package, or name another"
+            f"expected options that the optimizer takes, got {one_line(error)}; correct --adam-..., --weight-decay or "
+            "--optim-args"
         ) from error
 
 
 def _check_schedule(arguments: DFlashTrainingArguments) -> None:
-    """Makes a schedule of the learning rate, as the trainer will."""
-    steps = 1000  # any number: how many there are is known later
+    """Makes a schedule of the learning rate, as the trainer will, and asks it for rates in and behind the warm-up."""
+    warmup = arguments.get_warmup_steps(1000)
+    steps = warmup + 1000  # any number: how many there are is known later
     optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=arguments.learning_rate)
     options: Any = arguments.lr_scheduler_kwargs
     try:
-        get_scheduler(
+        schedule: Any = get_scheduler(
             arguments.lr_scheduler_type,
             optimizer=optimizer,
-            num_warmup_steps=arguments.get_warmup_steps(steps),
+            num_warmup_steps=warmup,
             num_training_steps=steps,
             scheduler_specific_kwargs=options,
         )
-    except (KeyError, TypeError, ValueError) as error:
+        for factor in schedule.lr_lambdas:
+            for step in (0, warmup, warmup + 1, steps):
+                factor(step)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         name = SchedulerType(arguments.lr_scheduler_type).value
         raise ValueError(
             f"expected options of the schedule {name} as --lr-scheduler-kwargs, got {options} "
             f"({one_line(error)}); correct them, or use another --lr-scheduler-type"
+        ) from error
+
+
+def _check_attention(arguments: DFlashTrainingArguments) -> None:
+    """Refuses FlexAttention on a CPU, where torch has no backward pass of it."""
+    device = arguments.device.type
+    is_possible = arguments.attention != "flex" or device != "cpu"
+    require(is_possible, "an accelerator for --attention flex", device, "use auto or sdpa")
+
+
+def _check_compilation(arguments: DFlashTrainingArguments) -> None:
+    """Asks torch whether it knows the backend and the mode of a compilation; nothing is compiled."""
+    if not arguments.torch_compile:
+        return
+    options: dict[str, Any] = {"backend": arguments.torch_compile_backend}
+    if arguments.torch_compile_mode is not None:
+        options["mode"] = arguments.torch_compile_mode
+    try:
+        torch.compile(nn.Identity(), **options)
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected a backend and a mode of torch.compile as --torch-compile-..., got {options} "
+            f"({one_line(error)}); correct them, or leave them out"
         ) from error
 
 

@@ -26,7 +26,7 @@ from dflash_hf.cli.train_card import card_facts, question_of
 from dflash_hf.cli.train_errors import explained, less_memory
 from dflash_hf.cli.train_preflight import (
     answer_settings,
-    check_packed_rows,
+    check_prepared,
     clients_of,
     feature_servers,
     fresh_options,
@@ -39,7 +39,7 @@ from dflash_hf.cli.train_settings import (
     num_processes,
     process_index,
 )
-from dflash_hf.cli.train_state import TRAIN, RunState, locked
+from dflash_hf.cli.train_state import HELD_OUT, TRAIN, RunState, locked
 from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.devices import execution_device
@@ -63,7 +63,6 @@ from dflash_hf.training.steps import share_of
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens
 
-HELD_OUT = "held_out.jsonl"
 QUESTIONS = "held_out_questions.jsonl"
 EVERY = "conversations.jsonl"
 SELF_PROMPTS = "self_prompts.jsonl"
@@ -233,7 +232,7 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
     num_train, num_held_out = split_rows(
         folder / EVERY, folder / TRAIN, folder / HELD_OUT, settings.num_eval
     )
-    check_packed_rows(settings, folder / TRAIN)
+    check_prepared(settings, folder)
     facts: dict[str, Any] = {"conversations": num_train, "held_out": num_held_out}
     left_out = sum(count for count, _ in found.left_out.values())
     if left_out:

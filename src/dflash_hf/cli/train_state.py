@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 STAGES_FILE = "stages.json"
 SETTINGS_FILE = "settings.yaml"
 LOCK_FILE = ".lock"
-TRAIN = "train.jsonl"  # of each of the first two stages: the rows that are trained on
+# Of each of the first two stages: the rows that are trained on, and those that are held out.
+TRAIN = "train.jsonl"
+HELD_OUT = "held_out.jsonl"
 # Folders that each stage leaves; the first one is there when it is done.
 FOLDERS: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared",),

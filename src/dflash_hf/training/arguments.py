@@ -259,10 +259,11 @@ class DFlashTrainingArguments(TrainingArguments):
         require(size is None or size >= 2, "block_size >= 2", size, "None is the draft's")
         counts = (
             self.per_device_train_batch_size,
+            self.per_device_eval_batch_size,
             self.gradient_accumulation_steps,
             self.chunk_blocks,
         )
-        what = "positive batch size, gradient_accumulation_steps and chunk_blocks"
+        what = "positive batch sizes, gradient_accumulation_steps and chunk_blocks"
         require(min(counts) > 0, what, counts, "fix the one that is not")
         num_ranks = self.tensor_parallel_size
         require(

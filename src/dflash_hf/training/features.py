@@ -197,7 +197,7 @@ class FeatureCache:
     ) -> int:
         """Checks what is there and the room on the disk, writes the settings, and returns the next tokens to keep."""
         settings = _settings(target, config, num_likely)
-        is_old = (self.folder / SETTINGS_FILE).exists()
+        is_old = self.is_begun
         if is_old:
             self._compare(settings, num_likely)
             num_likely = int(self._settings()["num_likely"])
@@ -230,6 +230,11 @@ class FeatureCache:
                 lambda path: path.write_text(json.dumps(settings, indent=2), encoding="utf-8"),
             )
         return num_likely
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether features have been written there."""
+        return (self.folder / SETTINGS_FILE).exists()
 
     def check(self, target: Target, config: DFlashConfig, *, num_likely: int = 0) -> None:
         """Refuses a folder of another target, dtype or taps, or with too few next tokens.

@@ -246,10 +246,11 @@ class DFlashTrainer(Trainer):
         examples = self.train_dataset
         if args.feature_cache is None:
             return None
-        num_likely = LIKELY_TOKENS if args.loss in DISTILLATION else int(args.labels == "target")
         mine: Any = share_of(examples, args.group_index, args.num_groups)  # type: ignore[arg-type]
         cache = FeatureCache(args.feature_cache, args.feature_dtype)
-        cache.write(self.target, config, mine, num_likely=num_likely, num_writers=args.num_groups)
+        cache.write(
+            self.target, config, mine, num_likely=num_likely(args), num_writers=args.num_groups
+        )
         self.accelerator.wait_for_everyone()
         return cache
 
@@ -515,6 +516,13 @@ def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
             )
     check_one_gpu(args)
     return draft
+
+
+def num_likely(args: DFlashTrainingArguments) -> int:
+    """Returns how many of the target's most likely next tokens the loss and the labels need."""
+    if args.loss in DISTILLATION:
+        return LIKELY_TOKENS
+    return int(args.labels == "target")
 
 
 def loader_options(args: DFlashTrainingArguments) -> dict[str, Any]:
