@@ -1,4 +1,7 @@
-"""A run by two processes in one of which FlexAttention fails: `python flex_ranks.py FOLDER`, by the tests."""
+"""A run by two processes in one of which FlexAttention fails: `python flex_ranks.py FOLDER KIND`, by the tests.
+
+The kind is `"whole"`, or `"sharded"` for a draft under FSDP, whose layers talk with the other process.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training import DFlashTrainer, forward
 from helpers.forked_ranks import run_ranks
 from helpers.training import draws, options, records
+from helpers.training_ranks import allow_fsdp_on_cpu
 from tiny import tiny_draft, tiny_target
 
 
@@ -38,11 +42,15 @@ def pretend_flex() -> None:
     DFlashDraftModel.forward = fail
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kind: str) -> None:
     """Trains, and prints its number, how many losses there are and why FlexAttention is not taken."""
     torch.set_num_threads(1)
     pretend_flex()
     target = tiny_target("qwen3")
+    changes: dict[str, Any] = {}
+    if kind == "sharded":
+        allow_fsdp_on_cpu()
+        changes = {"fsdp": True, "fsdp_config": {"version": 2}}
     args = options(
         folder,
         use_cpu=True,
@@ -51,6 +59,7 @@ def main(folder: Path) -> None:
         logging_steps=1,
         per_device_train_batch_size=1,
         ddp_timeout=20,
+        **changes,
     )
     trainer = DFlashTrainer(
         model=tiny_draft(target, seed=1), target=target, args=args, train_dataset=draws(9)
@@ -63,4 +72,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_ranks(lambda: main(Path(sys.argv[1])))
+    run_ranks(lambda: main(Path(sys.argv[1]), sys.argv[2]))

@@ -109,9 +109,10 @@ def test_what_fails_behind_the_trial_is_raised(
     assert not as_on_cuda
 
 
-def test_a_failure_in_one_process_is_one_in_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_a_failure_in_one_process_is_one_in_all(kind: str, tmp_path: Path) -> None:
     """Else it would call a forward twice that waits for the others, and all would hang."""
-    run = forked_python.run([flex_ranks.__file__, tmp_path], os.environ, 120)
+    run = forked_python.run([flex_ranks.__file__, tmp_path, kind], os.environ, 120)
     assert run.returncode == 0, run.stderr[-4000:]
     told = [line for line in run.stdout.splitlines() if line.startswith(("0", "1"))]
     assert sorted(told) == ["0 3 an error in another process", "1 3 out of resource"]

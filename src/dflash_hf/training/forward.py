@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
@@ -263,9 +264,24 @@ def run_blocks(
 
     flex = _wants_flex(draft, attention, device)
     if flex and attention == "auto" and draft not in _flex_drafts:
-        flex = _flex_works(draft, lambda: run(draft, True, None), is_shared=module is not None)
+        flex = _flex_works(
+            draft, lambda: run(_alone(draft), True, None), is_shared=module is not None
+        )
     output = run(draft if module is None else module, flex, then)
     return output.last_hidden_state if then is None else output
+
+
+def _alone(draft: DFlashDraftModel) -> DFlashDraftModel:
+    """A draft of the same shape that runs in this process alone: the draft itself, unless it is sharded.
+
+    The layers of a sharded one wait for the other processes: one in which a layer fails would leave them waiting.
+    """
+    is_sharded = any(isinstance(weight, DTensor) for weight in draft.parameters())
+    if not is_sharded:
+        return draft
+    weight = draft.fc.weight
+    alone: Any = DFlashDraftModel(draft.config)
+    return alone.to(weight.device, weight.dtype).train(draft.training)
 
 
 def _dtype_of_context(
