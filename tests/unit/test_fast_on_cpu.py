@@ -288,7 +288,9 @@ def test_prompts_go_by_the_attention_that_the_user_has_set(monkeypatch: pytest.M
         "sdpa",
         lambda *args, **kwargs: (-theirs(*args, **kwargs)[0], None),
     )
-    assert not prefilled(monkeypatch, target, [9])
+    # A verify has an attention of its own, so the text would be another one.
+    with pytest.raises(ValueError, match="one of Transformers' own attentions, got 'sdpa'"):
+        prefilled(monkeypatch, target, [9])
 
 
 @pytest.mark.parametrize(

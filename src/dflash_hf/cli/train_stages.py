@@ -232,7 +232,9 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
     num_train, num_held_out = split_rows(
         folder / EVERY, folder / TRAIN, folder / HELD_OUT, settings.num_eval
     )
-    check_prepared(settings, folder)
+    # Rows may be prepared to be answered alone
+    if "run" in state.stages:
+        check_prepared(settings, folder)
     facts: dict[str, Any] = {"conversations": num_train, "held_out": num_held_out}
     left_out = sum(count for count, _ in found.left_out.values())
     if left_out:
