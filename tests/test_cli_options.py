@@ -146,6 +146,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
         "--license",
         "--loss",
         "--lr-scheduler-type",
+        "--max-image-pixels",
         "--max-length",
         "--max-new-tokens",
         "--min-p",

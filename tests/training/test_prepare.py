@@ -1,8 +1,10 @@
 """Rows of every form become the same conversations, once each, as long as they may be; bad ones are named."""
 
+import base64
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from transformers import AutoProcessor
 
 from dflash_hf.training import Example, PrepareSettings, load_rows, read_examples
@@ -458,6 +461,32 @@ def test_rows_with_images(tmp_path: Path) -> None:
         assert list(read_examples(asked.output, processor, max_length=least).lengths) == sorted(
             (n for n in examples.lengths if n <= least), key=list(examples.lengths).index
         )
+
+
+def test_large_images_are_shrunk(tmp_path: Path) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+    for name, size in (("small.png", (24, 16)), ("large.png", (64, 48))):
+        picture(*size).save(tmp_path / name)
+    embedded = base64.b64encode((tmp_path / "large.png").read_bytes()).decode()
+    sources = ("small.png", "large.png", f"data:image/png;base64,{embedded}")
+    rows = [{"prompt": "q", "completion": "a", "image": source} for source in sources]
+    source = write(tmp_path / "in.jsonl", *rows)
+    asked = PrepareSettings(datasets=[str(source)], output=tmp_path / "out" / "out.jsonl")
+    limited = replace(asked, max_image_pixels=24 * 16)
+    prepare(limited, processor)
+    kept = [json.loads(line) for line in limited.output.read_text().splitlines()]
+    # The last row is the second one again.
+    assert [len(row["images"]) for row in kept] == [1, 1]
+    assert kept[0]["images"] == [str((tmp_path / "small.png").resolve())]
+    shrunk = Image.open(limited.output.parent / kept[1]["images"][0])
+    assert shrunk.size == (22, 16)
+    lengths = read_examples(limited.output, processor).lengths
+    assert lengths == [row["sequences"][0]["num_tokens"] for row in kept]
+    large = {**rows[0], "image": "https://example.org/large.png"}
+    source = write(tmp_path / "in.jsonl", large)
+    again = replace(limited, output=tmp_path / "again" / "out.jsonl")
+    with pytest.raises(ValueError, match="expected images in files or rows, which can be shrunk"):
+        prepare(again, processor)
 
 
 def test_images_as_bytes_become_files(tmp_path: Path) -> None:

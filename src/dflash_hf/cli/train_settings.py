@@ -156,6 +156,11 @@ class TrainSettings:
         "Skip malformed rows. Without this option a malformed row ends the command with an error.",
         False,
     )
+    max_image_pixels: int | None = option(
+        DATA,
+        "Largest image in pixels, width times height. Larger images are shrunk. Default: images stay as they are.",
+        None,
+    )
     streaming: bool = option(DATA, "Read Hub datasets row by row, without a copy on disk.", False)
 
     max_new_tokens: int = option(
@@ -426,6 +431,7 @@ class TrainSettings:
 BATCHES_PER_STEP = "processes x gradient_accumulation_steps"
 LEAST = {
     "num_prompts": 1,
+    "max_image_pixels": 1,
     "self_prompts": 0,
     "num_eval": 0,
     "max_length": 2,
@@ -479,6 +485,7 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
         "chat_template_kwargs",
         "template",
         "skip_bad_rows",
+        "max_image_pixels",
     ),
     # Which server answers may change while it answers: that it runs the target is checked
     "regenerate": ("answers", "max_new_tokens", "temperature", *OF_SAMPLES),

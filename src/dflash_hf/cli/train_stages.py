@@ -225,6 +225,7 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
             template=settings.template,
             streaming=settings.streaming,
             skip_bad_rows=settings.skip_bad_rows,
+            max_image_pixels=settings.max_image_pixels,
             chat_template_kwargs=settings.chat_template_kwargs,
         ),
         load_processor(settings.target),

@@ -111,6 +111,17 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
     return ChatImage(name=path.name, image=image, thumbnail=thumbnail, note=note)
 
 
+def shrunk_image(path: Path, data: bytes | None, max_pixels: int) -> bytes:
+    """Returns an image of at most so many pixels, as PNG; arguments and errors as of [`read_image`]."""
+    image = read_image(path, data).image
+    factor = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)
+    width = max(1, int(image.width * factor))
+    height = max(1, int(image.height * factor))
+    buffer = io.BytesIO()
+    image.resize((width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def content_name(data: bytes) -> str:
     """Returns a file name that says what is in it: a hash, and the kind of image by how it begins."""
     kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), "")

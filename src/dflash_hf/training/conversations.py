@@ -6,14 +6,19 @@ or messages), `turns` of the user's, and any other columns through a template of
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import io
 import json
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.data.image_files import image_size, store_image
+from dflash_hf.data.image_files import image_size, shrunk_image, store_image
 from dflash_hf.data.prompt_files import SOURCES, check_text
 from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
@@ -28,6 +33,25 @@ ROLES = {
 MAX_PATH = 4096  # longer texts are images themselves
 FORMS = ("messages", "conversations", "conversation", "turns", "prompt")
 NO_OPTIONS: Mapping[str, Any] = {}
+NO_LIMIT = sys.maxsize  # of pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """What becomes of a row's images.
+
+    Args:
+        folder (`Path`, *optional*): Where those are written that a row holds as bytes, and those that are shrunk.
+        max_pixels (`int`): Width times height above which an image is shrunk.
+    """
+
+    folder: Path | None
+    max_pixels: int
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether there are images that would be shrunk."""
+        return self.max_pixels < NO_LIMIT
 
 
 def conversation_of(
@@ -35,6 +59,7 @@ def conversation_of(
     template: str | None = None,
     images: Path | None = None,
     chat_template_kwargs: Mapping[str, Any] = NO_OPTIONS,
+    max_pixels: int = NO_LIMIT,
 ) -> dict[str, Any]:
     """Returns a row as `{"id", "messages", "images"?, "chat_template_kwargs"?}`, with everything in it fit for JSON.
 
@@ -43,20 +68,22 @@ def conversation_of(
     Args:
         row ([`Row`]): Of any form.
         template (`str`, *optional*): What the user says, of rows of other columns: a text with their names in braces.
-        images (`Path`, *optional*): Folder for images that a row holds as bytes; without one they are refused. Their
-            paths are relative to the folder above it, see [`resolved`].
+        images (`Path`, *optional*): Folder for images that a row holds as bytes, and for those that are shrunk;
+            without one they are refused. Their paths are relative to the folder above it, see [`resolved`].
         chat_template_kwargs (mapping): What each row's chat template is to read; a row's own come first.
+        max_pixels (`int`): Width times height above which an image is shrunk.
 
     Raises:
         ValueError: If the row has no known form, or is malformed; naming it.
     """
     turns = _turns(row, template)
-    messages = [_message(turn, at, row, images) for at, turn in enumerate(turns)]
+    kept = Images(folder=images, max_pixels=max_pixels)
+    messages = [_message(turn, at, row, kept) for at, turn in enumerate(turns)]
     found: dict[str, Any] = {"messages": _from_first_user(messages, row)}
     # A set of questions may have a text there that is no image's place.
     sources = row.own_images()
     if sources:
-        found["images"] = [_image(source, row, images) for source in sources]
+        found["images"] = [_image(source, row, kept) for source in sources]
     options = dict(chat_template_kwargs)
     if row.values.get("tools"):
         options["tools"] = row.values["tools"]
@@ -108,7 +135,7 @@ def _side(value: Any, role: str) -> list[Any]:
     return [{"role": role, "content": value}]
 
 
-def _message(turn: Any, at: int, row: Row, images: Path | None) -> dict[str, Any]:
+def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
     """A turn as chat templates take it."""
     where = f"turn {at} of {row.where}"
     require(isinstance(turn, Mapping), f"a role and a content in {where}", turn, FIX)
@@ -128,7 +155,7 @@ def _message(turn: Any, at: int, row: Row, images: Path | None) -> dict[str, Any
     return message | others
 
 
-def _content(content: Any, where: str, row: Row, images: Path | None) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, row: Row, images: Images) -> str | list[dict[str, Any]]:
     """What a turn says: one text, unless there are images in it."""
     if isinstance(content, str):
         return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
@@ -140,7 +167,7 @@ def _content(content: Any, where: str, row: Row, images: Path | None) -> str | l
     return blocks
 
 
-def _block(block: Any, where: str, row: Row, images: Path | None) -> dict[str, Any]:
+def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:
     """A part of a turn: a text, or an image with or without one of its own."""
     require(isinstance(block, Mapping), f"blocks with a type in {where}", block, FIX)
     block = _without_none(block)
@@ -163,27 +190,62 @@ def _block(block: Any, where: str, row: Row, images: Path | None) -> dict[str, A
     return {"type": "image", "image": _image(sources[0], row, images)}
 
 
-def _image(image: Any, row: Row, folder: Path | None) -> str:
+def _image(image: Any, row: Row, images: Images) -> str:
     """An image as a processor finds it again: an address, or a file."""
     place = image
     if isinstance(image, Mapping) and not image.get("bytes"):
         place = image.get("path")
-    if isinstance(place, str) and place.startswith(("http://", "https://", "data:")):
+    source: Path | bytes
+    if isinstance(place, str) and place.startswith(("http://", "https://")):
+        what = f"images in files or rows, which can be shrunk, in {row.where}"
+        action = "download the image, or leave the limit out"
+        require(not images.has_limit, what, place, action)
         return place
-    source = row.image(image)
+    if isinstance(place, str) and place.startswith("data:"):
+        if not images.has_limit:
+            return place
+        source = _embedded(place, row)
+    else:
+        source = row.image(image)
     if isinstance(source, bytes):
-        if folder is None:
-            raise ValueError(
-                f"expected the path of an image in {row.where}, got the bytes of the image; "
-                "name a folder into which images are written"
-            )
-        stored = store_image(source, folder)
-        # Beside the file that names it: both can be moved
-        return f"{stored.parent.name}/{stored.name}"
+        if _is_too_large(io.BytesIO(source), images):
+            source = shrunk_image(Path(row.where), source, images.max_pixels)
+        return _stored(source, row, images)
     is_readable = image_size(str(source)) is not None
     what = f"an image that can be read in {row.where}"
     require(is_readable, what, str(place), "leave the row out, or install pillow")
+    if _is_too_large(str(source), images):
+        return _stored(shrunk_image(source, None, images.max_pixels), row, images)
     return str(source)
+
+
+def _is_too_large(source: Any, images: Images) -> bool:
+    """Whether an image is to be shrunk; not if its header does not say how large it is."""
+    if not images.has_limit:
+        return False
+    height, width = image_size(source) or (0, 0)
+    return height * width > images.max_pixels
+
+
+def _embedded(address: str, row: Row) -> bytes:
+    """The bytes of an image that stands in its address."""
+    try:
+        return base64.b64decode(address.partition("base64,")[2], validate=True)
+    except binascii.Error as error:
+        what = f"base64 in the address of an image in {row.where}"
+        raise ValueError(f"expected {what}, got {shown(address[:80])}; {FIX}") from error
+
+
+def _stored(image: bytes, row: Row, images: Images) -> str:
+    """The file that an image is written to."""
+    if images.folder is None:
+        raise ValueError(
+            f"expected the path of an image in {row.where}, got the bytes of the image; "
+            "name a folder into which images are written"
+        )
+    stored = store_image(image, images.folder)
+    # Beside the file that names it: both can be moved
+    return f"{stored.parent.name}/{stored.name}"
 
 
 def _without_none(columns: Mapping[str, Any]) -> dict[str, Any]:

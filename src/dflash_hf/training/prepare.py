@@ -25,7 +25,7 @@ from dflash_hf.data.rows import Row
 from dflash_hf.data.sources import Origin, RowMap, full_name, is_no_room, open_source
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.conversations import content_id, conversation_of, resolved
+from dflash_hf.training.conversations import NO_LIMIT, content_id, conversation_of, resolved
 from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
 from dflash_hf.training.messages import ChatTemplate, Processing
@@ -67,6 +67,8 @@ class PrepareSettings:
         streaming (`bool`): Fetch sets of the Hub row by row, and keep none.
         skip_bad_rows (`bool`): Leave out rows that are malformed, and say how many, instead of refusing the first.
         chat_template_kwargs (mapping): What else the chat template reads: `{"enable_thinking": False}`.
+        max_image_pixels (`int`, *optional*): Width times height of the largest image; larger ones are shrunk, and
+            written beside `output`.
     """
 
     datasets: Sequence[str]
@@ -78,6 +80,7 @@ class PrepareSettings:
     streaming: bool = False
     skip_bad_rows: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_image_pixels: int | None = None
 
 
 @dataclass(slots=True)
@@ -330,7 +333,8 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     """Some of `COLUMNS`: those that are not as in `NOTHING`."""
     folder = settings.output.parent
     options = settings.chat_template_kwargs
-    found = conversation_of(row, settings.template, folder / "images", options)
+    max_pixels = settings.max_image_pixels or NO_LIMIT
+    found = conversation_of(row, settings.template, folder / "images", options, max_pixels)
     messages = found["messages"]
     if settings.turns == "none":
         while messages[-1]["role"] != "user":
