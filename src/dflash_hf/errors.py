@@ -11,6 +11,7 @@ from collections.abc import Iterable
 MAX_VALUE = 200  # characters of one value
 MAX_TEXT = 600  # characters of what somebody else has to say
 MAX_NAMED = 8  # names in a list
+REFUSED = 2  # exit status of a command that got bad input
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4

@@ -23,10 +23,10 @@ from dflash_hf.cli.push import push
 from dflash_hf.cli.serve import serve
 from dflash_hf.cli.train import CONTEXT, train
 from dflash_hf.cli.tune import tune
-from dflash_hf.errors import one_line
+from dflash_hf.errors import REFUSED, one_line
 
-# Exit statuses; 0 is success, and 1 what a command found out: answers differ, or the doctor has findings.
-REFUSED = 2
+# Exit statuses beside `REFUSED`; 0 is success, and 1 what a command found out: answers differ, or the doctor has
+# findings.
 UNEXPECTED = 3
 INTERRUPTED = 130
 NO_READER = 141

@@ -9,8 +9,8 @@ import typer
 from accelerate.utils import broadcast_object_list
 
 from dflash_hf.cli.train_settings import num_processes, process_index
+from dflash_hf.errors import REFUSED
 
-REFUSED = 2  # the exit status of bad input
 Value = TypeVar("Value")
 
 

@@ -113,12 +113,9 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
 
 def shrunk_image(path: Path, data: bytes | None, max_pixels: int) -> bytes:
     """Returns an image of at most so many pixels, as PNG; arguments and errors as of [`read_image`]."""
-    image = read_image(path, data).image
-    factor = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)
-    width = max(1, int(image.width * factor))
-    height = max(1, int(image.height * factor))
+    image = _of_at_most(read_image(path, data).image, max_pixels)
     buffer = io.BytesIO()
-    image.resize((width, height)).save(buffer, "PNG")
+    image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -184,9 +181,14 @@ def _upright_rgb(file: Any) -> Any:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert("RGB")
-    factor = (KEPT_PIXELS / (image.width * image.height)) ** 0.5
-    if factor < 1:
-        image = image.resize(
-            (max(1, int(image.width * factor)), max(1, int(image.height * factor)))
-        )
-    return image
+    return _of_at_most(image, KEPT_PIXELS)
+
+
+def _of_at_most(image: Any, max_pixels: int) -> Any:
+    """An image of the same shape with at most so many pixels: itself, or a smaller one."""
+    factor = (max_pixels / (image.width * image.height)) ** 0.5
+    if factor >= 1:
+        return image
+    width = max(1, int(image.width * factor))
+    height = max(1, int(image.height * factor))
+    return image.resize((width, height))

@@ -155,7 +155,7 @@ class Answer:
     text: TextReader
     stops: StopReader
     markup: MarkupReader
-    has_parallel_calls: bool = True
+    has_parallel_calls: bool
     ids: list[int] = field(default_factory=list[int])
     offsets: list[int] = field(default_factory=list[int])  # letters before each token
     num_letters: int = 0  # of all tokens so far
