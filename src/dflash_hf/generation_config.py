@@ -169,8 +169,8 @@ class DFlashGenerationConfig(GenerationConfig):
             few fewer proposals may be accepted. Left out, the weights are used as they are. Not timed on a GPU yet.
         draft_window (`int`, *optional*): The draft sees only so many of the newest tokens of a text, in layers whose
             own window is wider or that have none. A draft with full attention that was trained on short texts is right
-            more often on long ones then (docs/log.md), and its cache is smaller. The text stays the target's. Left
-            out, each layer sees what it was trained with.
+            more often on long ones then (docs/log-archive.md), and its cache is smaller. The text stays the target's.
+            Left out, each layer sees what it was trained with.
         synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock, so that
             the times in [`SpeculativeStats`] are each part's own. It slows decoding; a CPU has nothing to wait for.
         kwargs: Fields of [`~transformers.GenerationConfig`].

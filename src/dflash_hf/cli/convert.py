@@ -28,7 +28,8 @@ def convert(
     to: Annotated[
         FormatName,
         typer.Option(
-            "--to", help="Format to write. vLLM reads zlab and speculators. SGLang reads zlab."
+            "--to",
+            help="Format to write. vLLM and SGLang read zlab and muse. vLLM also reads speculators and laguna.",
         ),
     ],
     target: Annotated[
