@@ -164,6 +164,19 @@ def test_the_generate_command_streams_and_compares() -> None:
     assert "yes" in run.stderr
 
 
+def test_a_sampled_answer_is_not_timed_against_plain_generate() -> None:
+    words = ["generate", "Compute 41 + 80.", "--temperature", "0.7", "--compare"]
+    run = CliRunner().invoke(app, [*words, "--max-new-tokens", "8"])
+    assert run.exit_code == 0, run.output
+    assert "the speed of this package without the draft" in " ".join(run.stderr.split())
+    assert "plain" not in run.stderr
+    run = CliRunner().invoke(app, [*words, "--max-new-tokens", "8", "--json"])
+    result = json.loads(run.stdout)
+    assert result["plain_seconds"] is None
+    assert result["ratio"] is None
+    assert result["draft_ratio"] > 0
+
+
 def test_a_wrong_folder_is_one_sentence() -> None:
     run = CliRunner().invoke(app, ["demo", "--pair", "/nowhere"])
     assert run.exit_code == 2

@@ -47,9 +47,12 @@ class Comparison(Answer):
 
     kind: str  # what sort of prompt it was; groups rows of a report
     agreement: Agreement
-    plain_seconds: float  # wall time of the `generate` call without the draft, prefill included
+    # Wall time of the `generate` call without the draft, prefill included. Of a sampled answer it is
+    # `undrafted_seconds`: plain `generate` draws another text.
+    plain_seconds: float
     # The same of this package's own loop, which verifies one token at a step and runs no draft
     undrafted_seconds: float
+    is_sampled: bool
 
     @property
     def identical(self) -> bool:
@@ -57,15 +60,24 @@ class Comparison(Answer):
         return self.agreement.identical
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, for JSON; `difference` is null where the answers are identical."""
+        """Returns everything as plain values, for JSON.
+
+        `difference` is null where the answers are identical. `plain_seconds` and `ratio` are null where they are
+        sampled.
+        """
+        plain: dict[str, float | None] = {
+            "plain_seconds": self.plain_seconds,
+            "ratio": self.plain_seconds / self.seconds,
+        }
+        if self.is_sampled:
+            plain = dict.fromkeys(plain)
         return {
             **super().to_dict(),
             "kind": self.kind,
             "identical": self.identical,
             "difference": self.agreement.to_dict(),
-            "plain_seconds": self.plain_seconds,
+            **plain,
             "undrafted_seconds": self.undrafted_seconds,
-            "ratio": self.plain_seconds / self.seconds,
             "draft_ratio": self.undrafted_seconds / self.seconds,
         }
 
@@ -234,7 +246,8 @@ def compare_with_plain(
     with without_draft(draft):
         ids, undrafted_seconds = _timed(target, inputs, **settings, assistant_model=draft)
     seconds = undrafted_seconds
-    if not settings.get("do_sample"):
+    is_sampled = bool(settings.get("do_sample"))
+    if not is_sampled:
         ids, seconds = _timed(target, inputs, **settings)
     return Comparison(
         **{column.name: getattr(answered, column.name) for column in fields(Answer)},
@@ -242,6 +255,7 @@ def compare_with_plain(
         agreement=agreement(target, inputs, ids, answered.ids, seed=answered.seed, **settings),
         plain_seconds=seconds,
         undrafted_seconds=undrafted_seconds,
+        is_sampled=is_sampled,
     )
 
 
