@@ -103,6 +103,15 @@ def test_a_target_states_what_muse_leaves_out(pair: tuple[Path, Path], tmp_path:
     assert (back["vocab_size"], back["num_target_layers"]) == (VOCAB, DEPTH)
 
 
+def test_what_a_target_would_settle_is_asked_for(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, source = pair
+    for name, advice in (("muse", True), ("laguna", False)):
+        status, printed = convert(source, tmp_path / name, "--to", name)
+        assert status == 2, printed
+        assert ("give the target (--target)" in " ".join(printed.split())) is advice
+    assert convert(source, tmp_path / "muse", "--to", "muse", "--target", target)[0] == 0
+
+
 def test_speculators_config_names_the_target(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, source = pair
     assert convert(source, tmp_path / "out", "--to", "speculators", "--target", target)[0] == 0

@@ -174,7 +174,9 @@ def save_draft(
     differing = sorted(state.keys() ^ draft._shapes(config).keys())
     what = f"the weights of a draft in the format {chosen.name!r}"
     require(not differing, what, listed(differing), "save it in the format 'dflash'")
-    written = chosen.write_config(config, str(draft.dtype).removeprefix("torch."), frozenset(state))
+    dtype = str(draft.dtype).removeprefix("torch.")
+    has_target = target is not None
+    written = chosen.write_config(config, dtype, frozenset(state), has_target=has_target)
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
         chosen.name_target(written, target.config.name_or_path or "", architectures)

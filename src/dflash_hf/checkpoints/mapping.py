@@ -24,6 +24,14 @@ from dflash_hf.errors import is_a, one_line, require, shown
 # What the class adds to Transformers' base config, so to say the schema, in its order.
 _INHERITED = {inherited.name for inherited in fields(PreTrainedConfig)}
 FIELDS = tuple(own.name for own in fields(DFlashConfig) if own.name not in _INHERITED)
+# Fields that may have another value once the draft's target is known
+OF_THE_TARGET = (
+    "vocab_size",
+    "num_target_layers",
+    "raw_input_embeddings",
+    "own_embed_tokens",
+    "own_lm_head",
+)
 REQUIRED: Any = object()  # marks a key that the config has to contain
 
 
@@ -349,9 +357,16 @@ class CheckpointFormat:
         return values
 
     def write_config(
-        self, config: DFlashConfig, dtype: str, weights: frozenset[str] = frozenset()
+        self,
+        config: DFlashConfig,
+        dtype: str,
+        weights: frozenset[str] = frozenset(),
+        *,
+        has_target: bool = True,
     ) -> dict[str, Any]:
         """Returns this format's `config.json` for a draft whose `weights` (our names) are stored as `dtype`.
+
+        `has_target` says whether the draft's target was asked for what the draft does not hold.
 
         Raises `ValueError`, naming the fields, if the format cannot express it.
         """
@@ -392,9 +407,12 @@ class CheckpointFormat:
             ]
             wrong += self.refuse(config)
         if wrong:
+            action = "save it in the format 'dflash'"
+            is_of_the_target = any(field.startswith(OF_THE_TARGET) for field in wrong)
+            if is_of_the_target and not has_target:
+                action = f"give the target (--target), which may settle this, or {action}"
             raise ValueError(
-                f"expected a draft that the format {self.name!r} can express, got {'; '.join(wrong)}; "
-                "save it in the format 'dflash'"
+                f"expected a draft that the format {self.name!r} can express, got {'; '.join(wrong)}; {action}"
             )
         return out
 
