@@ -2,12 +2,13 @@
 
 `torch.nn.functional.linear` lays a weight out anew in every call, which takes as long as the product itself where
 there are few tokens. Here this is done once, and the copy is kept as long as the model is. A product over it has the
-same bits in half precision; in float32 it adds in another order (docs/numerics.md).
+same bits in half precision; in float32 it adds in another order (docs/numerics.md). Prompts go by torch's own product,
+which is as fast over many tokens.
 
 A copy must not outlive its weight. The address, version and form of a weight are compared at each use. The sums of its
-rows and columns are compared at the first use of a run, because libraries change weights by `weight.data`, which no
-version counts. Where code of the user's runs within the run there are no copies. torch's own `inductor` has the same
-two operations.
+rows and some of the rows are compared at the first use of a run, because libraries change weights by `weight.data`,
+which no version counts. Where code of the user's runs within the run there are no copies. torch's own `inductor` has
+the same two operations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ logger: Any = logging.get_logger(__name__)
 
 # Numbers in a weight, by dtype, from which on a product is faster: oneDNN's own call takes some 10 us, and torch's
 # product in float32 hardly more for a small weight that is in the processor's cache (docs/log.md).
-MIN_SIZES = {torch.float32: 2**18, torch.bfloat16: 2**14, torch.float16: 2**14}
+MIN_SIZES = {torch.float32: 2**19, torch.bfloat16: 2**14, torch.float16: 2**14}
+# Vectors from which on a product is by a copy. With fewer, torch's own product is faster in float32, and adds in
+# another order in float16.
+MIN_VECTORS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 2}
+# At least so many rows of a weight are compared number by number.
+NUM_COMPARED_ROWS = 8
 # Copies take at most this share of the machine's memory.
 SHARE_OF_MEMORY = 1 / 8
 
@@ -46,8 +52,8 @@ class _Packed:
     copy: Tensor  # opaque
     num_bytes: int
     place: _Place
-    sums: tuple[Tensor, Tensor]
-    is_looked_at: bool = True  # whether the sums have been compared in this run
+    fingerprint: tuple[Tensor, Tensor]
+    is_looked_at: bool = True  # whether the fingerprint has been compared in this run
 
     def is_of(self, weight: Tensor) -> bool:
         """Returns True if this is a copy of a weight as it is now."""
@@ -55,12 +61,12 @@ class _Packed:
             return False
         if self.is_looked_at:
             return True
-        self.is_looked_at = all(map(torch.equal, self.sums, _sums_of(weight)))
+        self.is_looked_at = all(map(torch.equal, self.fingerprint, _fingerprint_of(weight)))
         return self.is_looked_at
 
 
-# The copies of each model, by the ids of the weights. Weights are not held: another one of the same id, place and sums
-# is the same.
+# The copies of each model, by the ids of the weights. Weights are not held: another one of the same id, place and
+# fingerprint is the same.
 _kept = weakref.WeakKeyDictionary[nn.Module, dict[int, _Packed]]()
 # Two threads may run models at once. What runs here may collect garbage, and with it what frees copies.
 _lock = threading.RLock()
@@ -92,7 +98,7 @@ class PackedWeights:
                 del self._copies[number]
 
     def look_again(self) -> None:
-        """Has the sums of each weight compared at its next use: a user may have changed weights."""
+        """Has the fingerprint of each weight compared at its next use: a user may have changed weights."""
         for packed in list(self._copies.values()):
             packed.is_looked_at = False
 
@@ -126,7 +132,7 @@ class PackedWeights:
             )
             return None
         copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        packed = _Packed(copy, num_bytes, _place_of(weight), _sums_of(weight))
+        packed = _Packed(copy, num_bytes, _place_of(weight), _fingerprint_of(weight))
         self._copies[id(weight)] = packed
         return packed
 
@@ -171,9 +177,7 @@ def _takes(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         return False
     num_vectors = states.numel() // weight.shape[-1]
-    # With one vector in float32 torch's own product is as fast.
-    least = 2 if weight.dtype == torch.float32 else 1
-    return num_vectors >= least
+    return num_vectors >= MIN_VECTORS[weight.dtype]
 
 
 def _place_of(weight: Tensor) -> _Place:
@@ -181,13 +185,14 @@ def _place_of(weight: Tensor) -> _Place:
     return weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
 
 
-def _sums_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sums of a weight's rows and of its columns, read as whole numbers of 64 bits.
+def _fingerprint_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sums of a weight's rows and a copy of some rows, read as whole numbers of 64 bits.
 
-    Rows that change places change the first, columns that do the second.
+    A row that changes or moves changes the sums. Columns that change places change the copied rows.
     """
     words = weight.detach().view(torch.int64)
-    return words.sum(dim=1), words.sum(dim=0)
+    distance = max(1, len(words) // NUM_COMPARED_ROWS)
+    return words.sum(dim=1), words[::distance].clone()
 
 
 def _is_large(weight: Tensor) -> bool:
@@ -214,7 +219,7 @@ def _computes_alike(dtype: torch.dtype) -> bool:
     """
     source = torch.Generator().manual_seed(0)
     try:
-        for num_vectors, width in ((1, 192), (6, 192), (37, 76)):
+        for num_vectors, width in ((MIN_VECTORS[dtype], 192), (6, 192), (37, 76)):
             weight = torch.randn(165, width, generator=source, device="cpu").to(dtype)
             states = torch.randn(num_vectors, width, generator=source, device="cpu").to(dtype)
             bias = torch.randn(165, generator=source, device="cpu").to(dtype)

@@ -56,6 +56,13 @@ def test_texts_are_plain_generates(family: str, lengths: list[int]) -> None:
     assert is_packed(target)
 
 
+def test_a_first_token_waits_for_no_weight() -> None:
+    target = target_of("qwen3")
+    inputs = prompts([4, 11, 7], seed=1)
+    target.generate(**inputs, max_new_tokens=1, do_sample=False, assistant_model=tiny_draft(target))
+    assert not is_packed(target)
+
+
 def test_sampled_texts_are_the_same_at_every_width() -> None:
     target = target_of("qwen3")
     inputs = prompts([4, 11, 7], seed=2)

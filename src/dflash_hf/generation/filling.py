@@ -22,7 +22,7 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
-from dflash_hf.packed_weights import PackedWeights, packing
+from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import outermost
@@ -211,7 +211,7 @@ class Filling:
                 after_deepstack=config.tap_after_deepstack,
                 counts=lambda kwargs: is_ours(),
             )
-            with taps.open(), packing(self.packed):
+            with taps.open():
                 yield
 
     def _observe(self, states: Tensor) -> None:
