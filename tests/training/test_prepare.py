@@ -288,8 +288,8 @@ BAD: list[tuple[Any, str]] = [
     ),
     ({"messages": CHAT[1:2]}, "expected a turn of the user's in {where}, got ['assistant']"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
-        "expected blocks of type text or image in",
+        {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+        "expected blocks of type text, image or video in",
     ),
     (
         {"prompt": "\ud800"},

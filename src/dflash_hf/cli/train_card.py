@@ -19,8 +19,8 @@ ADDRESSES = ("http://", "https://", "data:")
 def question_of(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns a held-out conversation as a question of a bench: all up to the user's last turn, with its images.
 
-    It is empty where a bench cannot ask it: an image is no file, or one comes behind the first of several turns that
-    are asked one by one, as those of a conversation of the user's turns alone.
+    It is empty where a bench cannot ask it: it has a video, an image is no file, or one comes behind the first of
+    several turns that are asked one by one, as those of a conversation of the user's turns alone.
     """
     found = resolved(row, folder)
     messages = found["messages"]
@@ -36,6 +36,8 @@ def question_of(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         if all_asked and "image" in later:
             return {}
         blocks = [block for turn in messages for block in turn["content"]]
+        if any(block["type"] == "video" for block in blocks):
+            return {}
         for block in blocks:
             if block["type"] != "image":
                 continue

@@ -334,20 +334,25 @@ def run_async(work: Callable[[], Awaitable[Result]]) -> Result:
 
 
 def sent_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as a server takes them: images (`path`, `url` or `image` of a block) as URLs or data URLs."""
+    """Returns messages as a server takes them: images and videos as URLs or data URLs.
+
+    A block of an image says where it is by `path`, `url` or `image`, one of a video by `path`, `url` or `video`.
+    """
     return [{**message, "content": _sent_content(message["content"])} for message in messages]
 
 
 def _sent_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
-    return [_sent_image(part) if part["type"] == "image" else part for part in content]
+    return [part if part["type"] == "text" else _sent_media(part) for part in content]
 
 
-def _sent_image(part: Mapping[str, Any]) -> dict[str, Any]:
-    place = str(part.get("path") or part.get("url") or part["image"])
+def _sent_media(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part["type"]
+    place = str(part.get("path") or part.get("url") or part[kind])
     if not place.startswith(("http://", "https://", "data:")):
         path = Path(place)
-        kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-        place = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-    return {"type": "image_url", "image_url": {"url": place}}
+        mime = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+        place = f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    # vLLM and SGLang take videos as OpenAI's interface takes images.
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": place}}

@@ -15,6 +15,7 @@ from dflash_hf.errors import one_line, require, shown
 
 # Keys of an image block that say where its image is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")
+VIDEO_SOURCES = ("video", "url", "path")
 
 MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
 MAX_PROMPTS = 100_000

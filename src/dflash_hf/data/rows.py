@@ -137,7 +137,15 @@ class Row:
 
     def own_images(self) -> list[Any]:
         """Returns what stands in the row's column of images, in a list."""
-        value = self.first("images", "image", default=[])
+        return self._listed("images", "image")
+
+    def own_videos(self) -> list[Any]:
+        """Returns what stands in the row's column of videos, in a list."""
+        return self._listed("videos", "video")
+
+    def _listed(self, *names: str) -> list[Any]:
+        """What stands in the first of some columns that the row has, in a list."""
+        value = self.first(*names, default=[])
         if isinstance(value, list | tuple):
             return list(value)
         return [value]
@@ -155,6 +163,20 @@ class Row:
         require(isinstance(source, str | PathLike), what, source, FIX)
         path = self.folder / source
         require(path.is_file(), f"an image file in {self.where}", str(source), "fix the path")
+        return path.resolve()
+
+    def video(self, source: Any) -> Path:
+        """Returns a video's file, of a path relative to the row's folder, or of a mapping with one.
+
+        Raises `ValueError` if it is something else, or the file is not there.
+        """
+        if isinstance(source, Mapping):
+            source = source.get("path")
+        what = f"the path of a video in {self.where}"
+        action = "write the video to a file, and name the file"
+        require(isinstance(source, str | PathLike), what, source, action)
+        path = self.folder / source
+        require(path.is_file(), f"a video file in {self.where}", str(source), "fix the path")
         return path.resolve()
 
     def _checked(self, text: Any, what: str) -> str:

@@ -144,6 +144,8 @@ class ChatDataset(Sequence[Example]):
         How many tokens of the text an image's replace differs from family to family: one example is built to see it.
         So lengths are exact where that is a constant (one placeholder in Qwen's), and near elsewhere.
         """
+        if _has_videos(messages):
+            return build()
         sources = _image_sources(messages)
         if not sources:
             return plain
@@ -162,6 +164,13 @@ class ChatDataset(Sequence[Example]):
             self._replaced.append((plain + added - whole) / len(sources))
             return whole
         return round(plain + added - self._replaced[0] * len(sources))
+
+
+def _has_videos(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is a video, whose file does not say how many tokens it becomes."""
+    contents = [message.get("content") for message in messages]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return any(block["type"] == "video" for block in blocks)
 
 
 def _image_sources(messages: Sequence[Mapping[str, Any]]) -> list[Any]:

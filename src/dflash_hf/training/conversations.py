@@ -1,5 +1,7 @@
 """Rows of any form that data sets have, as one: `messages` as chat templates take them, `images`, an `id`.
 
+Videos stand in their messages, each with its file or address.
+
 Known are ShareGPT's (`conversations` of `from` and `value`), `messages`, `prompt` with or without `completion` (texts
 or messages), `turns` of the user's, and any other columns through a template of names in braces.
 """
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import image_size, shrunk_image, store_image
-from dflash_hf.data.prompt_files import SOURCES, check_text
+from dflash_hf.data.prompt_files import SOURCES, VIDEO_SOURCES, check_text
 from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
 
@@ -32,6 +34,7 @@ ROLES = {
 }
 MAX_PATH = 4096  # longer texts are images themselves
 FORMS = ("messages", "conversations", "conversation", "turns", "prompt")
+MEDIA = ("image", "video")  # kinds of blocks, and their keys of what is shown
 NO_OPTIONS: Mapping[str, Any] = {}
 NO_LIMIT = sys.maxsize  # of pixels
 
@@ -79,6 +82,7 @@ def conversation_of(
     turns = _turns(row, template)
     kept = Images(folder=images, max_pixels=max_pixels)
     messages = [_message(turn, at, row, kept) for at, turn in enumerate(turns)]
+    _place_videos(messages, row)
     found: dict[str, Any] = {"messages": _from_first_user(messages, row)}
     # A set of questions may have a text there that is no image's place.
     sources = row.own_images()
@@ -91,6 +95,26 @@ def conversation_of(
     if options:
         found["chat_template_kwargs"] = options
     return {"id": content_id(found), **found}
+
+
+def _place_videos(messages: list[dict[str, Any]], row: Row) -> None:
+    """Gives the videos of a row's column their places: blocks without one, else before the user's first text."""
+    videos = [_video(source, row) for source in row.own_videos()]
+    contents = [message["content"] for message in messages]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    places = [block for block in blocks if block == {"type": "video"}]
+    from_users = [message for message in messages if message["role"] == "user"]
+    if videos and not places and from_users:
+        first = from_users[0]
+        content = first["content"]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        places = [{"type": "video"} for _ in videos]
+        first["content"] = [*places, *content]
+    what = f"as many videos as their blocks without one of their own ({len(places)}) in {row.where}"
+    require(len(videos) == len(places), what, len(videos), "give every video its place")
+    for block, video in zip(places, videos, strict=True):
+        block["video"] = video
 
 
 def _from_first_user(messages: list[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
@@ -168,7 +192,7 @@ def _content(content: Any, where: str, row: Row, images: Images) -> str | list[d
 
 
 def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:
-    """A part of a turn: a text, or an image with or without one of its own."""
+    """A part of a turn: a text, or an image or a video with or without one of its own."""
     require(isinstance(block, Mapping), f"blocks with a type in {where}", block, FIX)
     block = _without_none(block)
     kind = block.get("type")
@@ -176,18 +200,28 @@ def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:
         what = f"each block of text in {where}"
         text = check_text(block.get("text"), what, may_be_empty=True, action=FIX)
         return {"type": "text", "text": text}
-    if kind == "image_url":  # as OpenAI's interface has it
-        address = block.get("image_url")
+    if kind in ("image_url", "video_url"):  # as OpenAI's interface and vLLM's have it
+        address = block.get(kind)
         if isinstance(address, Mapping):
             address = address.get("url")
-        block = {"type": "image", "url": address}
-        kind = "image"
-    what = f"blocks of type text or image in {where}"
-    require(kind == "image", what, block, "leave the row out")
-    sources = [block[name] for name in SOURCES if name in block]
+        kind = kind.removesuffix("_url")
+        block = {"type": kind, "url": address}
+    what = f"blocks of type text, image or video in {where}"
+    require(kind in MEDIA, what, block, "leave the row out")
+    names = VIDEO_SOURCES if kind == "video" else SOURCES
+    sources = [block[name] for name in names if name in block]
     if not sources:
-        return {"type": "image"}
+        return {"type": kind}
+    if kind == "video":
+        return {"type": "video", "video": _video(sources[0], row)}
     return {"type": "image", "image": _image(sources[0], row, images)}
+
+
+def _video(video: Any, row: Row) -> str:
+    """A video as a processor finds it again: an address, or a file."""
+    if isinstance(video, str) and video.startswith(("http://", "https://")):
+        return video
+    return str(row.video(video))
 
 
 def _image(image: Any, row: Row, images: Images) -> str:
@@ -254,7 +288,7 @@ def _without_none(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None) -> dict[str, Any]:
-    """Returns a row whose images of relative paths are those of a folder.
+    """Returns a row whose images and videos of relative paths are those of a folder.
 
     Args:
         row (mapping): With `messages` and maybe `images`.
@@ -271,9 +305,9 @@ def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None
         return os.path.relpath(folder / image, seen_from)
 
     def block(part: Any) -> Any:
-        if isinstance(part, Mapping) and "image" in part:
-            return {**part, "image": place(part["image"])}
-        return part
+        if not isinstance(part, Mapping):
+            return part
+        return {**part, **{kind: place(part[kind]) for kind in MEDIA if kind in part}}
 
     def turn(message: Any) -> Any:
         if isinstance(message, Mapping) and isinstance(message.get("content"), list):

@@ -1,4 +1,4 @@
-"""Chats with images as a processor takes them, and which of their tokens are the assistant's.
+"""Chats with images and videos as a processor takes them, and which of their tokens are the assistant's.
 
 Any processor with a chat template works; nothing here knows a family. Shapes: `S` tokens.
 """
@@ -47,7 +47,8 @@ def prepare_multimodal_messages(
 
     Name and behaviour are TRL's: plain strings become text blocks; blocks `{"type": "image"}` without an image of
     their own take `images` in order; where there is no image block at all, `images` go before the text of the first
-    user turn. Keys whose value is `None` (tables fill up with them) are left out.
+    user turn. Blocks `{"type": "video"}` have a video of their own, as a path, a URL or frames. Keys whose value is
+    `None` (tables fill up with them) are left out.
 
     Args:
         messages (sequence of mappings): `role` and `content`, a string or a list of blocks; not changed.
@@ -62,6 +63,10 @@ def prepare_multimodal_messages(
     for message in messages:
         blocks = _blocks(message.get("content"))
         places += [block for block in blocks if block["type"] == "image"]
+        for block in blocks:
+            # Processors open files by texts.
+            if block["type"] == "video" and isinstance(block.get("video"), PathLike):
+                block["video"] = fspath(block["video"])
         prepared.append({**message, "content": blocks})
     from_users = [message for message in prepared if message["role"] == "user"]
     if images and not places and from_users:
@@ -209,7 +214,7 @@ def encode_messages(
     """Applies the chat template to a conversation, and finds what the assistant writes: see `Example.from_messages`.
 
     Templates that mark it with `{% generation %}` say so themselves; of others see [`dflash_hf.training.masks`]. The
-    mask holds after images are expanded to many tokens.
+    mask holds after images and videos are expanded to many tokens.
 
     Returns:
         `tuple[Mapping[str, Any], list[int]]`: What the tokenizer or processor gives, and 1 for each of the `S` tokens
@@ -281,18 +286,20 @@ def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list
 def _laid(
     template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]
 ) -> list[int]:
-    """The mask of a text's tokens laid over `ids`, which are the same with each image's place expanded.
+    """The mask of a text's tokens laid over `ids`, which are the same with the place of each image and video expanded.
 
-    The pieces of text between images are found from the last one to the first, each as far right as it fits.
+    The pieces of text between these places are found from the last one to the first, each as far right as it fits.
     """
-    name = type(template.processing_class).__name__
+    processor: Any = template.processing_class
+    name = type(processor).__name__
     tokens = list(plain["input_ids"])
-    place = template.tokenizer.convert_tokens_to_ids(
-        getattr(template.processing_class, "image_token", None)
-    )
+    written = [getattr(processor, kind, None) for kind in ("image_token", "video_token")]
+    placeholders = {
+        template.tokenizer.convert_tokens_to_ids(token) for token in written if token is not None
+    }
     aligned = [0] * len(ids)
     stop = len(ids)
-    places = [at for at, token in enumerate(tokens) if token == place]
+    places = [at for at, token in enumerate(tokens) if token in placeholders]
     starts = [0, *(at + 1 for at in places)]
     ends = [*places, len(tokens)]
     for start, end in zip(reversed(starts), reversed(ends), strict=True):
@@ -300,7 +307,7 @@ def _laid(
         at = _last_place(piece, ids[:stop])
         if at < 0:
             raise ValueError(
-                f"expected {name} to keep the answers' tokens where it expands images, got a "
+                f"expected {name} to keep the answers' tokens where it expands images and videos, got a "
                 "text in which they cannot be found; build the example with Example.from_pair"
             )
         aligned[at : at + len(piece)] = mask[start:end]

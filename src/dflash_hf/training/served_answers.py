@@ -18,7 +18,7 @@ from dflash_hf.training.answer_rows import (
     answer_row,
 )
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.conversations import resolved
+from dflash_hf.training.conversations import MEDIA, resolved
 from dflash_hf.training.questions import Questions
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
 from dflash_hf.training.server_pool import Job, ServerPool
@@ -136,9 +136,9 @@ class ServedAnswers:
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Returns True if a row has images, in its messages or beside them."""
+    """Returns True if a row has images or videos, in its messages or beside them."""
     contents = [message.get("content") for message in row["messages"]]
     return (
-        any(block["type"] == "image" for c in contents if isinstance(c, list) for block in c)
+        any(block["type"] in MEDIA for c in contents if isinstance(c, list) for block in c)
         or "images" in row
     )
