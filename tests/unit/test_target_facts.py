@@ -139,6 +139,30 @@ def test_a_target_that_has_changed_is_looked_at_again(
     assert now.parts.modules != before.parts.modules or change is change_class
 
 
+class WithAMethod(Wrapped):
+    """As torch's quantised embeddings are: what has the name of the tensor is a method."""
+
+    def weight(self) -> Any:
+        """Returns the tensor."""
+        return self.inner.weight
+
+
+@pytest.mark.parametrize("kind", [Wrapped, WithAMethod])
+def test_an_embedding_without_weight_is_refused_first(kind: type[Wrapped]) -> None:
+    target: Any = tiny_target("qwen3")
+    inputs = prompts([5, 9], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0)
+    target.set_input_embeddings(kind(target.get_input_embeddings()))
+    assert torch.equal(target.generate(**inputs, **GREEDY), ref)
+    forwards: list[None] = []
+    target.get_input_embeddings().register_forward_hook(lambda *args: forwards.append(None))
+    refusal = f"input embedding that has a tensor named weight, got '{kind.__name__}'; put an nn.E"
+    with pytest.raises(ValueError, match=refusal):
+        target.generate(**inputs, **GREEDY, assistant_model=draft)
+    assert not forwards
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_another_dtype_is_seen(dtype: torch.dtype, found: list[str]) -> None:
     """No fact depends on it: nothing is found again, and nothing of the old one is used."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence
 from dflash_hf.checkpoints.fresh import vocabulary_of
 from dflash_hf.devices import Inventory, execution_device
+from dflash_hf.errors import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,14 @@ def _find_facts(
 ) -> Facts:
     embedding, head = vocabulary_of(model)
     name = type(model).__name__
+    # Drafting counts its rows and looks at its dtype; some quantised embeddings have a method of that name.
+    has_weight = isinstance(getattr(embedding, "weight", None), Tensor)
+    require(
+        has_weight,
+        f"{name} with an input embedding that has a tensor named weight",
+        type(embedding).__name__,
+        "put an nn.Embedding in its place or drop the draft",
+    )
     num_layers = getattr(config, "num_hidden_layers", None)
     # The list of layers is known by its length and by its layers' parts: its name differs from model to model.
     lists = [
