@@ -443,6 +443,36 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             return states * torch.tensor(scale, dtype=states.dtype, device="cpu")
         return states * scale
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resizes the draft's own embedding, and its own head with it, as Transformers does.
+
+        Args:
+            args: Those of [`~transformers.PreTrainedModel.resize_token_embeddings`].
+            kwargs: Those of the same method.
+
+        Raises:
+            ValueError: If the draft uses the target's embedding, or has other tables with a row per token.
+        """
+        # A selector, a Markov head and the ids of a reduced vocabulary belong to the tokens of the training.
+        has_other_tables = (
+            self.candidate_selector is not None
+            or self.markov_head is not None
+            or self.d2t is not None
+        )
+        has_only_a_head = self.embed_tokens is None and self.lm_head is not None
+        if has_other_tables or has_only_a_head:
+            raise ValueError(
+                "expected a draft whose only rows per token are an embedding and a head of its own, got one with a "
+                "selector, a Markov head, a reduced vocabulary or a head alone; load a draft that was trained for the "
+                "resized target"
+            )
+        if self.embed_tokens is None:
+            raise ValueError(
+                "expected a draft with an embedding of its own, got one that uses the target's; resize the target's "
+                "and set draft.config.vocab_size to its size"
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """Raises `TypeError`, which explains how a draft is used: it cannot generate on its own."""
         raise TypeError(

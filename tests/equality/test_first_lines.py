@@ -216,6 +216,17 @@ def test_save_pretrained_writes_no_card(draft: DFlashDraftModel, tmp_path: Path)
         assert torch.equal(again.state_dict()[name], weight)
 
 
+def test_resizing_a_draft_is_resizing_the_target(
+    target: Any, draft: DFlashDraftModel, inputs: Any
+) -> None:
+    size = target.config.vocab_size + 8
+    with pytest.raises(ValueError, match=r"got one that uses the target's; resize the target's"):
+        draft.resize_token_embeddings(size)
+    target.resize_token_embeddings(size)
+    draft.config.vocab_size = size
+    assert answers_the_same(target, draft, inputs)
+
+
 def test_each_row_of_the_page_has_its_test() -> None:
     page = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(test_\w+)`", page))

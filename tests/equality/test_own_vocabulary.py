@@ -312,3 +312,34 @@ def test_transformers_own_path_is_refused(field: str, value: Any) -> None:
             assistant_model=draft_for(target, {field: value}),
             speculation_type="dflash",
         )
+
+
+@pytest.mark.parametrize("variant", ["own", "own embedding"])
+def test_own_rows_are_resized_with_the_target(variant: str) -> None:
+    target: Any = tiny_target("qwen3")
+    draft = draft_for(target, VARIANTS[variant])
+    target.resize_token_embeddings(VOCAB + 8)
+    draft.resize_token_embeddings(VOCAB + 8)
+    assert draft.embed_tokens is not None
+    assert draft.embed_tokens.num_embeddings == draft.config.vocab_size == VOCAB + 8
+    inputs = prompts([5, 12, 2], 1)
+    plain = target.generate(**inputs, max_new_tokens=16, do_sample=False)
+    out = target.generate(**inputs, max_new_tokens=16, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        VARIANTS["own head"],
+        REDUCED,
+        {"selector_rank": 8, "selector_top_k": 4},
+        {"own_embed_tokens": True, "markov_rank": 8},
+    ],
+    ids=["own head", "reduced", "selector", "Markov head"],
+)
+def test_rows_of_a_training_are_not_resized(variant: dict[str, Any]) -> None:
+    draft = draft_for(tiny_target("qwen3"), variant)
+    with pytest.raises(ValueError, match=r"load a draft that was trained for the resized target"):
+        draft.resize_token_embeddings(VOCAB + 8)
+    assert draft.config.vocab_size == VOCAB
