@@ -165,6 +165,8 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "no batch": (["--batch", "0"], "expected at least 1 as --batch, got 0"),
     "nothing": (["--batch", ","], "expected at least one value of --batch"),
     "temperature": (["--temperature", "-1"], "expected 0 or more as --temperature, got -1.0"),
+    "endless": (["--temperature", "0,inf"], "expected 0 or more as --temperature, got inf"),
+    "no number": (["--temperature", "nan"], "expected 0 or more as --temperature, got nan"),
     "top-p": (["--top-p", "0"], "at most 1 as --top-p, got 0.0"),
     "width": (
         ["--verify-width", "wide"],

@@ -105,6 +105,20 @@ def test_an_accelerator_that_is_not_here() -> None:
     )
 
 
+@pytest.mark.parametrize("value", ["inf", "nan"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("generate", "--temperature"),
+        ("generate", "--top-p"),
+        ("chat", "--temperature"),
+        ("serve", "--kept-gib"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused(command: str, option: str, value: str) -> None:
+    assert_refused(run(command, option, value), option)
+
+
 @pytest.mark.parametrize("command", ["doctor", "demo"])
 def test_other_commands_refuse_a_dtype_too(command: str) -> None:
     assert_refused(run(command, "--dtype", "float99"), "expected one of auto, float32")

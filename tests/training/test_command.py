@@ -393,6 +393,11 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--loss", "mse"],
         "expected loss 'cross_entropy' or 'dpace' or 'kl' or 'tv' or 'lk', got 'mse'",
     ),
+    "rate": (
+        ["--learning-rate", "inf"],
+        "expected a finite number as learning_rate, got inf; give another one",
+    ),
+    "heat": (["--temperature", "inf"], "expected 0 or more as --temperature, got inf"),
     "range": (["--num-anchors", "0"], "expected num_anchors > 0, got 0"),
     "word": (["--num-anchors", "4", "five"], "got 'five'; write -- before the name of an option"),
     "format": (

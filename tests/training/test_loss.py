@@ -1,6 +1,7 @@
 """The loss equals a loop written from its formula, in any number of chunks, and labels end where the answer ends."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,6 +229,10 @@ def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) 
     ("change", "words"),
     [
         ({"learning_rate": 0.0}, "learning_rate > 0, got 0.0"),
+        ({"learning_rate": math.inf}, "a finite number as learning_rate, got inf"),
+        ({"num_train_epochs": math.inf}, "a finite number as num_train_epochs, got inf"),
+        ({"weight_decay": math.nan}, "a finite number as weight_decay, got nan"),
+        ({"max_grad_norm": math.nan}, "a finite number as max_grad_norm, got nan"),
         ({"neftune_noise_alpha": 5.0}, "None as neftune_noise_alpha, got 5.0; leave it out"),
         ({"use_liger_kernel": True}, "False as use_liger_kernel, got True; leave it out"),
         ({"label_smoothing_factor": 0.3}, "0.0 as label_smoothing_factor, got 0.3; leave it out"),
@@ -248,3 +253,11 @@ def test_bad_options_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=r"expected .*; ") as error:
         DFlashTrainingArguments(output_dir="x", **change)
     assert words in str(error.value)
+
+
+def test_infinity_is_no_clipping_and_no_decay(tmp_path: Path) -> None:
+    args = DFlashTrainingArguments(
+        output_dir=str(tmp_path), loss="kl", gamma=math.inf, max_grad_norm=math.inf, use_cpu=True
+    )
+    assert args.gamma == args.max_grad_norm == math.inf
+    assert decay_weights(3, math.inf).tolist() == [0, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from dflash_hf.data.prompt_files import (
     image_names,
     with_images,
 )
+from dflash_hf.errors import require
 from dflash_hf.pair.sampling import NO_FILTERS
 
 if TYPE_CHECKING:
@@ -130,6 +132,9 @@ def generate(
     In half precision the scores of two tokens may be equal up to rounding errors (a tie).
     A difference at a tie does not count.
     """
+    # Infinity passes a range without an end.
+    is_finite = math.isfinite(temperature)
+    require(is_finite, "a finite number as --temperature", temperature, "0 is greedy")
     asked = conversation(read_prompt(prompt, file), image or [], system)
     encoding: dict[str, Any] = template_options(chat_template_kwargs, no_thinking)
     if raw and (encoding or not isinstance(asked, str)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal, get_args
 
@@ -36,6 +37,8 @@ WITHOUT_USE = {
         "leave it out: batches have rows of similar length already",
     ),
 }
+# No decay over the slots, no clipping of gradients, no evaluation: infinity says it, and NaN says nothing.
+MAY_BE_INFINITE = ("gamma", "max_grad_norm", "eval_delay")
 # They follow a metric that becomes smaller, and the acceptance length grows.
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
@@ -172,6 +175,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check()
+        self._check_finite()
         is_muon = self.optim == MUON
         if is_muon:  # the library's list has no Muon
             self.optim = OptimizerNames.ADAMW_TORCH
@@ -274,3 +278,13 @@ class DFlashTrainingArguments(TrainingArguments):
         )
         steps = (self.max_steps, self.num_train_epochs)
         require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")
+
+    def _check_finite(self) -> None:
+        """Refuses infinity and NaN where they say nothing."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not isinstance(value, float) or math.isfinite(value):
+                continue
+            is_meant = item.name in MAY_BE_INFINITE and value > 0
+            what = f"a finite number as {item.name}"
+            require(is_meant, what, value, "give another one")
