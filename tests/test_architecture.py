@@ -148,6 +148,7 @@ HOT_MODULES: dict[str, set[str]] = {
         "report",
         "record_progress",
         "stream_tree",
+        "num_checked",
         "count_nodes",
         "chains_of",
     },

@@ -98,6 +98,25 @@ def test_widths_that_follow_the_run_say_what_was_proposed(
     assert turn.proposed == [width - 1 for width in stats.verify_widths]
 
 
+@pytest.mark.usefixtures("whole_trees")
+@pytest.mark.parametrize("num_tree_nodes", [0, 8])
+def test_positions_are_those_that_were_checked(
+    num_tree_nodes: int, models: Models, held_out: list[str]
+) -> None:
+    (turn,) = ask(models, "dflash", held_out[:1], num_tree_nodes=num_tree_nodes)
+    assert models.draft is not None
+    stats: Any = models.draft.last_stats
+    assert turn.accepted is not None
+    assert turn.proposed is not None
+    assert [turn.checked] == stats.num_checked
+    if num_tree_nodes == 0:
+        assert turn.checked == turn.proposed
+        return
+    assert turn.proposed == [7] * len(turn.accepted)
+    for accepted, checked in zip(turn.accepted, turn.checked, strict=True):
+        assert checked in (accepted, accepted + 1)
+
+
 @pytest.mark.parametrize("name", ["stock", "stock-static", "zlab", "assistant", "lookup"])
 def test_one_row_at_a_time(
     name: str, models: Models, held_out: list[str], truth: list[list[int]]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from dflash_hf.bench import intervals
 from dflash_hf.bench.answers import Answer, Turn
+from dflash_hf.bench.counting import measure
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.summary import read_scores, summarize
 from dflash_hf.generation.stats import SpeculativeStats
@@ -62,6 +63,9 @@ def turns(draw: st.DrawFn) -> Turn:
         | st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(0, 5)), max_size=6)
     )
     told = draw(st.booleans())
+    # Of a tree: a path that ended in a leaf, or with a proposal behind it.
+    is_tree = draw(st.booleans())
+    checked = [min(a + draw(st.integers(0, 1)), p) for _, a, p in verifies or ()]
     tokens = draw(st.integers(0, 40)) if verifies is None else 1 + sum(c for c, _, _ in verifies)
     latency = draw(seconds)
     return Turn(
@@ -76,6 +80,7 @@ def turns(draw: st.DrawFn) -> Turn:
         committed=None if verifies is None else [c for c, _, _ in verifies],
         accepted=None if verifies is None or not told else [min(a, p) for _, a, p in verifies],
         proposed=None if verifies is None or not told else [p for _, _, p in verifies],
+        checked=None if verifies is None or not told or not is_tree else checked,
     )
 
 
@@ -177,7 +182,7 @@ def recount(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str, Any]:
 
 
 def recount_acceptance(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str, Any] | None:
-    names = ("committed", "accepted", "proposed", "new_tokens")
+    names = ("committed", "accepted", "proposed", "new_tokens", "checked")
     rows = [
         row
         for row in zip(*(column(lines, name) for name in names), strict=True)
@@ -187,15 +192,17 @@ def recount_acceptance(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str
     if not every:
         return None
     drafts = [
-        (a, p)
+        (a, p, c)
         for row in rows
         if row[1] is not None
-        for a, p in zip(row[1], row[2], strict=True)
+        for a, p, c in zip(row[1], row[2], row[4] or row[2], strict=True)
         if p
     ]
-    depth = max((p for _, p in drafts), default=0)
-    at = [[a > i for a, _ in drafts] for i in range(depth)]
-    reached = [[a > i for a, p in drafts if p > i and (i == 0 or a > i - 1)] for i in range(depth)]
+    depth = max((c for _, _, c in drafts), default=0)
+    at = [[a > i for a, _, _ in drafts] for i in range(depth)]
+    reached = [
+        [a > i for a, _, c in drafts if c > i and (i == 0 or a > i - 1)] for i in range(depth)
+    ]
     along: dict[int, list[int]] = {}
     for row in rows:
         for number, count in enumerate(row[0]):
@@ -205,14 +212,14 @@ def recount_acceptance(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str
         "acceptance_length_zlab": statistics.fmean(
             statistics.fmean(row[0]) for row in rows if row[0]
         ),
-        "acceptance_length_vllm": 1 + Fraction(sum(a for a, _ in drafts), len(drafts))
+        "acceptance_length_vllm": 1 + Fraction(sum(a for a, _, _ in drafts), len(drafts))
         if drafts
         else None,
         "acceptance_length_sglang": sum(row[3] for row in rows) / len(every),
         "num_verifies": len(every),
         "num_drafts": len(drafts),
-        "num_draft_tokens": sum(p for _, p in drafts),
-        "num_accepted_tokens": sum(a for a, _ in drafts),
+        "num_draft_tokens": sum(p for _, p, _ in drafts),
+        "num_accepted_tokens": sum(a for a, _, _ in drafts),
         "acceptance_at_pos": [statistics.fmean(hits) for hits in at],
         "conditional_acceptance_at_pos": [
             statistics.fmean(hits) if hits else None for hits in reached
@@ -393,6 +400,30 @@ def test_the_definitions_are_those_of_the_statistics(tmp_path: Path) -> None:
     assert counts["conditional_acceptance_at_pos"] == pytest.approx(
         stats.acceptance_per_position(conditional=True)
     )
+
+
+def test_a_leaf_of_a_tree_is_no_rejected_proposal() -> None:
+    # Trees of five proposals: one path ended in a leaf, one before its first node, one below its second.
+    turn = Turn(
+        text="",
+        token_ids=[],
+        new_tokens=8,
+        prompt_tokens=1,
+        wall_time=1.0,
+        latency=1.0,
+        committed=[3, 1, 3],
+        accepted=[2, 0, 2],
+        proposed=[5, 5, 5],
+        checked=[2, 1, 3],
+    )
+    answer = Answer(
+        dataset="sums", question_id=1, category="a", model_id="dflash", tstamp=0.0, turns=(turn,)
+    )
+    found = measure([answer], 64)["acceptance"]
+    assert found["acceptance_at_pos"] == pytest.approx([2 / 3, 2 / 3, 0.0])
+    assert found["conditional_acceptance_at_pos"] == pytest.approx([2 / 3, 1.0, 0.0])
+    assert found["num_draft_tokens"] == 15
+    assert Answer.from_dict(answer.to_dict()) == answer
 
 
 def test_margins_scores_and_failures_are_told(tmp_path: Path) -> None:

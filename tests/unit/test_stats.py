@@ -16,8 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, DFlashGenerationConfig, SpeculativeStats, iterate
 from dflash_hf.generation.stats import Stopwatch
+from fuzz.targets import Oracle, arm
 from helpers.widths import use_random_widths
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 # Two rows, blocks of 4 (three proposals). Row 0 ended at an end-of-sequence token: its last verify accepted 3 and
 # committed 2. Row 1 accepted 1 of 3 each time.
@@ -108,6 +109,40 @@ def test_conditional_acceptance_counts_what_each_verify_tried(
         hit / n for hit, n in zip(hits, tried, strict=True)
     ]
     assert stats.num_proposed == (2 if width == 3 else 5)
+
+
+@pytest.mark.usefixtures("whole_trees")
+def test_a_leaf_is_no_position_that_was_tried() -> None:
+    """Counted by the texts of the trees that `iterate` shows."""
+    target, inputs = tiny_target("llama"), prompts([9], 8)
+    settings: dict[str, Any] = {**inputs, "max_new_tokens": 60, "do_sample": False}
+    text = target.generate(**settings)
+    draft = Oracle(draft_config(target, 8)).to(target.dtype).eval()
+    arm(draft, truth_of(inputs, text), 9, None, 6)
+    draft.generation_config.num_tree_nodes = 6
+    target.generate(**settings, assistant_model=draft)
+    stats = draft.last_stats
+    tried = [0] * stats.num_proposed
+    hits = [0] * stats.num_proposed
+    num_leaves = 0
+    for step in itertools.islice(iterate(target, draft, **settings), 1, None):
+        ids, parents = step.node_ids[0].tolist(), step.parents[0].tolist()
+        paths: list[list[int]] = [[]]
+        for node in range(1, len(ids)):
+            paths.append([*paths[parents[node]], ids[node]])
+        num = int(step.num_accepted)
+        accepted = step.proposals[0, :num].tolist()
+        has_more = any(len(path) > num and path[:num] == accepted for path in paths)
+        num_leaves += not has_more
+        for position in range(num + has_more):
+            tried[position] += 1
+            hits[position] += num > position
+    assert 0 < num_leaves < stats.num_verifies
+    assert stats.acceptance_per_position(conditional=True) == [
+        hit / n if n else 0.0 for hit, n in zip(hits, tried, strict=True)
+    ]
+    joint = [hit / stats.num_verifies for hit in hits]
+    assert stats.acceptance_per_position() == pytest.approx(joint)
 
 
 def test_rows_without_a_verify_weigh_nothing() -> None:

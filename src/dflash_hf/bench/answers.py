@@ -35,6 +35,9 @@ class Turn:
             token left out; `None` of a method that does not draft, or does not tell.
         accepted (`list[int]`, *optional*): Proposals that matched at each verify, before any cut at the end.
         proposed (`list[int]`, *optional*): Proposals checked at each verify.
+        checked (`list[int]`, *optional*): Positions of the block that each verify checked, where proposals were a tree
+            or may have been: the accepted ones, and the next one unless the accepted path ended in a leaf. `None` says
+            as many as `proposed`.
         counters (`dict[str, float]`, *optional*): What a server's own counters of speculation have moved by during the
             call, by vLLM's names; on the first row of a call only. `acceptance_length` is SGLang's mean afterwards.
     """
@@ -50,6 +53,7 @@ class Turn:
     committed: list[int] | None = None
     accepted: list[int] | None = None
     proposed: list[int] | None = None
+    checked: list[int] | None = None
     counters: dict[str, float] | None = None
 
     @property

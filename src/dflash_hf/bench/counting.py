@@ -30,7 +30,8 @@ DEFINITIONS = {
     "SGLang's acceptance length": "New tokens / verifies: the prefill's token counts, its forward does not.",
     "acceptance at a position": "Joint: share of drafts whose proposals were accepted up to this position (vLLM's "
     "acceptance_at_pos_i). Conditional: share of those accepted up to the position before that also were here; a "
-    "draft that was too short to check a position does not count.",
+    "draft that was too short to check a position does not count, nor a tree whose accepted path ended in a leaf "
+    "before it.",
     "speed-up": "Ratio of tokens/s to the baseline's over the questions that both answered, with the 95 % interval of "
     "a paired bootstrap over questions, drawn within each set.",
     "the draft's own speed-up": "The same ratio to this package's own decoding without the draft, of the method "
@@ -106,14 +107,13 @@ def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
     drafts = draft_counts(turns)
     accepted = drafts[:, 0]
     proposed = drafts[:, 1]
+    checked = drafts[:, 2]
     joint = list[float]()
     conditional = list[float | None]()
-    for position in range(int(proposed.max(initial=0))):
+    for position in range(int(checked.max(initial=0))):
         right = int((accepted > position).sum())
         joint.append(right / len(drafts))
-        conditional.append(
-            ratio(right, int(((accepted >= position) & (proposed > position)).sum()))
-        )
+        conditional.append(ratio(right, int(((accepted >= position) & (checked > position)).sum())))
     return {
         "acceptance_length": sum(committed) / len(committed),
         "acceptance_length_zlab": float(np.mean(means)),
@@ -158,15 +158,20 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
 
 
 def draft_counts(turns: Iterable[Turn]) -> Any:
-    """Returns accepted and proposed tokens of every verify that had a proposal, as an int array of `(drafts, 2)`."""
-    pairs = [
-        pair
-        for turn in turns
-        if turn.accepted is not None and turn.proposed is not None
-        for pair in zip(turn.accepted, turn.proposed, strict=True)
-        if pair[1] > 0
-    ]
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    """Returns tokens accepted and proposed, and positions checked, of every verify that had a proposal.
+
+    Returns:
+        `numpy.ndarray` of shape `(drafts, 3)`, int64.
+    """
+    counts: list[tuple[int, int, int]] = []
+    for turn in turns:
+        if turn.accepted is None or turn.proposed is None:
+            continue
+        # In a chain each proposal has a position of its own.
+        checked = turn.proposed if turn.checked is None else turn.checked
+        verifies = zip(turn.accepted, turn.proposed, checked, strict=True)
+        counts += [verify for verify in verifies if verify[1] > 0]
+    return np.array(counts, dtype=np.int64).reshape(-1, 3)
 
 
 def _along_text(texts: list[list[int]], bin_tokens: int) -> list[dict[str, Any]]:

@@ -79,9 +79,9 @@ def acceptance_frame(folder: str | os.PathLike[str]) -> Any:
         for (dataset, category), some in turns.items():
             counts = draft_counts(some)
             accepted = counts[:, 0]
-            proposed = counts[:, 1]
-            for position in range(1, int(proposed.max(initial=0)) + 1):
-                is_reached = (accepted >= position - 1) & (proposed >= position)
+            checked = counts[:, 2]
+            for position in range(1, int(checked.max(initial=0)) + 1):
+                is_reached = (accepted >= position - 1) & (checked >= position)
                 num_tried = int(is_reached.sum())
                 num_accepted = int((accepted >= position).sum())
                 # A draft that was never right up to here was not tried here.

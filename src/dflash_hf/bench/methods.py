@@ -83,8 +83,8 @@ class Models:
         )
 
 
-# What a row's verifies did: three lists of `Turn`, by their names.
-Steps = dict[Literal["committed", "accepted", "proposed"], list[int]]
+# What a row's verifies did: lists of `Turn`, by their names.
+Steps = dict[Literal["committed", "accepted", "proposed", "checked"], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +125,17 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     stats = draft.last_stats
     assert isinstance(stats, SpeculativeStats)
     steps: list[Steps] = []
-    for committed, accepted in zip(stats.num_committed, stats.num_accepted, strict=True):
+    rows = zip(stats.num_committed, stats.num_accepted, stats.num_checked, strict=True)
+    for committed, accepted, checked in rows:
         proposed = [width - 1 for width in stats.verify_widths[: len(committed)]]
         proposed = proposed or [stats.num_proposed] * len(committed)
         steps.append(
-            {"committed": list(committed), "accepted": list(accepted), "proposed": proposed}
+            {
+                "committed": list(committed),
+                "accepted": list(accepted),
+                "proposed": proposed,
+                "checked": list(checked),
+            }
         )
     decode_seconds = stats.total_seconds - stats.time_to_first_token
     return Raw(

@@ -43,6 +43,9 @@ class SpeculativeStats:
     Args:
         num_committed (`list[list[int]]`): Per row, tokens committed at each verify (the bonus included).
         num_accepted (`list[list[int]]`): Per row, proposals that matched at each verify, before any cut.
+        num_checked (`list[list[int]]`): Per row, positions of the block that each verify checked: of a chain those of
+            all its proposals; of a tree those that were accepted, and the next one unless the accepted path ended in a
+            leaf. Empty means those of a chain.
         num_proposed (`int`): Proposals checked per verify (`verify_width - 1`), at most.
         verify_widths (`list[int]`): Tokens checked by each verify, the anchor included: one number per step, for all
             rows that were still running; 1 is a token decoded without a draft, which counts as a verify too. Empty
@@ -73,6 +76,7 @@ class SpeculativeStats:
 
     num_committed: list[list[int]] = field(default_factory=list)
     num_accepted: list[list[int]] = field(default_factory=list)
+    num_checked: list[list[int]] = field(default_factory=list)
     num_proposed: int = 0
     verify_widths: list[int] = field(default_factory=list)
     num_target_forwards: int = 0
@@ -114,6 +118,7 @@ class SpeculativeStats:
         # A list of its own for each row: rows end at different steps.
         self.num_committed = [[] for _ in range(num_rows)]
         self.num_accepted = [[] for _ in range(num_rows)]
+        self.num_checked = [[] for _ in range(num_rows)]
         self.num_proposed = num_proposed
         # The prefill is one.
         self.num_target_forwards = 1
@@ -184,7 +189,9 @@ class SpeculativeStats:
 
         The joint shares (the default) are what vLLM reports per position. A verify that was too narrow to check a
         position says nothing about it: it does not count in the conditional share there, and the joint share is then
-        the product of the conditional ones, the share that verifies of full width would have shown.
+        the product of the conditional ones, the share that verifies of full width would have shown. A tree whose
+        accepted path ended in a leaf does not count in the conditional shares behind it either; in the joint ones it
+        does, as an end: how deep its paths are was the draft's own choice.
 
         Args:
             conditional (`bool`): Divide by the verifies that accepted everything before it instead of by all of them.
@@ -193,9 +200,10 @@ class SpeculativeStats:
         Returns:
             `list[float]`: `num_proposed` values; a conditional one with nothing to divide by is 0.
         """
+        if conditional:
+            return self._conditional_shares(row)
         counts = self._checked(row)
         joint = 1.0
-        conditional_shares: list[float] = []
         joint_shares: list[float] = []
         is_complete = True
         reached = len(counts)
@@ -210,11 +218,24 @@ class SpeculativeStats:
                 joint = _share(reached, len(counts))
             else:
                 joint = joint * share
-            conditional_shares.append(share)
             joint_shares.append(joint)
-        if conditional:
-            return conditional_shares
         return joint_shares
+
+    def _conditional_shares(self, row: int | None) -> list[float]:
+        """Returns, by position, the share of verifies that accepted its proposal among those that checked it."""
+        accepted = [num for nums in _rows_of(self.num_accepted, row) for num in nums]
+        # Statistics that were put together by hand may leave the positions out.
+        if self.num_checked:
+            checked = [num for nums in _rows_of(self.num_checked, row) for num in nums]
+        else:
+            checked = [num for _, num in self._checked(row)]
+        shares: list[float] = []
+        for position in range(self.num_proposed):
+            both = zip(accepted, checked, strict=True)
+            tried = sum(right >= position and num > position for right, num in both)
+            reached = sum(right > position for right in accepted)
+            shares.append(_share(reached, tried))
+        return shares
 
     def _checked(self, row: int | None = None) -> list[tuple[int, int]]:
         """Returns the proposals that each verify accepted and checked, of one row or of all."""

@@ -197,10 +197,12 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     # 3. The statistics, by the request's rows. A row that had ended before has committed nothing.
     running = [row for row, num in enumerate(reported.committed) if num]
     stats = run.stats
-    for row in running:
+    checked = num_checked(tree, reported, running, width)
+    for row, num in zip(running, checked, strict=True):
         number = run.rows.numbers[row]
         stats.num_committed[number].append(reported.committed[row])
         stats.num_accepted[number].append(reported.accepted[row])
+        stats.num_checked[number].append(num)
     stats.verify_widths.append(width)
     # 4. What chooses the width of the next step.
     accepted = [reported.accepted[row] for row in running]
@@ -246,6 +248,27 @@ def stream_tree(run: Run, tree: TreeReport, reported: Reported) -> None:
         parts = tree._asdict()
         of_first_row = {name: part[0].tolist() for name, part in parts.items()}
         put_tree(**of_first_row)
+
+
+def num_checked(
+    tree: TreeReport | None, reported: Reported, running: Sequence[int], width: int
+) -> list[int]:
+    """Returns how many positions of the block a verify of `width` tokens has checked in each running row.
+
+    Of a tree these are the accepted ones, and the next one unless the accepted path has ended in a leaf.
+    """
+    if tree is None:
+        return [width - 1] * len(running)
+    path = tree.path.tolist()
+    parents = tree.parents.tolist()
+    checked: list[int] = []
+    for row in running:
+        num_accepted = reported.accepted[row]
+        last = path[row][num_accepted]
+        # The anchor stands first and follows itself, but is no proposal.
+        has_child = last in parents[row][1:]
+        checked.append(num_accepted + has_child)
+    return checked
 
 
 def count_nodes(
