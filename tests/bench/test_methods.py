@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -115,6 +117,17 @@ def test_positions_are_those_that_were_checked(
     assert turn.proposed == [7] * len(turn.accepted)
     for accepted, checked in zip(turn.accepted, turn.checked, strict=True):
         assert checked in (accepted, accepted + 1)
+
+
+@pytest.mark.parametrize("opener", ["<think>\n", "<think>\n\n</think>\n\n", ""])
+def test_a_thought_that_the_template_opens_is_noticed(opener: str, models: Models) -> None:
+    tokenizer = copy.deepcopy(models.processor)
+    template: Any = tokenizer.chat_template
+    tokenizer.chat_template = template + opener
+    thinking = dataclasses.replace(models, processor=tokenizer)
+    # Rows of different lengths: the shorter one is padded.
+    turns = ask(thinking, "plain", ["Compute 1 + 2.", "Hello, who are you?"], max_new_tokens=2)
+    assert {turn.begins_in_thought for turn in turns} == {opener == "<think>\n"}
 
 
 @pytest.mark.parametrize("name", ["stock", "stock-static", "zlab", "assistant", "lookup"])

@@ -10,8 +10,27 @@ import pytest
 
 from dflash_hf.bench import scores
 from dflash_hf.bench.answers import Answer, Turn
+from dflash_hf.bench.counting import measure
 from dflash_hf.bench.questions import Question, Score
-from dflash_hf.bench.scores import chosen_letter, final_answer, said, score
+from dflash_hf.bench.scores import chosen_letter, final_answer, score
+
+
+def turn_of(text: str, **fields: Any) -> Turn:
+    """A turn that says a text."""
+    return Turn(
+        text=text,
+        token_ids=[],
+        new_tokens=0,
+        prompt_tokens=0,
+        wall_time=0.0,
+        latency=0.0,
+        **fields,
+    )
+
+
+def said(text: str) -> str:
+    """What a text says once it has thought."""
+    return turn_of(text).said
 
 
 def scored(kind: Score | None, reference: Any, *texts: str, run_code: bool = False) -> float | None:
@@ -24,10 +43,7 @@ def scored(kind: Score | None, reference: Any, *texts: str, run_code: bool = Fal
         reference=reference,
         score=kind,
     )
-    turns = tuple(
-        Turn(text=t, token_ids=[], new_tokens=0, prompt_tokens=0, wall_time=0.0, latency=0.0)
-        for t in texts
-    )
+    turns = tuple(map(turn_of, texts))
     answer = Answer(dataset="s", question_id=1, category="c", model_id="m", tstamp=0.0, turns=turns)
     return score(question, answer, run_code=run_code)
 
@@ -120,6 +136,29 @@ def test_code_is_scored_by_its_tests() -> None:
 def test_reference_of_another_kind_is_refused(kind: Score, reference: Any) -> None:
     with pytest.raises(ValueError, match=r"expected .* reference .*got .*; fix the question"):
         scored(kind, reference, "5", run_code=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "is_cut"),
+    [
+        ("It may be 5", 0.0, True),
+        ("It may be 7.</think>The answer is 5.", 1.0, False),
+        ("It is 5.</think>", 0.0, False),
+    ],
+)
+def test_a_thought_that_the_prompt_opened_is_no_answer(
+    text: str, right: float, is_cut: bool
+) -> None:
+    question = Question(
+        dataset="s", question_id=1, category="c", turns=("?",), reference="5", score="math"
+    )
+    turn = turn_of(text, begins_in_thought=True, finish_reason="length")
+    answer = Answer(
+        dataset="s", question_id=1, category="c", model_id="m", tstamp=0.0, turns=(turn,)
+    )
+    assert score(question, answer) == right
+    assert measure([answer], 64)["ended_in_thought"] == is_cut
+    assert Answer.from_dict(answer.to_dict()) == answer
 
 
 def test_pieces() -> None:

@@ -69,7 +69,8 @@ def turns(draw: st.DrawFn) -> Turn:
     tokens = draw(st.integers(0, 40)) if verifies is None else 1 + sum(c for c, _, _ in verifies)
     latency = draw(seconds)
     return Turn(
-        text=draw(st.sampled_from(["right", "wrong", "<b>"])),
+        text=draw(st.sampled_from(["right", "wrong", "<b>", "<think>a", "a</think>b"])),
+        begins_in_thought=draw(st.booleans()),
         token_ids=draw(st.sampled_from([[], [1, 2], [1, 3], [1]])),
         new_tokens=tokens,
         prompt_tokens=draw(st.integers(1, 9)),
@@ -168,6 +169,12 @@ def recount(lines: list[dict[str, Any]], bin_tokens: int) -> dict[str, Any]:
         "failure_reasons": Counter(line["error"] for line in lines if not line["choices"]),
         "texts": len(tokens),
         "cut_at_limit": column(lines, "finish_reason").count("length"),
+        "ended_in_thought": sum(
+            "</think>" not in text and (begun or text.startswith("<think>"))
+            for text, begun in zip(
+                column(lines, "turns"), column(lines, "begins_in_thought"), strict=True
+            )
+        ),
         "prompt_tokens": sum(column(lines, "prompt_tokens")),
         "new_tokens": sum(tokens),
         "wall_seconds": math.fsum(wall),

@@ -13,6 +13,9 @@ from typing import Any, Literal
 from dflash_hf.bench.questions import Key, fields_in
 
 FinishReason = Literal["stop", "length"]
+# The marks around what a model thinks before it answers
+THOUGHT = "<think>"
+END_OF_THOUGHT = "</think>"
 # An answer among a cell's: its question, and how often that had been asked before
 Which = tuple[Key, int]
 
@@ -31,6 +34,8 @@ class Turn:
         latency (`float`): Seconds of the call, as the one who asks waits for it.
         ttft (`float`, *optional*): Seconds of the call until its first token.
         finish_reason (`str`): `"stop"` at an end token, `"length"` at the limit.
+        begins_in_thought (`bool`): Whether the prompt ended in `<think>`, as some chat templates write it; not known
+            of a server.
         committed (`list[int]`, *optional*): Tokens committed at each verify, the bonus included and the prefill's
             token left out; `None` of a method that does not draft, or does not tell.
         accepted (`list[int]`, *optional*): Proposals that matched at each verify, before any cut at the end.
@@ -50,11 +55,25 @@ class Turn:
     latency: float
     ttft: float | None = None
     finish_reason: FinishReason = "stop"
+    begins_in_thought: bool = False
     committed: list[int] | None = None
     accepted: list[int] | None = None
     proposed: list[int] | None = None
     checked: list[int] | None = None
     counters: dict[str, float] | None = None
+
+    @property
+    def ends_in_thought(self) -> bool:
+        """Whether the text ended, or was cut, before its thought did: then it says nothing."""
+        begins = self.begins_in_thought or self.text.lstrip().startswith(THOUGHT)
+        return begins and END_OF_THOUGHT not in self.text
+
+    @property
+    def said(self) -> str:
+        """What the turn says once it has thought."""
+        if self.ends_in_thought:
+            return ""
+        return self.text.rpartition(END_OF_THOUGHT)[2]
 
     @property
     def accept_lengths(self) -> list[int]:

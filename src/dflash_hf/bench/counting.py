@@ -40,8 +40,8 @@ DEFINITIONS = {
     "its tokens).",
     "margin": "At the first token that differs: how far the worse of the two lies below the best one in the target's "
     "own logits in float32, over the same tokens before it. Near 0 it is a tie that rounding decides.",
-    "accuracy": "Share of questions answered right, the mean over repeats, with Wilson's 95 % interval; what failed "
-    "is not right.",
+    "accuracy": "Share of questions answered right, the mean over repeats, with Wilson's 95 % interval; what failed, "
+    "or ended within its thought, is not right.",
 }
 
 
@@ -64,6 +64,7 @@ def measure(answers: Sequence[Answer], bin_tokens: int) -> dict[str, Any]:
         "failure_reasons": dict(errors.most_common()),
         "texts": len(turns),
         "cut_at_limit": sum(turn.finish_reason == "length" for turn in turns),
+        "ended_in_thought": sum(turn.ends_in_thought for turn in turns),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
         "new_tokens": new_tokens,
         "wall_seconds": seconds,

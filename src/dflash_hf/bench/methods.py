@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from dflash_hf.bench.answers import Turn
+from dflash_hf.bench.answers import THOUGHT, Turn
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.timing import Recorder
 from dflash_hf.data.prompt_files import Message
@@ -38,6 +38,8 @@ from dflash_hf.pair.answers import (
 )
 
 LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
+# Tokens at the end of a prompt that may open a thought: the mark need not be one token.
+END_OF_PROMPT = 16
 
 Conversation = Sequence[Message]
 Inputs = dict[str, Tensor]
@@ -248,11 +250,14 @@ def answers_of(models: Models, inputs: Inputs, raw: Raw) -> list[list[int]]:
 def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Turn]:
     ends = end_tokens(models.target)
     tokenizer = tokenizer_of(models.processor)
+    # Prompts are padded on the left.
+    ends_of_prompts = inputs["input_ids"][:, -END_OF_PROMPT:].tolist()
     prompt_tokens = inputs["attention_mask"].sum(dim=1).tolist()
     answers = answers_of(models, inputs, raw)
     found: list[Turn] = []
     for index, ids in enumerate(answers):
         steps: Any = raw.steps[index] if raw.steps else {}
+        end_of_prompt = str(tokenizer.decode(ends_of_prompts[index]))
         found.append(
             Turn(
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
@@ -263,6 +268,7 @@ def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Tur
                 latency=seconds,
                 ttft=raw.ttft,
                 finish_reason="stop" if ids and ids[-1] in ends else "length",
+                begins_in_thought=end_of_prompt.rstrip().endswith(THOUGHT),
                 **steps,
             )
         )

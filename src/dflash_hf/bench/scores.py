@@ -1,6 +1,7 @@
 """Whether answers are right: mathematics by math-verify, code by its tests, choices by their letter, or word for word.
 
-A mark that is not clear counts as wrong. What stands before the last `</think>` is no part of an answer.
+A mark that is not clear counts as wrong. What stands before the last `</think>` is no part of an answer,
+nor is a thought that has no end: such an answer is wrong.
 
 Programs of models run in a process of its own under limits ([`dflash_hf.bench.score_child`]), from the inside out:
 
@@ -78,10 +79,10 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
     references = question.reference
     if not isinstance(references, list):
         references = [references]
-    texts = [turn.text for turn in answer.turns]
+    texts = [turn.said for turn in answer.turns]
     texts += [""] * (len(references) - len(texts))
     right = [
-        _is_right(str(question.score), reference, said(text))
+        _is_right(str(question.score), reference, text)
         for reference, text in zip(references, texts, strict=False)
         if reference is not None
     ]
@@ -130,13 +131,6 @@ def _is_humaneval(reference: Mapping[str, Any]) -> bool:
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-
-
-def said(text: str) -> str:
-    """Returns what an answer says once it has thought; nothing, if it never stops thinking."""
-    _, end, rest = text.rpartition("</think>")
-    never_stops = not end and rest.lstrip().startswith("<think>")
-    return "" if never_stops else rest
 
 
 def _is_right(kind: str, reference: Any, text: str) -> bool:

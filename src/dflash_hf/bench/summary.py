@@ -107,11 +107,12 @@ def _score_all(run: Run, score: Score | None, notes: list[str]) -> Scores:
         from dflash_hf.bench.scores import score as score_one
 
         score = functools.partial(score_one, run_code=bool(run.settings.get("run_code")))
-    known: dict[tuple[Key, tuple[str, ...]], float | None] = {}
+    known: dict[tuple[Key, tuple[tuple[str, bool], ...]], float | None] = {}
     scores: Scores = {}
     for answer in wanted:
         assert score is not None
-        said = (answer.key, tuple(turn.text for turn in answer.turns))
+        # The same text is another answer where the prompt has opened a thought.
+        said = (answer.key, tuple((turn.text, turn.begins_in_thought) for turn in answer.turns))
         if said not in known:
             try:
                 known[said] = score(run.questions[answer.key], answer)
