@@ -1,6 +1,7 @@
 """Rows are made part by part and in several processes: the same file, nothing made twice, nothing lost on the way."""
 
 import json
+import os
 import random
 import resource
 from collections.abc import Generator
@@ -95,6 +96,8 @@ def test_several_processes_write_what_one_does(
     source = write(tmp_path / "in.jsonl", lines())
     written: list[bytes] = []
     reports: list[Any] = []
+    environment = os.environ
+    before = dict(environment)
     for num_processes, part_rows in ((1, NUM_ROWS), (1, 7), (3, 16)):
         monkeypatch.setattr(sources, "PART_ROWS", part_rows)
         monkeypatch.setattr(sources, "ROWS_PER_PROCESS", 1)
@@ -114,6 +117,9 @@ def test_several_processes_write_what_one_does(
     }
     assert reports[0].num_kept == NUM_ROWS - 2 == len(written[0].splitlines())
     assert reports[0].num_cut > 0
+    # Whoever holds the environment sees what is changed in it later.
+    assert os.environ is environment
+    assert dict(environment) == before
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -9,7 +9,8 @@ import errno
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,8 @@ PART_ROWS = 50_000
 # To start a process takes as long as that many rows of a chat take.
 ROWS_PER_PROCESS = 1_000
 
+# What `datasets` sets for processes of its own, and leaves in the environment.
+PARALLELISM = "TOKENIZERS_PARALLELISM"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Kind = Literal["line of JSON", "line of text", "row of JSON", "row"]
@@ -140,18 +143,19 @@ class Source:
             num_processes = None  # this one
         options = {"function": row_map.function, "start": start, "options": dict(row_map.options)}
         try:
-            return part.map(
-                _made_at,
-                with_indices=True,
-                with_rank=True,
-                num_proc=num_processes,
-                remove_columns=self.table.column_names,
-                features=datasets.Features(features),
-                fn_kwargs=options,
-                cache_file_name=str(row_map.folder / f"{name}.arrow"),
-                new_fingerprint=name,
-                desc=f"{self.origin.called}, from row {start + 1}",
-            )
+            with _same_environment():
+                return part.map(
+                    _made_at,
+                    with_indices=True,
+                    with_rank=True,
+                    num_proc=num_processes,
+                    remove_columns=self.table.column_names,
+                    features=datasets.Features(features),
+                    fn_kwargs=options,
+                    cache_file_name=str(row_map.folder / f"{name}.arrow"),
+                    new_fingerprint=name,
+                    desc=f"{self.origin.called}, from row {start + 1}",
+                )
         except OSError as error:
             raise _no_room(error, row_map.folder) from error
         except UnicodeDecodeError as error:
@@ -216,6 +220,25 @@ def _made_at(
 ) -> dict[str, Any]:
     """What a function makes of a row of a part that begins with the row `start`."""
     return function(values, start + number, rank, **options)
+
+
+@contextmanager
+def _same_environment() -> Generator[None]:
+    """Has the environment be the same object, and say the same, afterwards.
+
+    For processes of its own `datasets` puts a copy in the place of `os.environ`. What holds the first object (Rich
+    does) would never see a later change.
+    """
+    environment = os.environ
+    before = environment.get(PARALLELISM)
+    try:
+        yield
+    finally:
+        os.environ = environment  # noqa: B003  (the object that was there before)
+        if before is None:
+            environment.pop(PARALLELISM, None)
+        else:
+            environment[PARALLELISM] = before
 
 
 def num_cores() -> int:
