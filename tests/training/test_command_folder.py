@@ -75,6 +75,32 @@ def test_settings_are_kept_until_a_stage_is_run(tmp_path: Path) -> None:
     assert "num_prompts: 5" in settings.read_text()
 
 
+def test_an_edited_data_file_is_a_change(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl")
+    out = tmp_path / "out"
+    words = ["--dataset", data, *SMALL, "--output-dir", out, "--stages"]
+    assert train(*words, "prepare").exit_code == 0
+    text = data.read_text()
+    data.write_text(text)
+    os.utime(data, (0, 0))
+    result = train(*words, "prepare")
+    assert result.output.splitlines() == [f"prepare: done before, {out / 'prepared'}"]
+    rows = text.splitlines(keepends=True)
+    data.write_text("".join(rows[:-1]))
+    result = train(*words, "prepare,regenerate")
+    assert result.exit_code == 0, result.output
+    again = f"made again: prepare; {data.resolve()} has other contents"
+    assert result.output.splitlines()[0] == again
+    kept = (out / "prepared" / "train.jsonl").read_text()
+    data.write_text(text)
+    result = train(*words, "prepare,regenerate")
+    assert result.exit_code == 2, result.output
+    assert f"got a change: {data.resolve()} has other contents; add --redo" in said(result)
+    assert (out / "prepared" / "train.jsonl").read_text() == kept
+    assert train(*words, "prepare,regenerate", "--redo").exit_code == 0
+    assert len((out / "prepared" / "train.jsonl").read_text()) > len(kept)
+
+
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -1,12 +1,14 @@
 """The folder of a training run: which stages are done, what each was made from, and what of it has changed since.
 
 `stages.json` says it, written whole or not at all. A stage is done if it says so, its folder is there, and the options
-that it was made from are those that are asked for now. A changed option makes that stage and those behind it again;
-where answers, checkpoints or a draft would be lost that way, it is refused until `--redo` asks for it.
+that it was made from are those that are asked for now. A changed option, or a data file that was edited behind the
+first stage, makes that stage and those behind it again; where answers, checkpoints or a draft would be lost that way,
+it is refused until `--redo` asks for it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -20,6 +22,7 @@ from typing import IO, Any
 from dflash_hf.cli.train_algorithms import without_algorithm
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
 from dflash_hf.data.row_files import write_whole
+from dflash_hf.data.sources import FILES, full_name
 from dflash_hf.errors import listed, require, shown
 
 logger = logging.getLogger(__name__)
@@ -206,10 +209,19 @@ class RunState:
 
     def write(self, stage: Stage, facts: dict[str, Any] | None = None) -> None:
         """Records what a stage is made from before it writes anything; with facts, that it is done."""
+        is_begun = facts is None
+        if is_begun and stage == "prepare":
+            data = digests_of(self.settings.dataset)
+        elif is_begun:
+            data = dict[str, str]()
+        else:
+            # Of the files as they were read, which may have been edited meanwhile.
+            data = self._known[stage]["data"]
         self._known[stage] = {
             "finished": facts is not None,
             "made_from": self.settings.made_from(stage),
             "target": self._target_of(stage),
+            "data": data,
             "facts": facts or {},
         }
         self.path.mkdir(parents=True, exist_ok=True)
@@ -248,7 +260,21 @@ class RunState:
             was = before.get(name, default.get(name))
             if was != now.get(name):
                 told.append(f"{name} was {shown(was)} and is {shown(now.get(name))}")
+        told += self._changed_data(stage)
         return listed(told, "; ")
+
+    def _changed_data(self, stage: Stage) -> list[str]:
+        """Names the files that a finished stage has read and that say something else now."""
+        record = self._record(stage)
+        # A stage that was killed reads an edited file again, part by part.
+        if not record.get("finished"):
+            return []
+        known: dict[str, str] = record.get("data", {})
+        if not known:
+            return []
+        now = digests_of(self.settings.dataset)
+        changed = [name for name in known if now.get(name, known[name]) != known[name]]
+        return [f"{name} has other contents" for name in changed]
 
     def _own_names(self, stage: Stage, before: Mapping[str, Any]) -> set[str]:
         """Names of options that a stage was begun with; older folders have more beside them."""
@@ -320,6 +346,16 @@ class RunState:
             raise ValueError(
                 f"expected the state of a run in {file}, got something else; name another --output-dir"
             ) from error
+
+
+def digests_of(datasets: Sequence[str]) -> dict[str, str]:
+    """Returns a digest of the contents of each set of rows that is a file, by its whole path."""
+    found: dict[str, str] = {}
+    for name in datasets:
+        if name.endswith(FILES):
+            with Path(name).open("rb") as file:
+                found[full_name(name)] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return found
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
