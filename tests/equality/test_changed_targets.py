@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from dflash_hf import RunningBatch, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation import kept_prefixes
+from helpers.engine import GREEDY, pair
 from helpers.running import answer_alone, asked
+from helpers.static import TapeStep, use_tapes
 from tiny import prompts, tiny_draft, tiny_target
 
 Change = Callable[[Any], None]
@@ -96,6 +99,19 @@ OF_CODE: list[Change] = [
 ]
 
 
+def set_factors(target: Any) -> None:
+    for layer in target.model.layers:
+        layer.self_attn.scaling *= 5.0
+
+
+def turn_weights(target: Any) -> None:
+    for layer in target.model.layers:
+        weight = layer.mlp.up_proj.weight
+        # The same numbers at the same address, in another order.
+        numbers = weight.data.as_strided((weight.numel(),), (1,))
+        weight.data = numbers.view(weight.shape[::-1]).t()
+
+
 def answered(batch: RunningBatch, one: Any) -> tuple[list[int], int]:
     """Returns the answer to a request, and how many tokens of its prompt were taken from an earlier text."""
     id = batch.add(one.ids, **one.settings)
@@ -105,6 +121,70 @@ def answered(batch: RunningBatch, one: Any) -> tuple[list[int], int]:
             if new.id == id:
                 text += new.token_ids
     return text, batch.ended[id].num_kept_tokens
+
+
+# ---- kept graphs
+
+
+# Hooks keep a call from being captured at all.
+@pytest.mark.parametrize(
+    "change",
+    [
+        *OF_WEIGHTS,
+        turn_weights,
+        replace_norms,
+        replace_activations,
+        set_epsilons,
+        set_factors,
+        set_forwards,
+    ],
+)
+def test_no_graph_of_another_target_is_replayed(
+    change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tapes(monkeypatch)
+    target, draft, inputs, before = pair("cuda_graph")
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), before)
+        change(target)
+        before = target.generate(**inputs, **GREEDY)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), before)
+    assert draft.last_stats.engine == "cuda_graph"
+
+
+@pytest.mark.parametrize("what", ["method", "function"])
+def test_no_graph_of_a_replaced_function_is_replayed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tapes(monkeypatch)
+    target, draft, inputs, ref = pair("cuda_graph")
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    layer: Any = target.model.layers[0]
+    if what == "method":
+        kind = type(layer.mlp)
+        plain = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, states: -2 * plain(self, states))
+    else:
+        file = sys.modules[type(layer).__module__]
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", lambda query, key, *args: (query, key))
+    ref = target.generate(**inputs, **GREEDY)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert draft.last_stats.engine == "cuda_graph"
+
+
+def test_forwards_in_turn_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tapes(monkeypatch)
+    target, draft, inputs, _ = pair("cuda_graph")
+    norm: Any = target.model.norm
+    plain = norm.forward
+    for factor in (2.0, -1.0, 3.0, -2.0):
+        # Each one may stand at the address of the one before it.
+        norm.forward = lambda states, by=factor: by * plain(states).roll(int(by), -1)
+        ref = target.generate(**inputs, **GREEDY)
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    num_captured = len(TapeStep.captured)
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    assert len(TapeStep.captured) == num_captured
 
 
 # ---- kept texts

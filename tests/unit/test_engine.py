@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import DynamicCache
 
@@ -303,6 +304,9 @@ def test_reasons_are_found_before_a_step_runs() -> None:
         why_not(found, draft)
         == "a forward hook on model.layers.2.mlp, which a replay would not call"
     )
+    handle.remove()
+    handle = register_module_forward_hook(lambda module, args, out: None)
+    assert why_not(found, draft) == "a forward hook on all modules, which a replay would not call"
     handle.remove()
     target.generate(
         **inputs, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True

@@ -19,7 +19,7 @@ from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.target_model.parts import find_target
 from helpers.engine import GREEDY, NEW, pair
 from helpers.static import TapeStep, set_engine, use_tapes
-from tiny import prompts, tiny_draft, tiny_target
+from tiny import FAMILIES, prompts, tiny_draft, tiny_target
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,20 @@ def test_graphs_are_kept_for_equal_shapes_and_can_be_freed() -> None:
     assert not [ref for ref in watched if ref() is not None]
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert TapeStep.captured == captured * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_call_captures_nothing(family: str) -> None:
+    target, draft, inputs, ref = pair("cuda_graph", family)
+    if family in ("qwen3-moe", "gpt-oss"):
+        # Their other implementation counts on the host.
+        target.set_experts_implementation("batched_mm")
+        ref = target.generate(**inputs, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+        assert draft.last_stats.engine == "cuda_graph"
+        target.generate(**inputs, **GREEDY)
+        assert len(TapeStep.captured) == len(set(TapeStep.captured))
 
 
 def test_an_answer_of_one_token_captures_nothing() -> None:

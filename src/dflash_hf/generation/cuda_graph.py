@@ -5,7 +5,7 @@ on the device), a number of tokens that are verified, and settings baked into it
 may need are captured before its first step, longest and widest first, into one pool of memory. Where the width is to
 be chosen, the longest are replayed to measure each width's cost, and widths that save nothing are dropped. Capturing
 runs the step over rows that count as finished, which changes nothing but scratch. A graph holds addresses of weights:
-where a weight has moved, or a module computes something else, it is captured again (`fingerprint_of`).
+where a weight has moved, or a module computes something else, it is captured again (`fingerprint_of`, `Code`).
 
 `capture.py` makes one graph. A process has one capture at a time here.
 """
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
@@ -36,7 +38,7 @@ from dflash_hf.generation.widths import WidthChooser, useful_widths
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
-from dflash_hf.target_model.user_code import is_harmless
+from dflash_hf.target_model.user_code import Code, has_own_forward, is_harmless
 from dflash_hf.undo import held
 
 logger: Any = logging.get_logger(__name__)
@@ -49,6 +51,11 @@ NUM_TIMED = 3
 _capturing = threading.Lock()
 # Dtypes of experts that torch itself multiplies; quantised ones have functions of their own.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Types of the settings that modules keep as attributes.
+_PLAIN_TYPES = frozenset((bool, int, float, str))
+# Forwards that users have put on modules, and a number for each. They are not held: a bound one holds its model.
+_known_code = weakref.WeakKeyDictionary[Any, int]()
+_code_numbers = itertools.count(1)
 
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str:
@@ -77,6 +84,8 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
     counted = counted_experts(target)
     if counted:
         return f"{counted}; 'batched_mm' does not count (target.set_experts_implementation)"
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "a forward hook on all modules, which a replay would not call"
     for name, module in itertools.chain(model.named_modules(), draft.named_modules()):
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if not all(map(is_harmless, hooks)):
@@ -111,9 +120,11 @@ class GraphStep(StaticStep):
         if run.generator.drafter is not run.generator.draft:
             parts.append(Inventory.of(run.generator.drafter))
         found = fingerprint_of(run.request.target, parts)
-        # Graphs of other weights or switches would give another text.
-        if run.buffers.graphs.fingerprint != found:
-            run.buffers.graphs = Graphs(found)
+        # Graphs of other weights, switches or code would give another text.
+        graphs = run.buffers.graphs
+        if graphs.fingerprint != found or not graphs.code.is_same():
+            kinds = {type(module) for inventory in parts for module in inventory.modules}
+            run.buffers.graphs = Graphs(found, Code(kinds))
         self.graphs = run.buffers.graphs
         self.kept = self.graphs.captured.get(self.settings, Kept())
 
@@ -272,9 +283,10 @@ def _settings(run: Run, accepts: bool) -> Settings:
 
 
 def fingerprint_of(target: Target, parts: Sequence[Inventory]) -> int:
-    """Returns a number that changes when weights move or are replaced, or modules are switched.
+    """Returns a number that changes when weights move or are replaced, or modules are switched or changed.
 
-    `parts` are the inventories of the target, of the draft, and of a copy that drafts in its place.
+    `parts` are the inventories of the target, of the draft, and of a copy that drafts in its place. What classes
+    compute by is no part of it; see `Code`.
     """
     experts = getattr(target.config, "_experts_implementation", None)
     found: list[object] = [experts, joint_products.chosen()]
@@ -283,7 +295,12 @@ def fingerprint_of(target: Target, parts: Sequence[Inventory]) -> int:
         found.extend(_address(tensor) for tensor in (*inventory.weights, *inventory.buffers))
         kinds = list(map(type, inventory.modules))
         found.append(tuple(kinds))
-        found.extend(module.training for module in inventory.modules)
+        found.extend(map(_settings_of, inventory.modules))
+        found.extend(
+            _number_of_code(module.forward)
+            for module in inventory.altered
+            if has_own_forward(module)
+        )
         # Looked for by class first: there are few classes and many modules.
         adapting = {kind for kind in set(kinds) if _is_adapting(kind)}
         if adapting:
@@ -291,6 +308,20 @@ def fingerprint_of(target: Target, parts: Sequence[Inventory]) -> int:
                 _adapters_of(module) for module in inventory.modules if type(module) in adapting
             )
     return hash(tuple(found))
+
+
+def _settings_of(module: nn.Module) -> tuple[object, ...]:
+    """Returns the numbers and names that a module has: whether it is in training, its epsilon, sizes and factors."""
+    return tuple(value for value in vars(module).values() if type(value) in _PLAIN_TYPES)
+
+
+def _number_of_code(code: Any) -> int:
+    """Returns a number that no other forward of a module's own has had in this process."""
+    # Its address would not do: a forward that takes the place of a freed one may have the same.
+    try:
+        return _known_code.setdefault(code, next(_code_numbers))
+    except TypeError:  # an object of a class that nothing can refer to weakly
+        return -id(code)
 
 
 def _is_adapting(kind: type) -> bool:
@@ -308,12 +339,12 @@ def _adapters_of(layer: Any) -> tuple[object, ...]:
 
 
 def _address(tensor: Tensor | None) -> tuple[object, ...]:
-    """Returns where a tensor's numbers are, and their dtype."""
+    """Returns where a tensor's numbers are, their dtype and how they are laid out."""
     if tensor is None:
         return ()
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     if is_plain:
-        return tensor.data_ptr(), tensor.dtype
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     # A quantised tensor has several addresses.
     return id(tensor), tensor.dtype
 

@@ -11,7 +11,7 @@ from torch.nn.modules import module as everywhere
 
 from dflash_hf.generation.cuda_graph import fingerprint_of
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.user_code import has_own_forward, is_harmless
+from dflash_hf.target_model.user_code import is_harmless
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,15 +39,12 @@ class ModelState:
 def _facts_of(target: Target) -> list[object]:
     parts = target.parts
     found: list[object] = [target.facts, fingerprint_of(target, [parts])]
-    found.extend((tensor.shape, _version_of(tensor)) for tensor in _tensors_of(target))
-    # A class may get another forward, and a module another epsilon.
+    found.extend(_version_of(tensor) for tensor in _tensors_of(target))
+    # A class may get another forward.
     found.extend(getattr(kind, "forward", None) for kind in dict.fromkeys(target.facts.kinds))
-    for module in parts.modules:
-        own = vars(module).values()
-        found.append([value for value in own if isinstance(value, bool | int | float)])
     found.append([*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks])
     for module in parts.altered:
-        found.extend(_code_on(module))
+        found.extend(_hooks_on(module))
     return found
 
 
@@ -58,13 +55,10 @@ def _version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def _code_on(module: nn.Module) -> list[object]:
-    """Returns what of the user's is on a module: numbers of hooks, which are never used twice, and its own forward."""
+def _hooks_on(module: nn.Module) -> list[int]:
+    """Returns the numbers of the user's hooks on a module, which are never used twice."""
     hooks: list[Any] = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
-    found: list[object] = [number for number, hook in hooks if not is_harmless(hook)]
-    if has_own_forward(module):
-        found.append(module.forward)
-    return found
+    return [number for number, hook in hooks if not is_harmless(hook)]
 
 
 def _sums_of(target: Target) -> list[Tensor]:
