@@ -26,6 +26,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
+        self.waits: list[tuple[Any, Any]] = []
         self.generator_is_captured = False
         self.recording: list[Any] = []
         self.num_graphs: dict[Any, int] = {}
@@ -41,6 +42,7 @@ class World:
 
             def wait_stream(self, other: object) -> None:
                 world.calls.append("wait")
+                world.waits.append((self, other))
 
         class Graph:
             def reset(self) -> None:
@@ -169,6 +171,19 @@ def test_a_refused_capture_leaves_torch_as_it_was(ends_by_itself: bool, world: W
     assert len(module._refused) == 1, "allocators ask it which stream is its"
     world.is_refusing = False
     assert capture(world.multiply, world.multiply, DEVICE, POOL)[1] == POOL
+
+
+def test_what_a_failed_warm_up_has_launched_is_waited_for(world: World) -> None:
+    def failing() -> None:
+        world.multiply()
+        raise NotCapturableError("a read on the host")
+
+    with pytest.raises(NotCapturableError, match="a read on the host"):
+        capture(failing, world.multiply, DEVICE, POOL)
+    (side, current), (waiting, waited_for) = world.waits
+    assert waiting is current
+    assert waited_for is side
+    assert "begin" not in world.calls
 
 
 def test_an_older_torch_without_these_functions_captures(

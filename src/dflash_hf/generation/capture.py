@@ -38,9 +38,12 @@ def capture(
     current = torch.cuda.current_stream(device)
     # The two streams wait for each other: the step reads what this thread has just written, and writes scratch.
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        warm_up()
-    current.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            warm_up()
+    finally:
+        # Also of one that has raised: what it has launched writes scratch that the steps to come use.
+        current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # The warm-up has made a workspace outside the graph's pool.
     _clear_workspaces()
