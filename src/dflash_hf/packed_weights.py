@@ -182,7 +182,11 @@ def _takes(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _place_of(weight: Tensor) -> _Place:
     """Returns where a weight is, how often torch has counted a change of it, and how it is laid out."""
-    return weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
+    num_changes = 0
+    # Torch counts no changes of inference tensors, which are never copied themselves.
+    if not weight.is_inference():
+        num_changes = weight._version
+    return weight.data_ptr(), num_changes, weight.shape, weight.stride(), weight.dtype
 
 
 def _fingerprint_of(weight: Tensor) -> tuple[Tensor, Tensor]:

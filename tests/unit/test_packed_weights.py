@@ -310,6 +310,18 @@ def test_parameters_that_were_replaced_free_their_copies() -> None:
     assert model.num_copies == 0
 
 
+def test_an_inference_weight_may_have_the_id_of_a_copied_one() -> None:
+    model = Model()
+    copies = model.warmed()._copies
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.randn(160, 192), requires_grad=False)
+    # As Python gives the id of a freed object to a new one.
+    copies[id(weight)] = copies.pop(id(model.layer.weight))
+    model.layer.weight = weight
+    assert model.is_product(model.packed())
+    assert model.num_copies == 0
+
+
 def test_tensors_may_be_swapped_behind_a_run() -> None:
     model = Model()
     model.warmed()
