@@ -5,8 +5,8 @@ Not called `kernels.py`: Transformers looks for a package `kernels` (Hugging Fac
     python benchmarks/kernel_times.py            on a GPU; about two minutes
     python benchmarks/kernel_times.py --tiny     anywhere, to try the script; times mean nothing
 
-Definitions are in benchmarks/README.md. A kernel whose result differs from its reference's, or which raises, is not
-timed: it is a row of `wrong`, and the exit status is 1. The others are timed.
+Definitions are in benchmarks/README.md. A kernel whose result differs from its reference's, which raises, or which
+cannot be had is not timed: it is a row of `wrong`, and the exit status is 1. The others are timed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import typer
 from harness.kernel_cases import Case, Sizes, all_cases
 from harness.machine import RESULTS, provenance
+from harness.operations import no_stand_ins
 from harness.rates import milliseconds
 from harness.report import Column, finish, may_write, show, write
 from harness.roofline import verdict
@@ -165,7 +166,8 @@ def floor_rows(rows: list[Row], judged: bool) -> list[Row]:
 def _failure(case: Case, name: str) -> str | None:
     """Why a way of computing a case is left out: what it raised, or how its result is wrong."""
     try:
-        why = difference(case, name)
+        with no_stand_ins():
+            why = difference(case, name)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     if why is not None:

@@ -14,6 +14,7 @@ from harness.experiments import WAIT, Streams, with_wait
 from harness.gaps import Span, gaps_between
 from harness.shapes import SHAPES
 
+from dflash_hf import ops
 from helpers.scripts import run_script
 
 KERNEL = '''def kernel(
@@ -70,6 +71,27 @@ def test_products_with_the_weights_of_a_shape(
             assert row["bytes"] == 4 * (many * few + row["rows"] * (many + few))
             rate = row["bytes"] / row["microseconds"]["p50"] / 1e3
             assert row["gigabytes_per_second"] == pytest.approx(rate)
+
+
+def test_products_whose_kernel_cannot_be_had_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = gemm_times.call_of
+
+    def call_of(work: gemm_times.Work, *rest: Any) -> Any:
+        if work.way == "one launch" and work.weight == "down alone":
+            ops.linears.failures[torch.device("cpu")] = "OutOfResources: shared memory"
+        return whole(work, *rest)
+
+    monkeypatch.setattr(gemm_times, "call_of", call_of)
+    out = tmp_path / "gemm.json"
+    result = run_script(gemm_times.main, "--tiny", "--rows", "4", "--out", str(out))
+    assert result.exit_code == 1
+    failed = [row for row in json.loads(out.read_text())["rows"] if row["error"] is not None]
+    [row] = failed
+    assert (row["weight"], row["way"]) == ("down alone", "one launch")
+    assert "linears on cpu" in row["error"]
+    assert not ops.linears.failures
 
 
 def test_gaps_are_between_the_latest_end_and_the_next_begin() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ import pytest
 import torch
 from harness.kernel_cases import FLASH_ATTENTION, all_cases, attention_case, flash_attention
 from harness.plots import conditions
-from harness.sweep import SHARES, TILES
+from harness.sweep import SHARES, TILES, sweep
 from torch import Tensor
 
 import dflash_kernels
+from dflash_kernels.block_attention import kernel
 from helpers.scripts import run_script
 
 # Where there is neither CUDA nor FlashAttention.
@@ -84,6 +86,54 @@ def test_a_wrong_kernel_is_said_and_the_others_are_timed(
     assert "left out: kernel for argmax" in result.stderr
     timed = {row["kernel"].partition(",")[0] for row in record["rows"]}
     assert timed == set(dflash_kernels.__all__) - {"argmax", "rms_norm"}
+
+
+class GivenUp:
+    """An operation whose kernel cannot be had, so that its definition runs in its place.
+
+    Args:
+        operation: The operation.
+        fails (callable): Whether this call's kernel cannot be had.
+    """
+
+    def __init__(self, operation: Any, fails: Callable[[], bool] = lambda: True) -> None:
+        self.operation = operation
+        self.fails = fails
+        self.num_tried = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = torch.device("cpu")
+        if device not in self.operation.failures and self.fails():
+            self.num_tried += 1
+            self.operation.failures[device] = "OutOfResources: shared memory"
+        return self.operation(*args, **kwargs)
+
+
+def test_the_definition_of_a_kernel_is_not_timed_as_the_kernel(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dflash_kernels, "argmax", GivenUp(dflash_kernels.argmax))
+    out = tmp_path / "kernels.json"
+    result = run("--tiny", "--out", str(out))
+    assert result.exit_code == 1
+    record = json.loads(out.read_text())
+    [wrong] = record["wrong"]
+    assert wrong["kernel"] == "argmax"
+    assert "argmax on cpu: OutOfResources: shared memory" in wrong["why"].replace("'", "")
+    assert "argmax" not in {row["kernel"] for row in record["rows"]}
+
+
+def test_a_tile_that_does_not_fit_spoils_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_large() -> bool:
+        return kernel.tile_sizes(16, 4, 16, 16, 2, 2**20)[1:] == (128, 2, 8)
+
+    attention = GivenUp(dflash_kernels.block_attention, is_large)
+    monkeypatch.setattr(dflash_kernels, "block_attention", attention)
+    rows = sweep(kernel_times.TINY, [(1, 24)], torch.float32, torch.device("cpu"))
+    failed = [row["tile"] for row in rows if row["error"] is not None]
+    assert failed == [(128, 2, 8)] * len(SHARES)
+    assert attention.num_tried == len(SHARES)
+    assert not dflash_kernels.block_attention.operation.failures
 
 
 def test_a_wrong_library_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
