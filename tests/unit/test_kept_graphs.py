@@ -82,6 +82,30 @@ def test_graphs_of_a_few_settings_are_kept() -> None:
     assert len(TapeStep.captured) == num_captured
 
 
+@pytest.mark.parametrize(
+    "switch",
+    [
+        "allow_tf32",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    ],
+)
+def test_products_that_may_round_otherwise_are_captured_anew(switch: str) -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    num_captured = len(TapeStep.captured)
+    switches = torch.backends.cuda.matmul
+    before = getattr(switches, switch)
+    setattr(switches, switch, not before)
+    try:
+        target.generate(**inputs, **GREEDY, assistant_model=draft)
+    finally:
+        setattr(switches, switch, before)
+    assert len(TapeStep.captured) == 2 * num_captured
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    assert len(TapeStep.captured) == 2 * num_captured
+
+
 def test_moved_weights_are_captured_again_changed_ones_seen() -> None:
     target, draft, inputs, _ = pair("cuda_graph")
     target.generate(**inputs, **GREEDY, assistant_model=draft)

@@ -36,6 +36,7 @@ from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import WidthChooser, useful_widths
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.fast_by_kernels import multiplies_in_tf32
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import Code, has_own_forward, is_harmless
@@ -278,7 +279,18 @@ def _settings(run: Run, accepts: bool) -> Settings:
         run.request.processors.settings(),
         generator.newest.has_offset,
         ops.forced(),
+        _rounding_of_products(),
         tuple(sorted(keywords)),
+    )
+
+
+def _rounding_of_products() -> tuple[object, ...]:
+    """Returns torch's switches that say how products on CUDA may round."""
+    switches = torch.backends.cuda.matmul
+    return (
+        multiplies_in_tf32(),
+        switches.allow_fp16_reduced_precision_reduction,
+        switches.allow_bf16_reduced_precision_reduction,
     )
 
 

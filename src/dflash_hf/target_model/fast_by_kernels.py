@@ -226,12 +226,12 @@ def _rotary_forward(
     inv_freq = module.inv_freq
     is_on_one_device = inv_freq.device == position_ids.device == x.device
     is_covered = ops.use_kernel(ops.rope_angles, x) and is_on_one_device and position_ids.dim() == 2
-    if others or not is_covered or not has_fixed_angles(module) or _multiplies_in_tf32():
+    if others or not is_covered or not has_fixed_angles(module) or multiplies_in_tf32():
         return plain(module, x, position_ids, **others)
     return _run_rotary(ops.rope_angles, module, x, position_ids)
 
 
-def _multiplies_in_tf32() -> bool:
+def multiplies_in_tf32() -> bool:
     """Returns True if GPUs round the numbers of a float32 product to 10 bits."""
     # Classes of older releases make angles by a product of matrices, and the prefill has turned its keys by those.
     settings: Any = torch.backends.cuda.matmul
