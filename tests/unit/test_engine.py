@@ -346,6 +346,24 @@ def test_a_target_that_reads_on_the_host_runs_eagerly(told: Any) -> None:
     assert "a step of Qwen3ForCausalLM needs the host (aten._local_scalar_dense" in told()[0]
 
 
+def test_settings_that_need_the_host_keep_no_others_from_graphs(told: Any) -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    # This cutoff looks at an entropy on the host.
+    reading = {"do_sample": True, "eta_cutoff": 0.01}
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    num_captured = len(TapeStep.captured)
+    for settings, engine in ((reading, "eager"), ({}, "cuda_graph"), (reading, "eager")):
+        out = target.generate(**inputs, **{**GREEDY, **settings}, assistant_model=draft)
+        assert draft.last_stats.engine == engine
+        assert settings or torch.equal(out, ref)
+    assert len(TapeStep.captured) == num_captured
+    assert len(told()) == 1
+    free_buffers(draft)
+    for settings, engine in ((reading, "eager"), ({}, "cuda_graph")):
+        target.generate(**inputs, **{**GREEDY, **settings}, assistant_model=draft)
+        assert draft.last_stats.engine == engine
+
+
 def test_own_inputs_are_part_of_a_graph_or_run_eagerly() -> None:
     target, draft, inputs, ref = pair("cuda_graph")
     for own, engine in (

@@ -25,6 +25,10 @@ class NotCapturableError(RuntimeError):
     """A step cannot be captured; the message is the reason."""
 
 
+class HostNeededError(NotCapturableError):
+    """A step cannot be captured because it needs the host, which was found before CUDA was asked."""
+
+
 def capture(
     warm_up: Callable[[], object], body: Callable[[], T], device: torch.device, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, T]:

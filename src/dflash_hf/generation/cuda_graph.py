@@ -29,7 +29,7 @@ from transformers.utils import logging
 from dflash_hf import joint_products, ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.errors import first_line
-from dflash_hf.generation.capture import NotCapturableError, capture
+from dflash_hf.generation.capture import HostNeededError, NotCapturableError, capture
 from dflash_hf.generation.graphs import Captured, Graphs, Kept, Settings
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
@@ -136,8 +136,9 @@ class GraphStep(StaticStep):
         """
         graphs = self.graphs
         # What failed once over these buffers and models would fail again, after the same work.
-        if graphs.reason:
-            raise NotCapturableError(graphs.reason)
+        reason = graphs.reason or graphs.needing_host.get(self.settings, "")
+        if reason:
+            raise NotCapturableError(reason)
         unknown = [name for name, value in self.run.extra.items() if not _is_plain(value)]
         if unknown:
             raise NotCapturableError(
@@ -151,6 +152,11 @@ class GraphStep(StaticStep):
         try:
             with _finished_rows(self.run):
                 self._capture_all()
+        except HostNeededError as error:
+            # Graphs of other settings stay: their steps need not do what this one does.
+            del graphs.captured[self.settings]
+            graphs.needing_host[self.settings] = str(error)
+            raise
         except BaseException as error:
             # Graphs of one pool are kept or given up together, also where an interrupt comes between two of them.
             self.kept.clear()
@@ -234,7 +240,7 @@ class GraphStep(StaticStep):
     def warm_up(self, bound: int) -> None:
         """Runs the step once, uncaptured: under guard if it is the first of its settings and width.
 
-        Raises NotCapturableError if it reads a tensor on the host.
+        Raises HostNeededError if it reads a tensor on the host.
         """
         # Another length runs the same operations, in which the guard would find nothing new.
         is_known = any(width == self.run.state.width for _, width in self.kept)
@@ -246,7 +252,7 @@ class GraphStep(StaticStep):
                 self.body(bound)
         except HostReadError as error:
             name = type(self.run.request.target.model).__name__
-            raise NotCapturableError(f"a step of {name} needs the host ({error})") from error
+            raise HostNeededError(f"a step of {name} needs the host ({error})") from error
 
 
 @contextmanager

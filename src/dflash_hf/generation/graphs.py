@@ -44,3 +44,5 @@ class Graphs:
     pool: Any = None  # of memory, which all graphs share; replays never overlap
     captured: dict[Settings, Kept] = field(default_factory=dict[Settings, Kept])
     reason: str = ""
+    # Why a step under some settings needs the host; other settings may not.
+    needing_host: dict[Settings, str] = field(default_factory=dict[Settings, str])
