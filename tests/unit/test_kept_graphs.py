@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_hf import free_buffers
+from dflash_hf import free_buffers, ops
 from dflash_hf.generation import buffers, cuda_graph, run
 from dflash_hf.generation.buffers import kept_buffers, round_up
 from dflash_hf.generation.host_reads import NoHostReads
@@ -123,6 +123,22 @@ def test_moved_weights_are_captured_again_changed_ones_seen() -> None:
         out = target.generate(**inputs, **GREEDY, assistant_model=draft)
         assert torch.equal(out, ref), change
         assert (len(TapeStep.captured) > num_captured) == is_captured_again
+
+
+def test_copies_of_weights_that_were_let_go_are_read_by_no_graph() -> None:
+    target, draft, inputs, ref = pair("cuda_graph")
+    num_captured = list[int]()
+    # The second call has no copies of the draft's weights, and the third one makes others.
+    for kernels in (True, False, True, True):
+        TapeStep.captured.clear()
+        with ops.kernels(kernels):
+            out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+        assert torch.equal(out, ref)
+        has_copies = kept_buffers(draft)[0].context.weights is not None
+        assert has_copies == kernels
+        num_captured.append(len(TapeStep.captured))
+    assert num_captured[2] == num_captured[0] > 0
+    assert num_captured[3] == 0
 
 
 def test_buffers_belong_to_one_draft_and_one_target() -> None:

@@ -141,6 +141,14 @@ class FixedBuffers:
                 if not (is_full and reads_no_stale_slot):
                     layer.clear()
 
+    def stack_weights(self, draft: DFlashDraftModel) -> None:
+        """Copies the draft's weights as they are now, where a kernel is to write context of all layers at once."""
+        before = self.context.weights
+        self.context.weights = draft.stack_weights(self.draft_cache, before)
+        if self.context.weights is not before:
+            # Graphs have the addresses of the copies before.
+            self.graphs = Graphs()
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
         self.shape = replace(self.shape, batch=len(rows))

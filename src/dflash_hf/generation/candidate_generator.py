@@ -123,8 +123,7 @@ class DFlashCandidateGenerator:
         if newest.has_offset:
             lengths = lengths - newest.offset
         newest.begin(lengths)
-        # Weights are copied where a kernel is to write context of all layers at once.
-        newest.weights = self.draft.stack_weights(self.cache, newest.weights)
+        self.buffers.stack_weights(self.draft)
 
     def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
         """Takes the context of a verified block, rejected rows included; the next draft forward writes it.

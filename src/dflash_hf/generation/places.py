@@ -166,8 +166,7 @@ class Places:
             numbers[place] = of_row[0]
         if run.rows.reach:
             run.rows.reach[place] = other.rows.reach[0]
-        newest = self.buffers.context
-        newest.weights = run.request.draft.stack_weights(self.buffers.draft_cache, newest.weights)
+        self.buffers.stack_weights(run.request.draft)
         # One request with code of the user's is enough for none of them to have copies.
         if run.packed.is_on:
             run.packed = other.packed
