@@ -31,8 +31,8 @@ FIRST_TESTS ?= tests/docs/test_readme.py::test_python_examples_run \
 RELEASE_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_static_step.py test_together.py \
   test_interrupts.py test_growing_buffers.py test_sampling.py test_ranks.py test_trees.py test_own_vocabulary.py \
   test_iterate.py test_draft_context.py test_dropped_rows.py test_hooks.py test_float8.py test_default_device.py \
-  test_threads.py test_large_trees.py test_draft_window.py test_shaped_proposals.py test_dspark.py test_failing_rows.py \
-  test_tune.py)
+  test_threads.py test_large_trees.py test_draft_window.py test_places.py test_changed_targets.py \
+  test_packed_weights.py test_shaped_proposals.py test_dspark.py test_failing_rows.py test_tune.py)
 
 # The newest torch that the index has a build for CPUs of: a bare `torch` is a CUDA build of 6.6 GB.
 LATEST_TORCH ?= torch==2.13.0

@@ -18,7 +18,7 @@ from dflash_hf.bench.answers import Answer, Turn
 from dflash_hf.bench.margins import margins, write_margins
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.summary import summarize
-from tiny import VOCAB, tiny_target
+from tiny import VOCAB, shallow_target
 
 QUESTIONS = [
     Question(dataset="s", question_id=n, category="c", turns=("one", "two")) for n in range(4)
@@ -93,7 +93,7 @@ def other_than(turn: Turn, index: int, token: int) -> Turn:
 
 @pytest.mark.parametrize("system", [None, "be brief"])
 def test_first_turn_that_differs_counts_with_the_float32_margin(system: str | None) -> None:
-    models = Models(target=tiny_target("qwen3").to(torch.bfloat16))
+    models = Models(target=shallow_target("qwen3").to(torch.bfloat16))
     plain = [answer(models, question, system) for question in QUESTIONS]
     first, second = plain[0].turns
     wrong = (second.token_ids[2] + 7) % VOCAB
@@ -112,7 +112,7 @@ def test_first_turn_that_differs_counts_with_the_float32_margin(system: str | No
     inputs = models.encode([QUESTIONS[0].messages([first.text], system)])
     ids = torch.cat([inputs["input_ids"], torch.tensor([second.token_ids[:2]])], dim=1)
     with torch.no_grad():
-        copy: Any = tiny_target("qwen3").to(torch.bfloat16).float()
+        copy: Any = shallow_target("qwen3").to(torch.bfloat16).float()
         logits = copy(input_ids=ids).logits[0, -1]
     both = logits[[wrong, second.token_ids[2]]]
     assert rows[0]["margin"] == pytest.approx(float(logits.max() - both.min()), rel=1e-4)
@@ -134,7 +134,7 @@ def test_first_turn_that_differs_counts_with_the_float32_margin(system: str | No
 def test_nothing_is_copied_where_nothing_differs_or_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    models = Models(target=tiny_target("qwen3").to(torch.bfloat16))
+    models = Models(target=shallow_target("qwen3").to(torch.bfloat16))
     plain = answer(models, QUESTIONS[0])
     untold = Turn(text="x", token_ids=[], new_tokens=3, prompt_tokens=1, wall_time=1.0, latency=1.0)
     server = named(QUESTIONS[0], "server", [untold, untold])
@@ -147,7 +147,7 @@ def test_nothing_is_copied_where_nothing_differs_or_is_told(
 def test_margins_of_a_run_are_what_its_summary_says(tmp_path: Path) -> None:
     """Each dtype is measured by its own target; sampled cells and failed answers are not, and a stale file goes."""
     models = {
-        name: Models(target=tiny_target("qwen3").to(getattr(torch, name)))
+        name: Models(target=shallow_target("qwen3").to(getattr(torch, name)))
         for name in ("bfloat16", "float32")
     }
     cells: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf import RunningBatch, iterate
 from dflash_hf.generation import decode
 from helpers.running import answer_alone, asked
-from tiny import VOCAB, prompts, tiny_draft, tiny_target
+from tiny import VOCAB, prompts, shallow_target, tiny_draft
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
@@ -101,7 +101,7 @@ def steer(target: Any) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
 def test_what_is_kept_can_be_learnt_from(family: str) -> None:
-    target: Any = tiny_target(family)
+    target: Any = shallow_target(family)
     draft = tiny_draft(target)
     scores = KeepsScores()
     ids = KeepsIds()
@@ -119,7 +119,7 @@ def test_what_is_kept_can_be_learnt_from(family: str) -> None:
 
 
 def test_states_of_a_cache_that_is_advanced_can_be_learnt_from() -> None:
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     kept = hooked(target)
     settings: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True}
     target.generate(**prompts([4, 9], 0), **settings, assistant_model=tiny_draft(target))
@@ -128,7 +128,7 @@ def test_states_of_a_cache_that_is_advanced_can_be_learnt_from() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
 def test_gradients_within_a_call(family: str) -> None:
-    target: Any = tiny_target(family)
+    target: Any = shallow_target(family)
     given: dict[str, Any] = {**prompts([9], 0), **GREEDY, "logits_processor": [Uphill()]}
     text = target.generate(**given)
     assert torch.equal(target.generate(**given, assistant_model=tiny_draft(target)), text)
@@ -140,7 +140,7 @@ def test_gradients_within_a_call(family: str) -> None:
 
 
 def test_a_rule_of_iterate_may_keep_what_it_gets() -> None:
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     kept: list[Tensor] = []
 
     def propose(logits: Tensor, anchor: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_a_rule_of_iterate_may_keep_what_it_gets() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "qwen3.5", "lfm2"])
 def test_rows_with_gradients_come_and_leave(family: str) -> None:
-    target = tiny_target(family)
+    target = shallow_target(family)
     requests = asked([9, 40, 20, 30, 12, 25], 1, num_new=(4, 40))
     for one in requests[1::2]:
         one.settings["logits_processor"] = [Uphill()]
@@ -178,7 +178,7 @@ def test_rows_with_gradients_come_and_leave(family: str) -> None:
 
 
 def test_a_hook_set_between_steps_may_use_gradients() -> None:
-    target = tiny_target("qwen3.5")
+    target = shallow_target("qwen3.5")
     first, second = asked([9, 40], 2, num_new=(20, 20))
     first.settings["eos_token_id"] = None
     batch = RunningBatch(target, tiny_draft(target))
@@ -203,7 +203,7 @@ def test_a_hook_set_between_steps_may_use_gradients() -> None:
 def test_inference_mode_is_left_to_code_of_libraries(
     given: dict[str, Any], is_inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     seen: set[bool] = set()
     step: Callable[..., Any] = decode.step
 

@@ -15,14 +15,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf import iterate
 from dflash_hf.block.cache_name import ACCEPTED_NAMES, CACHE_NAME, given_cache
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 OLD_NAMES = [name for name in ACCEPTED_NAMES if name != CACHE_NAME]
 
 
 def test_the_name_is_the_one_that_forwards_fill() -> None:
-    filled = tiny_target("qwen3")(torch.tensor([[5, 6, 7]]), use_cache=True)
+    filled = shallow_target("qwen3")(torch.tensor([[5, 6, 7]]), use_cache=True)
     assert isinstance(filled, CausalLMOutputWithPast)
     assert list(filled.keys()) == ["logits", CACHE_NAME]
     assert filled[CACHE_NAME].get_seq_length() == 3
@@ -30,7 +30,7 @@ def test_the_name_is_the_one_that_forwards_fill() -> None:
 
 @pytest.mark.parametrize("name", ACCEPTED_NAMES)
 def test_a_cache_is_taken_under_each_name_of_plain_generate(name: str) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([9], 0)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     with warnings.catch_warnings():
@@ -49,7 +49,7 @@ def test_a_cache_is_taken_under_each_name_of_plain_generate(name: str) -> None:
 
 @pytest.mark.parametrize("returned", [True, False])
 def test_an_output_has_plain_generates_fields_and_the_statistics(returned: bool) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([9], 0)
     given = {CACHE_NAME: DynamicCache(config=target.config)} if returned else {}
     plain = target.generate(**inputs, **GREEDY, return_dict_in_generate=True)
@@ -61,7 +61,7 @@ def test_an_output_has_plain_generates_fields_and_the_statistics(returned: bool)
 
 
 def test_caches_under_two_names_are_refused_before_any_work() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     cache = DynamicCache(config=target.config)
     for other in OLD_NAMES:
@@ -77,7 +77,7 @@ def test_caches_under_two_names_are_refused_before_any_work() -> None:
 
 
 def test_the_drafts_forward_takes_both_names_and_not_at_once() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     width = len(draft.config.target_layer_ids) * draft.config.target_hidden_size
     noise = torch.randn(1, 4, draft.config.hidden_size, dtype=draft.dtype)
@@ -95,7 +95,7 @@ def test_the_drafts_forward_takes_both_names_and_not_at_once() -> None:
 
 
 def test_a_call_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([5, 9], 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

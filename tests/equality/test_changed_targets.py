@@ -19,7 +19,7 @@ from dflash_hf.generation import kept_prefixes
 from helpers.engine import GREEDY, pair
 from helpers.running import answer_alone, asked
 from helpers.static import TapeStep, use_tapes
-from tiny import prompts, tiny_draft, tiny_target
+from tiny import prompts, shallow_target, tiny_draft
 
 Change = Callable[[Any], None]
 
@@ -192,7 +192,7 @@ def test_forwards_in_turn_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("change", OF_WEIGHTS + OF_CODE)
 def test_no_text_of_another_target_is_gone_on_from(change: Change) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     (one,) = asked([40], 1, num_new=(20, 20))
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
     answer_alone(target, [one])
@@ -207,7 +207,7 @@ def test_no_text_of_another_target_is_gone_on_from(change: Change) -> None:
 
 
 def test_a_removed_hook_is_a_change_too() -> None:
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     (one,) = asked([40], 2, num_new=(20, 20))
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
     norm = target.model.layers[1].input_layernorm
@@ -222,7 +222,7 @@ def test_a_removed_hook_is_a_change_too() -> None:
 
 
 def test_a_text_begun_before_a_change_is_not_kept() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     first, second = asked([40, 30], 3, num_new=(20, 20))
     first.settings["eos_token_id"] = None
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
@@ -246,7 +246,7 @@ def test_a_text_begun_before_a_change_is_not_kept() -> None:
 def test_what_is_dropped_is_said_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     (one,) = asked([40], 4, num_new=(5, 5))
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
     kept_prefixes.logger.warning_once.cache_clear()
@@ -282,7 +282,7 @@ def copy_layers(target: Any) -> None:
     ],
 )
 def test_a_row_that_joins_sees_the_target_as_it_is(family: str, change: Change) -> None:
-    target = tiny_target(family)
+    target = shallow_target(family)
     (first, *others) = asked([20, 40, 30], 5, num_new=(20, 20))
     first.settings |= {"max_new_tokens": 60, "eos_token_id": None}
     batch = RunningBatch(target, tiny_draft(target))
@@ -303,7 +303,7 @@ def test_a_row_that_joins_sees_the_target_as_it_is(family: str, change: Change) 
 
 @pytest.mark.parametrize("change", [*OF_CODE, replace_weights, copy_layers])
 def test_a_row_that_waited_sees_the_target_as_it_is(change: Change) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     requests = asked([20, 40], 6, num_new=(20, 20))
     batch = RunningBatch(target, tiny_draft(target))
     for one in requests:
@@ -317,7 +317,7 @@ def test_a_row_that_waited_sees_the_target_as_it_is(change: Change) -> None:
 
 
 def test_rows_that_outlive_the_first_see_hooks_too() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     first, second, third = asked([20, 40, 30], 7, num_new=(40, 40))
     batch = RunningBatch(target, tiny_draft(target))
     oldest = batch.add(first.ids, **first.settings)
@@ -335,7 +335,7 @@ def test_rows_that_outlive_the_first_see_hooks_too() -> None:
 
 
 def test_layers_are_replaced_between_two_chunks() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     (one,) = asked([60], 8, num_new=(20, 20))
     answer_alone(target, [one])
     batch = RunningBatch(target, tiny_draft(target), prefill_chunk_size=25)
@@ -367,7 +367,7 @@ def text_behind(target: Any, text: Tensor, change: Change, num: int) -> list[int
 
 @pytest.mark.parametrize("change", OF_WEIGHTS + OF_CODE)
 def test_a_pause_of_iterate_may_change_the_target(change: Change) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([9], 0)
     text = inputs["input_ids"]
     wanted: list[int] = []
@@ -386,7 +386,7 @@ def test_a_criterion_may_change_the_target(change: Change) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     texts: list[Tensor] = []
     for is_drafted in (False, True):
-        target: Any = tiny_target("qwen3")
+        target: Any = shallow_target("qwen3")
         if is_drafted:
             draft = tiny_draft(target)
             # So that the criterion is called behind the same forwards.

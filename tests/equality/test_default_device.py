@@ -22,7 +22,7 @@ from dflash_hf import iterate, load_draft, save_draft
 from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.source_tree import read_modules
 from helpers.static import set_engine, tensor_oracle
-from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, prompts, shallow_target, tiny_draft, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 ENGINES = ("eager", "static")
@@ -50,7 +50,7 @@ def under_meta() -> Iterator[None]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
 def test_greedy(family: str, engine: Any) -> None:
-    target, inputs = tiny_target(family), prompts([4, 9], 0)
+    target, inputs = shallow_target(family), prompts([4, 9], 0)
     with under_meta():
         ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0)
@@ -90,7 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str, engine: Any) -> None:
-    target, inputs = tiny_target("qwen3"), prompts([9, 9], 0)
+    target, inputs = shallow_target("qwen3"), prompts([9, 9], 0)
     settings = {**inputs, **GREEDY, "max_new_tokens": 9, **SETTINGS[name]}
     draft = tiny_draft(target)
     set_engine(draft, engine)
@@ -107,7 +107,7 @@ def test_settings(name: str, engine: Any) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_row_and_two_turns(engine: Any) -> None:
-    target, inputs = tiny_target("qwen3"), prompts([9], 0)
+    target, inputs = shallow_target("qwen3"), prompts([9], 0)
     draft = tiny_draft(target, **DFLASH2)
     set_engine(draft, engine)
     ref = target.generate(**inputs, max_new_tokens=14, do_sample=False)
@@ -129,7 +129,7 @@ def test_one_row_and_two_turns(engine: Any) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     settings: dict[str, Any] = {
         "own_embed_tokens": True,
         "own_lm_head": True,

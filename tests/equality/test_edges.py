@@ -19,7 +19,7 @@ from transformers.generation import BaseStreamer
 
 from dflash_hf.ops import exponential_noise
 from helpers.deprecations import DeprecationLog
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 
@@ -58,7 +58,7 @@ class Rereading(BaseStreamer):
 
 
 def test_padding_that_generate_infers_is_checked_too() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     ids = torch.tensor([[28, 62, 27, 11, 46, 0]])
     with pytest.raises(ValueError, match="left-padded"):
@@ -71,7 +71,7 @@ def test_padding_that_generate_infers_is_checked_too() -> None:
 
 
 def test_a_criterion_with_an_eos_attribute_of_its_own_is_called() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([6], 4)
     free = target.generate(**inputs, max_new_tokens=60, do_sample=False)
     token = max(set(free[0, 6:].tolist()), key=free[0, 6:].tolist().count)
@@ -90,7 +90,7 @@ def test_a_criterion_with_an_eos_attribute_of_its_own_is_called() -> None:
 
 
 def test_processors_and_streamers_may_run_the_target() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([6], 4)
     settings = {**GREEDY, "logits_processor": LogitsProcessorList([Contrast(target)])}
     ref = target.generate(**inputs, **settings)
@@ -105,7 +105,7 @@ def test_processors_and_streamers_may_run_the_target() -> None:
 def test_a_forward_keyword_of_the_callers_reaches_every_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     forward = type(target).forward
 
     def biased(self: Any, *args: Any, bias_scale: float = 0.0, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ def test_stop_strings_of_the_model_work_and_can_be_overridden(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
-    target = tiny_target("qwen3", vocab_size=len(tokenizer))
+    target = shallow_target("qwen3", vocab_size=len(tokenizer))
     inputs = prompts([6], 4)
     free = target.generate(**inputs, **GREEDY)
     stop = tokenizer.decode(free[0, 15])
@@ -155,7 +155,7 @@ def test_stop_strings_of_the_model_work_and_can_be_overridden(
 
 
 def test_autocast() -> None:
-    target = tiny_target("qwen3").float()
+    target = shallow_target("qwen3").float()
     inputs = prompts([6, 9], 4)
     with torch.autocast("cpu", torch.bfloat16):
         out = target.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target))
@@ -164,7 +164,7 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("length", [3, 6, 7])
 def test_a_length_below_the_prompt_still_gives_one_token(length: int) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([6], 4)
     settings = {**GREEDY, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)])}
     ref = target.generate(**inputs, **settings)
@@ -182,7 +182,7 @@ def test_noise_is_finite_so_that_no_forbidden_token_can_tie() -> None:
 
 
 def test_a_prefix_function_sees_real_prefixes_only() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 8)
     seen: list[tuple[int, tuple[int, ...]]] = []
 
@@ -199,7 +199,7 @@ def test_a_prefix_function_sees_real_prefixes_only() -> None:
 
 
 def test_statistics_of_a_failed_run_are_not_the_last_ones() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
     assert draft.last_stats is not None
@@ -212,7 +212,7 @@ def test_statistics_of_a_failed_run_are_not_the_last_ones() -> None:
 
 
 def test_a_call_without_a_prompt_begins_as_plain_generate_does() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     target.generation_config.bos_token_id = 7
     ref = target.generate(**GREEDY)
     assert torch.equal(target.generate(**GREEDY, assistant_model=tiny_draft(target)), ref)

@@ -25,7 +25,7 @@ from dflash_hf.generation.float8 import (
 from dflash_hf.target_model.parts import find_target
 from helpers.float8 import use_emulation
 from helpers.static import TapeStep, set_engine, tensor_oracle, use_tapes
-from tiny import DFLASH2, DSPARK, VOCAB, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, VOCAB, prompts, shallow_target, tiny_draft, truth_of
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -133,7 +133,7 @@ def test_a_weight_is_rounded_alike_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_text_is_plain_generates(kind: str, dtype: torch.dtype, emulated: None) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([9, 4], 3)
     ref = target.generate(**inputs, **GREEDY)
     # In half precision the target itself has near ties, and which token wins depends on the CPU.
@@ -153,7 +153,7 @@ def test_the_text_is_plain_generates(kind: str, dtype: torch.dtype, emulated: No
 def test_a_block_is_products_in_fp8_and_a_verify_none(
     kind: str, emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES, **KINDS[kind]))
     widths: list[int] = []
     multiply = float8.scaled_linear
@@ -180,7 +180,7 @@ def test_the_text_is_plain_generates_where_much_is_accepted(
     engine: str, kind: str, emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tapes(monkeypatch)
-    target, inputs = tiny_target("qwen3"), prompts([9], 3)
+    target, inputs = shallow_target("qwen3"), prompts([9], 3)
     ref = target.generate(**inputs, **GREEDY)
     draft = asked(tensor_oracle(target, truth_of(inputs, ref), 5, **SIZES, **KINDS[kind]))
     draft.rows = []  # the copy is made before the draft sees a prompt
@@ -193,7 +193,7 @@ def test_the_text_is_plain_generates_where_much_is_accepted(
 
 @pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
 def test_a_sampled_text_is_that_of_the_weights_as_they_are(proposal: Any, emulated: None) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs, draft = prompts([9, 4], 3), tiny_draft(target, **SIZES)
     draft.generation_config.proposal = proposal
     texts = []
@@ -239,7 +239,7 @@ def test_a_trained_draft_is_about_as_often_right(
 
 
 def test_the_copy_rounds_products_and_head_and_shares_the_rest(emulated: None) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     drafter = drafting_copy(draft, find_target(target))
     per_layer = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -265,7 +265,7 @@ def test_the_copy_rounds_products_and_head_and_shares_the_rest(emulated: None) -
 
 
 def test_what_cannot_be_multiplied_or_was_changed_stays_as_it_is(emulated: None) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, intermediate_size=40))
     calls: list[int] = []
     layers: Any = draft.layers
@@ -284,7 +284,7 @@ def test_what_cannot_be_multiplied_or_was_changed_stays_as_it_is(emulated: None)
 
 
 def test_a_head_with_a_hook_is_called_as_ever(emulated: None) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     head: Any = target.get_output_embeddings()
     head.register_forward_hook(lambda *args: None)
@@ -303,7 +303,7 @@ def rounded_of(draft: DFlashDraftModel, target: Any) -> dict[str, tuple[int, Ten
 
 
 def test_the_copy_is_made_once_and_anew_where_weights_change(emulated: None) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     first = rounded_of(draft, target)
     again = rounded_of(draft, target)
@@ -329,7 +329,7 @@ def test_the_copy_is_made_once_and_anew_where_weights_change(emulated: None) -> 
 
 
 def test_the_copy_goes_with_the_draft_or_on_request(emulated: None) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
     held = [
@@ -352,7 +352,7 @@ def test_the_copy_goes_with_the_draft_or_on_request(emulated: None) -> None:
 
 
 def test_training_saving_and_copying_know_nothing_of_it(emulated: None, tmp_path: Path) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     names = list(draft.state_dict())
     target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
@@ -374,7 +374,7 @@ def test_graphs_are_captured_again_for_another_copy(
     emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tapes(monkeypatch)
-    target, inputs = tiny_target("qwen3"), prompts([9], 3)
+    target, inputs = shallow_target("qwen3"), prompts([9], 3)
     ref = target.generate(**inputs, **GREEDY)
     draft = asked(tiny_draft(target, **SIZES))
     target.generate(**inputs, **GREEDY, assistant_model=draft)
@@ -390,7 +390,7 @@ def test_graphs_are_captured_again_for_another_copy(
 
 
 def test_a_device_without_it_is_refused_before_any_work() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     before, calls = state_of(target, draft), list[int]()
     for model in (target, draft):
@@ -413,7 +413,7 @@ def test_a_device_without_it_is_refused_before_any_work() -> None:
     "value", ["float8", "fp8", True, 8, torch.float8_e4m3fn, ["float8_e4m3fn"], ""]
 )
 def test_other_values_are_refused(value: Any) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target), value)
     with pytest.raises(
         ValueError,
@@ -423,7 +423,7 @@ def test_other_values_are_refused(value: Any) -> None:
 
 
 def test_no_room_for_the_copy_is_refused(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = asked(tiny_draft(target, **SIZES))
     monkeypatch.setattr(float8, "free_memory", lambda device: 1000)
     what = r"^expected [\d,]+ bytes free on cpu for the copy of the draft in FP8, got 1000; leave draft_dtype out$"

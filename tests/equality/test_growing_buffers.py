@@ -18,7 +18,7 @@ from dflash_hf.generation import buffers, run
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN
 from helpers.turns import first_turn, next_turn, turn
-from tiny import DFLASH2, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 40
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -44,7 +44,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("engine", ["eager", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text(family: str, engine: Any, grown: list[int]) -> None:
-    target, inputs = tiny_target(family), prompts([4, 11, 7], 0)
+    target, inputs = shallow_target(family), prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, **GREEDY)
     settings: dict[str, Any] = DFLASH2 if family == "qwen3" else {}
     for seed in range(3):
@@ -58,7 +58,7 @@ def test_text(family: str, engine: Any, grown: list[int]) -> None:
 
 
 def test_bytes_are_those_that_are_held(grown: list[int]) -> None:
-    target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
+    target, inputs = shallow_target("qwen3"), prompts([4, 11], 0)
     ref = target.generate(**inputs, **GREEDY)
     draft = oracle_draft(target, truth_of(inputs, ref), 0)
     target.generate(**inputs, **GREEDY, assistant_model=draft)
@@ -72,7 +72,7 @@ def test_bytes_are_those_that_are_held(grown: list[int]) -> None:
     "name", ["criterion", "processor", "scores", "streamer", "iterate", "rows-end"]
 )
 def test_what_looks_at_the_ids(name: str, grown: list[int]) -> None:
-    target, inputs = tiny_target("qwen3-sliding"), prompts([4, 11, 7], 0)
+    target, inputs = shallow_target("qwen3-sliding"), prompts([4, 11, 7], 0)
 
     def never(ids: Tensor, scores: Any) -> Tensor:
         return torch.zeros(ids.shape[0], dtype=torch.bool)
@@ -111,7 +111,7 @@ def test_caches_that_are_kept(family: str, grown: list[int]) -> None:
 @pytest.mark.parametrize("engine", ["eager", "static"])
 @pytest.mark.parametrize("limit", [10**7, 10**8])
 def test_a_limit_far_beyond_the_answer(limit: int, engine: Any) -> None:
-    target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
+    target, inputs = shallow_target("qwen3"), prompts([4, 11], 0)
     text = target.generate(**inputs, max_new_tokens=12, do_sample=False)
     settings: dict[str, Any] = {**inputs, "do_sample": False, "eos_token_id": text[:, -1].tolist()}
     ref = target.generate(**settings, max_new_tokens=limit)
@@ -128,7 +128,7 @@ def test_a_limit_far_beyond_the_answer(limit: int, engine: Any) -> None:
 
 def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, grown: list[int]) -> None:
     """The sentence comes when there is no room, and a cache passed in is as it was."""
-    target, inputs = tiny_target("qwen3"), prompts([4, 11], 0)
+    target, inputs = shallow_target("qwen3"), prompts([4, 11], 0)
     cache = DynamicCache(config=target.config)
     draft = tiny_draft(target)
     monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: 20_000)
@@ -144,7 +144,7 @@ def test_graphs_over_buffers_that_are_full_are_not_gone_back_to(
     width: int | None, monkeypatch: pytest.MonkeyPatch, grown: list[int]
 ) -> None:
     """With a criterion the host decides after every replay: once the run has grown, there is room again elsewhere."""
-    target, inputs = tiny_target("qwen3"), prompts([4, 11, 7], 0)
+    target, inputs = shallow_target("qwen3"), prompts([4, 11, 7], 0)
 
     def never(ids: Tensor, scores: Any) -> Tensor:
         return torch.zeros(ids.shape[0], dtype=torch.bool)

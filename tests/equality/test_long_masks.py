@@ -18,7 +18,7 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.families import build
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
-from tiny import prompts, tiny_target, truth_of
+from tiny import prompts, shallow_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -28,7 +28,7 @@ def longer(mask: Tensor, num: int) -> Tensor:
 
 
 def target_of(family: str) -> PreTrainedModel:
-    return build(family) if family in ("gpt2", "opt") else tiny_target(family)
+    return build(family) if family in ("gpt2", "opt") else shallow_target(family)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_ones_behind_the_prompt(family: str, lengths: list[int], num: int, engin
 @pytest.mark.parametrize("value", [1, 2])  # Transformers drops a mask of ones on the way
 @pytest.mark.parametrize("num", [0, 3])
 def test_one_row_of_a_mask_may_stand_for_all(value: int, num: int) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([9, 9], 0)
     settings: dict[str, Any] = {
         **inputs,
@@ -100,7 +100,7 @@ def test_other_ways(family: str, name: str) -> None:
 
 
 def test_masks_that_hide_tokens_to_come_are_refused() -> None:
-    target, inputs = tiny_target("qwen3"), prompts([4, 9], 0)
+    target, inputs = shallow_target("qwen3"), prompts([4, 9], 0)
     mask = longer(inputs["attention_mask"], 5)
     mask[1, 11] = 0
     draft = tensor_oracle(target, truth_of(inputs, inputs["input_ids"]), 0)

@@ -22,7 +22,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.half import half, pairs
 from helpers.static import set_engine
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 TOY = Path(__file__).parents[2] / "demos" / "toy"
 EOS = [3, 9, 17, 30, 44, 58]
@@ -62,7 +62,7 @@ def assert_rows_equal(ours: Any, plain: Any, lengths: list[int]) -> None:
 def test_scores_logits_and_hidden_states_equal_plain_generates(
     family: str, rows: int, eos: list[int] | None, in_step: bool
 ) -> None:
-    target = tiny_target(family)
+    target = shallow_target(family)
     inputs = prompts([7, 4, 6][:rows], 2)
     settings: dict[str, Any] = {
         "max_new_tokens": 20,
@@ -98,7 +98,7 @@ def test_scores_logits_and_hidden_states_equal_plain_generates(
 
 
 def test_only_what_was_asked_for_is_returned() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     out = target.generate(
         **prompts([6], 0), max_new_tokens=6, return_dict_in_generate=True, assistant_model=draft
@@ -120,7 +120,7 @@ def test_only_what_was_asked_for_is_returned() -> None:
     ("family", "rows", "with_ids"), half(["qwen3", "gemma3", "gpt-oss"], [1, 3], [False, True])
 )
 def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
-    target = tiny_target(family)
+    target = shallow_target(family)
     inputs = prompts([7, 4, 6][:rows], 2)
     torch.manual_seed(0)
     embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
@@ -147,7 +147,7 @@ def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma3"])
 def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
     """Plain `generate` cuts the ids beside them: most releases fail then, so that a draft is refused on all."""
-    target, inputs = tiny_target(family), prompts([9, 4], 0)
+    target, inputs = shallow_target(family), prompts([9, 4], 0)
     embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
     beside: dict[str, Any] = {
         **inputs,
@@ -183,7 +183,7 @@ def test_embeddings_are_not_cut_into_chunks(family: str) -> None:
 
 
 def test_embeddings_behind_a_cache_are_not_cut_into_chunks() -> None:
-    target, inputs = tiny_target("llama"), prompts([9], 0)
+    target, inputs = shallow_target("llama"), prompts([9], 0)
     embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
@@ -241,7 +241,7 @@ class Wider(LogitsProcessor):
 @pytest.mark.parametrize("engine", ["eager", "static"])
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
 def test_scores_of_processors_that_work_in_place_or_widen(lengths: list[int], engine: Any) -> None:
-    target, inputs = tiny_target("qwen3"), prompts(lengths, 0)
+    target, inputs = shallow_target("qwen3"), prompts(lengths, 0)
     settings: dict[str, Any] = {
         "max_new_tokens": 12,
         "do_sample": False,
@@ -275,7 +275,7 @@ def test_scores_of_processors_that_work_in_place_or_widen(lengths: list[int], en
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding"])
 def test_the_cache_that_comes_back_is_dynamic(family: str) -> None:
-    target, inputs = tiny_target(family), prompts([9], 0)
+    target, inputs = shallow_target(family), prompts([9], 0)
     settings: dict[str, Any] = {
         "max_new_tokens": 12,
         "do_sample": False,
@@ -309,7 +309,7 @@ class Raising(BaseStreamer):
 
 @pytest.mark.parametrize("at_end", [True, False])
 def test_a_streamer_that_raises_and_a_cache(at_end: bool) -> None:
-    target, inputs = tiny_target("qwen3"), prompts([9], 0)
+    target, inputs = shallow_target("qwen3"), prompts([9], 0)
     settings: dict[str, Any] = {**inputs, "max_new_tokens": 12, "do_sample": False}
     draft = oracle_draft(target, truth_of(inputs, target.generate(**settings)), 0)
     caches = DynamicCache(config=target.config), DynamicCache(config=target.config)

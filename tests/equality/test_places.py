@@ -22,7 +22,7 @@ from dflash_hf.generation.cuda_graph import why_not
 from helpers.float8 import use_emulation
 from helpers.running import END, answer_alone, asked, drive, make_infinite, place_oracle
 from helpers.static import Tape, TapeStep, set_engine, use_tapes
-from tiny import DFLASH2, DSPARK, VOCAB, tiny_draft, tiny_target
+from tiny import DFLASH2, DSPARK, VOCAB, shallow_target, tiny_draft, tiny_target
 
 LONG: dict[str, Any] = {"max_position_embeddings": 2048}
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -93,7 +93,7 @@ def test_texts_are_those_of_each_prompt_alone(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
 def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, engine: str) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     kinds = (GREEDY, SAMPLED, HOT)
     requests = asked(lengths_of(16, 3), 3, kinds=kinds)
     draft = eager_draft(target)
@@ -105,7 +105,7 @@ def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, engine: str)
 
 @pytest.mark.parametrize("kind", [DFLASH2, DSPARK], ids=["dflash 2", "dspark"])
 def test_drafts_of_other_kinds(kind: dict[str, Any], eager_steps: list[int]) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked(lengths_of(8, 28, 60), 28, kinds=(GREEDY, SAMPLED, HOT))
     draft = tiny_draft(target, **kind)
     draft.generation_config.proposal = "shared_noise"
@@ -116,7 +116,7 @@ def test_drafts_of_other_kinds(kind: dict[str, Any], eager_steps: list[int]) -> 
 
 
 def test_warpers_that_no_step_needs_the_host_for(eager_steps: list[int]) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     values: dict[str, Any] = {
         "typical_p": 0.5,
         "epsilon_cutoff": 3e-3,
@@ -137,7 +137,7 @@ def test_warpers_that_no_step_needs_the_host_for(eager_steps: list[int]) -> None
 def test_rows_that_need_the_host_make_eager_steps(
     engine: str, eager_steps: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     kinds = (GREEDY, SAMPLED, GREEDY, PENALISED, AT_LEAST)
     requests = asked(lengths_of(16, 5), 5, kinds=kinds)
     draft = place_oracle(target)
@@ -165,7 +165,7 @@ HOST: dict[str, dict[str, Any]] = {
 def test_steps_are_captured_again_once_such_a_row_has_left(
     settings: dict[str, Any], eager_steps: list[int]
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     [one] = asked([9], 20, num_new=(40, 40))
     del one.settings["eos_token_id"]
     answer_alone(target, [one])
@@ -187,7 +187,7 @@ def test_steps_are_captured_again_once_such_a_row_has_left(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_log_probabilities_are_those_of_an_eager_batch(engine: str) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     [one, other] = asked([20, 30], 6, num_new=(12, 12))
     found: list[list[float]] = []
     for name in ("eager", engine):
@@ -205,7 +205,7 @@ def test_log_probabilities_are_those_of_an_eager_batch(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("nodes", [0, 12])
 def test_chains_and_trees(nodes: int, engine: str) -> None:
-    target = tiny_target("qwen3-sliding", **LONG)
+    target = shallow_target("qwen3-sliding", **LONG)
     requests = asked(lengths_of(12, 4, 60), 4, kinds=(GREEDY, PENALISED))
     answer_alone(target, requests)
     draft = place_oracle(target)
@@ -250,7 +250,7 @@ def test_buffers_grow_where_they_are_full(
 
 def test_widths_that_change_beside_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Single tokens gather in eager steps, and each captured step writes its own."""
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     requests = asked(lengths_of(20, 5, 40), 5, num_new=(5, 60), kinds=(GREEDY, PENALISED))
     answer_alone(target, requests)
     chance = random.Random(0)
@@ -275,7 +275,7 @@ def test_widths_that_change_beside_eager_steps(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_widths_follow_the_measured_costs() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked(lengths_of(12, 8, 60), 8, num_new=(30, 60))
     answer_alone(target, requests)
     draft = place_oracle(target)
@@ -292,7 +292,7 @@ def test_widths_that_other_graphs_do_not_have(monkeypatch: pytest.MonkeyPatch) -
         return chance.choice([0.5, 1.0, 2.0]) * (1 + captured.graph.width)
 
     monkeypatch.setattr(TapeStep, "measure", measure)
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked(lengths_of(20, 8, 60), 8, num_new=(30, 60), kinds=(GREEDY, SAMPLED, HOT))
     draft = place_oracle(target)
     draft.generation_config.proposal = "argmax"
@@ -326,7 +326,7 @@ def one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_graph_serves_all_rows_of_one_kind(
     kind: dict[str, Any], eager_steps: list[int]
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked(lengths_of(10, 9), 9, num_new=(10, 30), kinds=(kind,))
     draft = eager_draft(target)
     answer_alone(target, requests, draft)
@@ -343,7 +343,7 @@ def test_one_graph_serves_all_rows_of_one_kind(
 
 @pytest.mark.usefixtures("one_bound")
 def test_rows_go_where_their_warpers_are_baked_in() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     alone = eager_draft(target)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     for seed in range(3):
@@ -361,7 +361,7 @@ def test_rows_go_where_their_warpers_are_baked_in() -> None:
 
 @pytest.mark.usefixtures("one_bound")
 def test_more_end_tokens_than_there_is_room_for() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5, 7], 10, num_new=(20, 20))
     requests[1].settings["eos_token_id"] = [END, END + 1, *range(100, 120)]
     draft = tiny_draft(target)
@@ -389,7 +389,7 @@ def goes_on(batch: RunningBatch, request: Any, change: Callable[[], object]) -> 
 
 
 def test_a_row_that_comes_goes_by_the_weights_of_now() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     [one] = asked([20], 22, num_new=(20, 20))
 
     def replace_weights() -> None:
@@ -409,7 +409,7 @@ def test_a_row_that_comes_goes_by_the_hooks_of_now(
         return "eager" if why_not(target, draft) else "cuda_graph"
 
     monkeypatch.setattr(places_module, "choose_engine", choose)
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     [one] = asked([20], 23, num_new=(20, 20))
 
     def add_hook() -> None:
@@ -426,7 +426,7 @@ def test_a_row_that_comes_goes_by_the_hooks_of_now(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
 def test_steps_leave_a_free_place_as_it_is(family: str, engine: str) -> None:
-    target = tiny_target(family, **LONG)
+    target = shallow_target(family, **LONG)
     requests = asked([60, 4, 6], 11, num_new=(30, 30))
     for one in requests:
         del one.settings["eos_token_id"]
@@ -463,7 +463,7 @@ def test_steps_leave_a_free_place_as_it_is(family: str, engine: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
 def test_a_next_turn_goes_on_from_the_last_one(family: str) -> None:
-    target = tiny_target(family, **LONG)
+    target = shallow_target(family, **LONG)
     draft = tiny_draft(target)
     batch = batch_of(target, draft, "cuda_graph", max_kept_bytes=2**30)
     [one] = asked([40], 12, num_new=(20, 20))
@@ -483,7 +483,7 @@ def test_a_next_turn_goes_on_from_the_last_one(family: str) -> None:
 
 
 def test_statistics_of_rows_beside_free_places() -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5], 13, num_new=(20, 20))
     answer_alone(target, requests)
     found: list[Any] = []
@@ -504,7 +504,7 @@ def test_statistics_of_rows_beside_free_places() -> None:
 def test_a_step_that_fails_leaves_no_half_written_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5], 14, num_new=(20, 20))
     answer_alone(target, requests)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
@@ -522,7 +522,7 @@ def test_a_step_that_fails_leaves_no_half_written_places(
 def test_no_memory_for_places_makes_an_eager_batch(
     monkeypatch: pytest.MonkeyPatch, eager_steps: list[int]
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5, 30], 15, num_new=(20, 20))
     answer_alone(target, requests)
 
@@ -538,7 +538,7 @@ def test_no_memory_for_places_makes_an_eager_batch(
 def test_a_request_has_the_memory_of_places_without_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     [one] = asked([30], 24, num_new=(20, 20))
     answer_alone(target, [one])
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
@@ -560,7 +560,7 @@ def test_a_request_has_the_memory_of_places_without_rows(
 def test_a_prompt_that_places_without_rows_cannot_grow_for(
     has_memory: bool, monkeypatch: pytest.MonkeyPatch, eager_steps: list[int]
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     short, long = asked([9, 150], 25, num_new=(20, 20))
     answer_alone(target, [short, long])
     monkeypatch.setattr(places_module, "FIRST_LENGTH", 64)
@@ -586,7 +586,7 @@ def test_a_prompt_that_places_without_rows_cannot_grow_for(
 
 
 def test_an_interrupt_while_rows_leave_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5], 26, num_new=(20, 20))
     answer_alone(target, requests)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
@@ -605,7 +605,7 @@ def test_an_interrupt_while_rows_leave_ends_all(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_row_without_room_to_grow_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 150], 16, num_new=(20, 20))
     answer_alone(target, requests)
     monkeypatch.setattr(run_module, "FIRST_ROOM", 2)
@@ -630,7 +630,7 @@ def test_a_row_without_room_to_grow_ends_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_step_that_is_refused_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, eager_steps: list[int]
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5, 30], 17, num_new=(20, 20))
     answer_alone(target, requests)
     monkeypatch.setattr(places_module, "start_engine", lambda run: None)
@@ -642,7 +642,7 @@ def test_a_step_that_is_refused_runs_eagerly(
 def test_buffers_that_grow_by_rows_are_for_eager_steps(
     settings: dict[str, Any], eager_steps: list[int]
 ) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5], 18, num_new=(20, 20))
     answer_alone(target, requests)
     engine = "cuda_graph" if settings else "eager"
@@ -654,7 +654,7 @@ def test_buffers_that_grow_by_rows_are_for_eager_steps(
 
 @pytest.mark.parametrize("what", ["width", "dtype"])
 def test_another_pair_while_nothing_runs_has_other_places(what: str) -> None:
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5], 19, num_new=(20, 20))
     answer_alone(target, requests)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
@@ -674,7 +674,7 @@ def test_another_pair_while_nothing_runs_has_other_places(what: str) -> None:
 
 def test_a_draft_in_fp8_keeps_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulation(monkeypatch)
-    target = tiny_target("qwen3", **LONG)
+    target = shallow_target("qwen3", **LONG)
     requests = asked([9, 5], 27, num_new=(20, 20))
     answer_alone(target, requests)
     # Sizes that can all be multiplied in FP8.

@@ -19,7 +19,7 @@ from dflash_hf.generation.filling import Filling
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from helpers.running import END, Asked, answer_alone, asked, batch_oracle, drive
 from helpers.vision import vision_prompts, vision_target
-from tiny import tiny_draft, tiny_target
+from tiny import shallow_target, tiny_draft
 
 LONG: dict[str, Any] = {"max_position_embeddings": 2048}
 WINDOWS = ["qwen3-sliding", "mistral", "gemma2", "gemma3", "gpt-oss"]
@@ -75,7 +75,7 @@ def lengths(batch: RunningBatch, is_shared: bool) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("family", WINDOWS + RECURRENT)
 def test_the_third_request_goes_on_from_the_beginning(family: str, dtype: torch.dtype) -> None:
-    target: Any = tiny_target(family, **LONG)
+    target: Any = shallow_target(family, **LONG)
     target.to(dtype)
     requests = behind(system_prompt(), [5, 30, 9, 1], 2)
     answer_alone(target, requests)
@@ -86,7 +86,7 @@ def test_the_third_request_goes_on_from_the_beginning(family: str, dtype: torch.
 
 @pytest.mark.parametrize("size", [7, 64, 199, 200, 201, 1000])
 def test_a_prefill_stops_once_behind_what_is_shared(size: int) -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     requests = behind(system_prompt(), [20, 30, 9], 3)
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30, prefill_chunk_size=size)
@@ -104,7 +104,7 @@ def test_a_prefill_stops_once_behind_what_is_shared(size: int) -> None:
 
 
 def test_all_that_wait_together_go_on_from_the_second() -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     requests = behind(system_prompt(), [5, 30, 9, 1, 70], 4)
     answer_alone(target, requests)
     batch = RunningBatch(target, batch_oracle(target), max_kept_bytes=2**30)
@@ -125,7 +125,7 @@ def test_all_that_wait_together_go_on_from_the_second() -> None:
 def test_where_any_part_will_do_nothing_more_is_copied(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_target(family, **LONG)
+    target = shallow_target(family, **LONG)
     requests = behind(system_prompt(), [5, 30, 9], 5)
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
@@ -139,7 +139,7 @@ def test_where_any_part_will_do_nothing_more_is_copied(
 def test_where_nothing_is_kept_no_prefill_stops(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     requests = behind(system_prompt(), [5, 30, 9], 6)
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=max_bytes)
@@ -151,7 +151,7 @@ def test_where_nothing_is_kept_no_prefill_stops(
 
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
 def test_the_last_token_of_an_equal_prompt_is_not_kept(family: str) -> None:
-    target = tiny_target(family, **LONG)
+    target = shallow_target(family, **LONG)
     (one,) = behind(system_prompt(), [1], 7)
     answer_alone(target, [one])
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
@@ -160,7 +160,7 @@ def test_the_last_token_of_an_equal_prompt_is_not_kept(family: str) -> None:
 
 @pytest.mark.parametrize("num_same", [15, 16])
 def test_a_few_tokens_are_worth_no_stop(num_same: int) -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     system = system_prompt()
     requests = behind(system, [9, 9], 8)
     # The same again, and some tokens of the first one's question.
@@ -177,7 +177,7 @@ def test_a_few_tokens_are_worth_no_stop(num_same: int) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 5])
 def test_a_cancelled_prefill_leaves_nothing_or_all(num_steps: int) -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     requests = behind(system_prompt(), [90, 90, 9], 10)
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30, prefill_chunk_size=55)
@@ -193,7 +193,7 @@ def test_a_cancelled_prefill_leaves_nothing_or_all(num_steps: int) -> None:
 
 
 def test_a_prefill_that_fails_leaves_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     requests = behind(system_prompt(), [90, 90, 9], 11)
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
@@ -217,7 +217,7 @@ def test_a_prefill_that_fails_leaves_what_is_kept(monkeypatch: pytest.MonkeyPatc
 def test_a_beginning_without_room_is_not_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     requests = behind(system_prompt(), [5, 30, 9, 12], 12)
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
@@ -238,7 +238,7 @@ def test_a_beginning_without_room_is_not_kept(
 def test_states_that_cannot_move_on_are_no_copy_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     (one,) = behind(system_prompt(), [5], 20)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
 
@@ -253,7 +253,7 @@ def test_states_that_cannot_move_on_are_no_copy_that_failed(
 
 
 def test_a_shared_beginning_outlives_the_texts_that_end() -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     draft = tiny_draft(target)
     requests = behind(system_prompt(), [30] * 8, 13)
     others = asked([230] * 3, 14)
@@ -274,7 +274,7 @@ def test_a_shared_beginning_outlives_the_texts_that_end() -> None:
 
 
 def test_rows_that_end_together_push_no_beginning_out() -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     draft = tiny_draft(target)
     requests = behind(system_prompt(), [30] * 7, 19)
     for one in requests:
@@ -296,7 +296,7 @@ def test_rows_that_end_together_push_no_beginning_out() -> None:
 
 
 def test_a_budget_for_one_text_keeps_the_newest() -> None:
-    target = tiny_target("qwen3.5", **LONG)
+    target = shallow_target("qwen3.5", **LONG)
     draft = tiny_draft(target)
     requests = behind(system_prompt(), [30] * 4, 15)
     answer_alone(target, requests)
@@ -312,7 +312,7 @@ def test_a_budget_for_one_text_keeps_the_newest() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
 def test_bfloat16_is_kept_as_it_is(family: str) -> None:
-    target: Any = tiny_target(family, **LONG)
+    target: Any = shallow_target(family, **LONG)
     target.to(torch.bfloat16)
     requests = behind(system_prompt(), [5, 30, 9], 16)
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
@@ -389,7 +389,7 @@ def test_a_stop_is_never_within_an_image(size: int, monkeypatch: pytest.MonkeyPa
 def test_random_arrivals_share_random_beginnings(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target: Any = tiny_target(family, **LONG)
+    target: Any = shallow_target(family, **LONG)
     target.to(torch.float32)
     chance = random.Random(family)
     text = system_prompt(17, 160)

@@ -20,7 +20,7 @@ from dflash_hf.cli.main import app
 from dflash_hf.generation import cost_table, options
 from dflash_hf.generation.cost_table import CostTable, read_table, table_path, write_table
 from dflash_hf.generation.widths import candidate_widths
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 40
 
@@ -34,7 +34,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def half_pair(family: str = "qwen3") -> tuple[PreTrainedModel, DFlashDraftModel]:
     """Returns a tiny pair in bfloat16."""
-    target = tiny_target(family).to(torch.bfloat16)
+    target = shallow_target(family).to(torch.bfloat16)
     return target, tiny_draft(target, 8)
 
 
@@ -83,7 +83,7 @@ def test_runs_verify_what_the_table_says(
 def test_a_table_that_lies_changes_no_text(
     family: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target: Any = tiny_target(family)
+    target: Any = shallow_target(family)
     inputs = prompts([4, 11, 7], seed=0)
     plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = oracle_draft(target, truth_of(inputs, plain), seed)
@@ -168,7 +168,7 @@ def test_tune_leaves_models_as_they_were() -> None:
 
 
 def test_float32_needs_no_table(cache_folder: Path) -> None:
-    target = tiny_target("qwen3").float()
+    target = shallow_target("qwen3").float()
     with pytest.raises(ValueError, match="expected a target in half precision, got"):
         dflash_hf.tune(target, tiny_draft(target, 8))
     assert not list(cache_folder.iterdir())

@@ -26,7 +26,7 @@ from dflash_hf.undo import held
 from helpers.engine import GREEDY, NEW, Watched, freeze_each_step_first, pair
 from helpers.pretended_gpu import pretended_gpu
 from helpers.static import Tape, TapeStep, uncaptured, use_tapes
-from tiny import DFLASH2, prompts, tiny_draft, tiny_target
+from tiny import DFLASH2, prompts, shallow_target, tiny_draft
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +239,7 @@ def test_graphs_without_cuda_are_refused_before_any_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     draft.generation_config.engine = "cuda_graph"
     with pytest.raises(ValueError, match="expected a target on CUDA under engine='cuda_graph'"):
@@ -251,7 +251,7 @@ def test_graphs_without_cuda_are_refused_before_any_forward(
 
 def test_experts_on_a_cpu_are_refused_as_any_target_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    target: Any = tiny_target("qwen3-moe").float()
+    target: Any = shallow_target("qwen3-moe").float()
     target.set_experts_implementation("grouped_mm")
     draft = tiny_draft(target)
     draft.generation_config.engine = "cuda_graph"
@@ -324,7 +324,7 @@ def test_reasons_are_found_before_a_step_runs() -> None:
     draft.generation_config.engine = "cuda_graph"
     assert why_not(find_target(target), draft) == "", "asked for by name"
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    dynamic = tiny_target("llama", rope_parameters=rope)
+    dynamic = shallow_target("llama", rope_parameters=rope)
     assert "dynamic" in str(why_not(find_target(dynamic), tiny_draft(dynamic)))
 
 
