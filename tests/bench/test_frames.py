@@ -131,3 +131,23 @@ def test_a_draft_that_checks_a_tree_is_refused(models: Models) -> None:
         token_frame(target, {"a": draft}, models.processor, {"t": ["Hello."]})
     with pytest.raises(ValueError, match="expected at least one draft"):
         token_frame(target, {}, models.processor, {"t": ["Hello."]})
+
+
+def test_one_prompt_in_the_place_of_a_list_is_refused(models: Models) -> None:
+    target: Any = models.target
+    drafts: Any = {"a": models.draft}
+    message = [{"role": "user", "content": "Hello."}]
+    for prompts in ({"t": "Hello."}, {"t": message}):
+        with pytest.raises(ValueError, match="expected a list of prompts"):
+            token_frame(target, drafts, models.processor, prompts, max_new_tokens=4)
+    with pytest.raises(ValueError, match="expected at least one task with prompts"):
+        token_frame(target, drafts, models.processor, ["Hello."])  # type: ignore[arg-type]
+
+
+def test_what_is_no_draft_is_refused(models: Models) -> None:
+    target: Any = models.target
+    draft: Any = models.draft
+    with pytest.raises(ValueError, match="expected a DFlashDraftModel as draft"):
+        token_frame(target, {"a": target}, models.processor, {"t": ["Hello."]})
+    with pytest.raises(ValueError, match="expected at least one draft by name"):
+        token_frame(target, draft, models.processor, {"t": ["Hello."]})

@@ -511,3 +511,14 @@ def test_answers_without_a_second_token_are_refused() -> None:
     silent.generation_config.eos_token_id = list(range(target.config.vocab_size))
     with pytest.raises(ValueError, match="expected an answer of at least 2 tokens, got none"):
         diagnose(silent, draft, tokenizer, ["Hello"], max_new_tokens=4)
+
+
+def test_what_is_no_draft_or_no_list_of_prompts_is_refused() -> None:
+    target, draft, tokenizer = pair()
+    not_a_draft: Any = target
+    with pytest.raises(ValueError, match="expected a DFlashDraftModel as draft"):
+        diagnose(target, not_a_draft, tokenizer, ["Hello"])
+    message = [{"role": "user", "content": "Hello"}]
+    for prompts in ("Hello", message):
+        with pytest.raises(ValueError, match="expected a list of prompts"):
+            diagnose(target, draft, tokenizer, prompts)

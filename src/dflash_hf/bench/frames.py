@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.counting import draft_counts
 from dflash_hf.bench.run_files import read_run
-from dflash_hf.data.prompt_files import Prompt
-from dflash_hf.errors import require
+from dflash_hf.data.prompt_files import Prompt, check_prompts
+from dflash_hf.errors import is_a, require
+from dflash_hf.generation.checks import check_is_draft
+from dflash_hf.generation.generate import unwrapped
 from dflash_hf.generation.iterate import DFlashStep, iterate
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of
@@ -126,18 +128,25 @@ def token_frame(
         target (`PreTrainedModel`): The target.
         drafts (mapping): Drafts of this target by name.
         encoder: The target's tokenizer, or its processor.
-        prompts (mapping): By the name of a task, prompts: a text, or messages in Transformers' form.
+        prompts (mapping): By the name of a task, a list of prompts: each a text, or messages in Transformers' form.
         max_new_tokens (`int`): Longest answer, in tokens.
         template_options: Of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: If a name of a draft or task is missing, a draft is set to check a tree, or `generate` refuses
-            the call.
+        ValueError: If a name of a draft or task is missing, a task has one prompt in the place of a list, a draft is
+            none or is set to check a tree, or `generate` refuses the call.
         ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
     """
-    require(bool(drafts), "at least one draft", drafts, "pass {'name': draft}")
-    require(bool(prompts), "at least one task", prompts, "pass {'task': [prompt, ...]}")
+    # What is no mapping may say nothing of its length: a draft itself, for one.
+    has_drafts = is_a(drafts, Mapping) and bool(drafts)
+    require(has_drafts, "at least one draft by name", type(drafts).__name__, "pass {'name': draft}")
+    has_prompts = is_a(prompts, Mapping) and bool(prompts)
+    require(has_prompts, "at least one task with prompts", prompts, "pass {'task': [prompt, ...]}")
+    for its_prompts in prompts.values():
+        check_prompts(its_prompts)
+    drafts = {name: unwrapped(draft) for name, draft in drafts.items()}
     for name, draft in drafts.items():
+        check_is_draft(draft)
         nodes = draft.generation_config.num_tree_nodes
         action = "set draft.generation_config.num_tree_nodes to None"
         require(not nodes, f"the draft {name!r} without a tree", f"num_tree_nodes={nodes}", action)

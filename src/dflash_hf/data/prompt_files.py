@@ -31,6 +31,13 @@ def as_messages(prompt: Prompt) -> list[dict[str, Any]]:
     return [dict(message) for message in prompt]
 
 
+def check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Refuses one text, or the messages of one conversation, in the place of several prompts."""
+    # Letters of a text would be prompts too, and are never meant.
+    is_one = isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts)
+    require(not is_one, "a list of prompts", prompts, "put the one prompt into a list")
+
+
 def text_of(prompt: Prompt) -> str:
     """Returns the texts of all messages, one per line."""
     texts: list[str] = []

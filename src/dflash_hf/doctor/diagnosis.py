@@ -17,10 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_hf.checkpoints.fresh import rope_of
-from dflash_hf.data.prompt_files import Prompt, image_names
+from dflash_hf.data.prompt_files import Prompt, check_prompts, image_names
 from dflash_hf.doctor.precision import compare_precision
 from dflash_hf.doctor.probe import Measurement, Probe, Setup
 from dflash_hf.draft_model.layers import DFlashRMSNorm
+from dflash_hf.generation.checks import check_is_draft
+from dflash_hf.generation.generate import unwrapped
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, encode_prompt, end_tokens, tokenizer_of
@@ -125,8 +127,10 @@ def diagnose(
         on_progress (callable): Gets what is being done, as a few words, whenever that changes.
 
     Raises:
-        ValueError: If the target cannot be drafted for at all, or there is nothing to measure on.
+        ValueError: If the target cannot be drafted for at all, the draft is none, or there is nothing to measure on.
     """
+    draft = unwrapped(draft)
+    check_is_draft(draft)
     target = find_target(model)
     check_target(target)
     tokenizer = tokenizer_of(processor)
@@ -137,6 +141,7 @@ def diagnose(
         )
     if prompts is None:
         prompts = PROMPTS
+    check_prompts(prompts)
     prompts = prompts[:num_prompts]
     if not prompts:
         raise ValueError(
