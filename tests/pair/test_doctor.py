@@ -522,3 +522,15 @@ def test_what_is_no_draft_or_no_list_of_prompts_is_refused() -> None:
     for prompts in ("Hello", message):
         with pytest.raises(ValueError, match="expected a list of prompts"):
             diagnose(target, draft, tokenizer, prompts)
+
+
+def test_an_empty_prompt_is_measured_or_refused() -> None:
+    target, draft, tokenizer = pair()
+    diagnosis = diagnose(target, draft, tokenizer, ["", "Hello"], max_new_tokens=8)
+    status = {check.name: check.status for check in diagnosis.checks}
+    # The template says what there is of it.
+    assert status["chat_template"] == "skipped"
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="expected prompts of at least one token"):
+        diagnose(target, draft, bare, ["", "Hello"], max_new_tokens=8)

@@ -21,6 +21,7 @@ from dflash_hf.data.prompt_files import Prompt, check_prompts, image_names
 from dflash_hf.doctor.precision import compare_precision
 from dflash_hf.doctor.probe import Measurement, Probe, Setup
 from dflash_hf.draft_model.layers import DFlashRMSNorm
+from dflash_hf.errors import require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.layer_configs import layer_values
@@ -191,7 +192,14 @@ def diagnose(
 def write_answers(
     model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int
 ) -> list[Example]:
-    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together."""
+    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together.
+
+    Raises:
+        ValueError: If a prompt has no token.
+    """
+    for row in inputs:
+        is_empty = row["input_ids"].shape[1] == 0
+        require(not is_empty, "prompts of at least one token", "an empty one", "give it a text")
     prompts = [Example.from_pair(row, []) for row in inputs]
     config: Any = model.generation_config
     ends = end_tokens(model)
@@ -485,8 +493,10 @@ def _check_prompts(
     base = probe.measure(setup)
     model = probe.target.model
 
-    def measure(**options: Any) -> Measurement:
-        inputs = [encode_prompt(processor, prompt, model.device, **options) for prompt in prompts]
+    def encode(**options: Any) -> list[dict[str, Tensor]]:
+        return [encode_prompt(processor, prompt, model.device, **options) for prompt in prompts]
+
+    def measure(inputs: Sequence[dict[str, Tensor]]) -> Measurement:
         return Probe(
             probe.target, probe.draft, write_answers(model, inputs, max_new_tokens)
         ).measure(setup)
@@ -508,10 +518,17 @@ def _check_prompts(
     if any(image_names(prompt) for prompt in prompts):
         checks = [Check("chat_template", "skipped", "the chat template says where the images are")]
     else:
-        checks = [judge("chat_template", {"without the template": measure(template=False)}, advice)]
+        bare = encode(template=False)
+        if all(row["input_ids"].shape[1] for row in bare):
+            checks = [judge("chat_template", {"without the template": measure(bare)}, advice)]
+        else:
+            why = "a prompt is empty without the chat template"
+            checks = [Check("chat_template", "skipped", why)]
     if "enable_thinking" not in str(template):
         return [*checks, Check("thinking", "skipped", "the chat template has no enable_thinking")]
-    modes = {f"enable_thinking={mode}": measure(enable_thinking=mode) for mode in (False, True)}
+    modes = {
+        f"enable_thinking={mode}": measure(encode(enable_thinking=mode)) for mode in (False, True)
+    }
     advice = "the draft was trained on answers with {best}; pass that to apply_chat_template"
     return [*checks, judge("thinking", modes, advice)]
 
