@@ -204,6 +204,23 @@ def test_it_works_without_what_a_run_may_not_have(
     assert {"definitions", "provenance"} <= set(page.ids)
 
 
+def test_an_answer_that_ended_early_is_said_to_be_no_tie(tmp_path: Path) -> None:
+    """There is no margin where one answer ends and the other goes on."""
+    answers = only("plain", "dflash")
+    answers["dflash"] = [replace(answer, model_id="dflash") for answer in answers["plain"]]
+    longer = answers["dflash"][0]
+    shorter = replace(longer.turns[0], token_ids=longer.turns[0].token_ids[:-1])
+    answers["dflash"][0] = replace(longer, turns=(shorter, *longer.turns[1:]))
+    folder = write_run(tmp_path, questions(2), answers)
+    row = summarize(folder, simple_score)["methods"][1]["differing"][0]
+    told = {**row, "model_id": "dflash", "margin": None, "is_tie": False}
+    (folder / "margins.jsonl").write_text(json.dumps(told) + "\n")
+    page = report(folder)
+    assert "1 differs, 1 of them at no tie of rounding" in page.text
+    assert "the margins were not computed" not in page.text
+    assert '<td class="bad">1' in page.html
+
+
 def test_it_works_with_next_to_nothing_recorded(tmp_path: Path) -> None:
     """One question of one set, without scores, TTFT, tokens, provenance or settings."""
     asked = [question for question in questions(1) if question.dataset == "mt-bench"]
