@@ -83,6 +83,27 @@ def test_nothing_is_asked_twice(tmp_path: Path, pretend: Pretend) -> None:
     assert pretend(replace(settings, resume=True)) == []
 
 
+def test_a_continuation_drops_the_numbers_of_before(tmp_path: Path, pretend: Pretend) -> None:
+    """Failed answers are asked again: their scores and their summary are of answers that are not there any more."""
+    settings = settings_in(tmp_path, methods=("plain",))
+
+    def fail(name: str, texts: list[str]) -> None:
+        if texts == ["one 1"]:
+            raise RuntimeError("no room")
+
+    pretend(settings, fail)
+    (settings.out / "margins.jsonl").write_text("")
+    assert json.loads((settings.out / "summary.json").read_text())["methods"][0]["all"]["failures"]
+
+    def kill(name: str, texts: list[str]) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        pretend(replace(settings, resume=True), kill)
+    left = {path.name for path in settings.out.iterdir()}
+    assert left == {"run.json", "questions.jsonl", "answers-plain.jsonl"}
+
+
 def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, pretend: Pretend) -> None:
     """A piece of the batch that had no room stands there; it is asked again."""
     whole = settings_in(tmp_path, methods=("plain",), out=tmp_path / "whole")

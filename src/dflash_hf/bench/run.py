@@ -277,7 +277,9 @@ def _begin(
     is_resumed: bool,
 ) -> None:
     """Writes what a run is before it is asked, or tidies what was answered so far."""
-    if not is_resumed:
+    if is_resumed:
+        folder.drop_counts()
+    else:
         folder.write_questions(questions)
     before = folder.read_run() if is_resumed else {}
     conditions = before.get("provenance", conditions)

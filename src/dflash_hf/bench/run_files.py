@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 RUN = "run.json"
 QUESTIONS = "questions.jsonl"
 MARGINS = "margins.jsonl"
+# What is counted of the answers when all are there
+COUNTED = (MARGINS, "summary.json", "acceptance.csv", "scores.jsonl", "report.html")
 SECONDS_BETWEEN_SYNCS = 1.0
 # What is asked together, and how often it had been asked before
 Batch = tuple[int, Sequence[Question]]
@@ -173,6 +175,11 @@ class RunFolder:
         write_rows(self.answers_file(model_id), (answer.to_dict() for answer in answers))
         for part in self._parts(model_id):
             part.unlink()
+
+    def drop_counts(self) -> None:
+        """Removes what was counted of answers to which others will come, so that nobody reads it beside them."""
+        for name in COUNTED:
+            (self.path / name).unlink(missing_ok=True)
 
     def _parts(self, model_id: str) -> list[Path]:
         return sorted(self.path.glob(f"part*-answers-{_safe(model_id)}.jsonl"))
