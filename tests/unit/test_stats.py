@@ -337,6 +337,17 @@ def test_figure_shows_the_numbers() -> None:
     assert right.lines[0].get_xdata()[0] == pytest.approx(HAND.acceptance_length)
 
 
+def test_figure_has_no_point_where_nothing_was_checked() -> None:
+    """A draft of which nothing was accepted before a position is not wrong at it."""
+    pytest.importorskip("matplotlib")
+    stats = SpeculativeStats(num_committed=[[1, 2]], num_accepted=[[0, 1]], num_proposed=5)
+    left, _ = stats.plot().axes
+    assert left.lines[0].get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.0]]
+    nothing = SpeculativeStats(num_committed=[[]], num_accepted=[[]], num_proposed=5)
+    left, _ = nothing.plot().axes
+    assert left.lines[0].get_xydata().tolist() == []
+
+
 def test_legends_of_the_figure_hide_no_data() -> None:
     pytest.importorskip("matplotlib")
     figure = HAND.plot()

@@ -223,19 +223,23 @@ class SpeculativeStats:
 
     def _conditional_shares(self, row: int | None) -> list[float]:
         """Returns, by position, the share of verifies that accepted its proposal among those that checked it."""
+        return [_share(reached, tried) for reached, tried in self._reached_and_tried(row)]
+
+    def _reached_and_tried(self, row: int | None) -> list[tuple[int, int]]:
+        """Returns, by position, how many verifies accepted its proposal, and how many checked it."""
         accepted = [num for nums in _rows_of(self.num_accepted, row) for num in nums]
         # Statistics that were put together by hand may leave the positions out.
         if self.num_checked:
             checked = [num for nums in _rows_of(self.num_checked, row) for num in nums]
         else:
             checked = [num for _, num in self._checked(row)]
-        shares: list[float] = []
+        counts: list[tuple[int, int]] = []
         for position in range(self.num_proposed):
             both = zip(accepted, checked, strict=True)
             tried = sum(right >= position and num > position for right, num in both)
             reached = sum(right > position for right in accepted)
-            shares.append(_share(reached, tried))
-        return shares
+            counts.append((reached, tried))
+        return counts
 
     def _checked(self, row: int | None = None) -> list[tuple[int, int]]:
         """Returns the proposals that each verify accepted and checked, of one row or of all."""
@@ -296,6 +300,8 @@ class SpeculativeStats:
     def plot(self) -> Any:
         """Draws acceptance per position (joint and conditional) beside the histogram of acceptance lengths.
 
+        A position that no verify came to has no conditional acceptance, and no point.
+
         Returns:
             `matplotlib.figure.Figure`: Not registered with pyplot: a notebook shows it once, as a cell's value.
 
@@ -303,14 +309,23 @@ class SpeculativeStats:
             ImportError: Without matplotlib; `pip install 'dflash-hf[research]'`.
         """
         joint = self.acceptance_per_position()
-        conditional = self.acceptance_per_position(conditional=True)
+        counts = enumerate(self._reached_and_tried(None), start=1)
+        conditional = [
+            (place, _share(reached, tried)) for place, (reached, tried) in counts if tried
+        ]
         histogram = self.acceptance_histogram()
         positions = range(1, len(joint) + 1)
         with styled():
             figure = new_figure(8.0, 2.8)
             left, right = figure.subplots(1, 2)
             left.bar(positions, joint, color=BLUE, label="joint: all up to here")
-            left.plot(positions, conditional, color=ORANGE, marker="o", label="given all before")
+            left.plot(
+                [place for place, _ in conditional],
+                [share for _, share in conditional],
+                color=ORANGE,
+                marker="o",
+                label="given all before",
+            )
             left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
             # A verify commits one token at least, so that there is no bar at 0.
             right.bar(range(1, len(histogram)), histogram[1:], color=BLUE)
