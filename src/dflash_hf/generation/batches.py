@@ -20,12 +20,18 @@ Prompt = Tensor | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """The answer to one prompt."""
+    """The answer to one prompt.
 
-    index: int  # of the prompt among the inputs
-    token_ids: list[int]  # new tokens, an end token included
-    # "stop" at an end token, "length" at the limit, "error" where there was no room or a processor of the prompt's own
-    # has failed: `stats.error` says why
+    Args:
+        index (`int`): Number of the prompt among the inputs.
+        token_ids (`list[int]`): New tokens, an end token included.
+        finished (`str`): `"stop"` at an end token, `"length"` at the limit, `"error"` where there was no room or a
+            processor of the prompt's own has failed: `stats.error` says why.
+        stats ([`RequestStats`]): How it went.
+    """
+
+    index: int
+    token_ids: list[int]
     finished: Finished
     stats: RequestStats
 

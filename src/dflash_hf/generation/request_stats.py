@@ -11,30 +11,49 @@ Finished = Literal["stop", "length", "error"]
 
 
 class NewTokens(NamedTuple):
-    """What a step has brought one request."""
+    """What a step has brought one request.
+
+    Args:
+        id (`int`): The request.
+        token_ids (`list[int]`): Its new tokens; may be empty where an error has ended it.
+        finished (`str`, *optional*): `"stop"` at an end token, `"length"` at the limit, `"error"` where it cannot go
+            on, `None` while it goes on.
+    """
 
     id: int
-    token_ids: list[int]  # may be empty where an error has ended it
-    # "stop" at an end token, "length" at the limit, "error" where it cannot go on, None while it goes on
+    token_ids: list[int]
     finished: Finished | None
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """How one request went."""
+    """How one request went.
+
+    Args:
+        num_prompt_tokens (`int`): Tokens of the prompt.
+        num_kept_tokens (`int`): Of them, those that were kept from another text and did not go through the target
+            again.
+        num_new_tokens (`int`): Tokens of the answer, an end token included.
+        proposed (`list[int]`): Proposals of each verify, which is a step that the row was part of; all nodes of a tree
+            but the anchor.
+        accepted (`list[int]`): Of them, those that are part of the text.
+        logprobs (`list[TokenLogprob]`): Of each new token, where the request asks for them.
+        first_token_seconds (`float`): From `add` to the first token.
+        seconds (`float`): From `add` to the last token.
+        error (`str`): Why it ended with `"error"`.
+        exception (`Exception`, *optional*): What was raised then; `None` where the request could not begin, and
+            `generate` may still answer it alone.
+    """
 
     num_prompt_tokens: int = 0
-    num_kept_tokens: int = 0  # of the prompt, which did not go through the target again
+    num_kept_tokens: int = 0
     num_new_tokens: int = 0
-    # Of each verify, which is a step that the row was part of:
-    proposed: list[int] = field(default_factory=list[int])  # proposals, nodes of trees included
-    accepted: list[int] = field(default_factory=list[int])  # proposals that are part of the text
-    # Of each new token, where the request asks for them
+    proposed: list[int] = field(default_factory=list[int])
+    accepted: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    first_token_seconds: float = 0.0  # from `add` to the first token
-    seconds: float = 0.0  # from `add` to the last one
-    error: str = ""  # why it ended with "error"
-    # With it; none where the request could not begin, and `generate` may still answer it alone
+    first_token_seconds: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
     exception: Exception | None = None
 
     @property
