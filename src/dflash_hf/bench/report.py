@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.plots import Figure, figures
 from dflash_hf.bench.run_files import Run, read_run
 from dflash_hf.bench.summary import read_scores, summarize
-from dflash_hf.data.row_files import write_whole
+from dflash_hf.data.row_files import parsed_object, write_whole
 
 MAX_DIFFERING = 50  # rows
 MAX_TEXT = 4000  # characters of an answer that is shown
@@ -29,7 +28,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     Without matplotlib the page has no figures, and says so.
 
     Raises:
-        ValueError: If the folder holds no run.
+        ValueError: If the folder holds no run, or a summary that cannot be read.
         ImportError: Without jinja2.
     """
     try:
@@ -39,7 +38,10 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         raise ImportError(sentence) from error
     run = read_run(folder)
     path = run.folder / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else summarize(folder)
+    if path.is_file():
+        summary = parsed_object(path.read_bytes(), str(path), "remove it to have it written again")
+    else:
+        summary = summarize(folder)
     main = _main(summary)
     notes = list(summary["notes"])
     drawn: dict[str, Figure] = {}

@@ -293,12 +293,21 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def by_answer(path: Path) -> dict[tuple[str, Which], dict[str, Any]]:
-    """Returns the rows of a file about a run's answers by `model_id`, question and repeat; none without the file."""
-    rows = [row for _, row in _lines(path)] if path.is_file() else []
-    return {
-        (row["model_id"], ((row["dataset"], row["question_id"]), row["repeat"])): row
-        for row in rows
-    }
+    """Returns the rows of a file about a run's answers by `model_id`, question and repeat; none without the file.
+
+    Raises:
+        ValueError: If a line is none that a run writes.
+    """
+    found: dict[tuple[str, Which], dict[str, Any]] = {}
+    if not path.is_file():
+        return found
+    for place, row in _lines(path):
+        try:
+            which = ((row["dataset"], row["question_id"]), row["repeat"])
+            found[row["model_id"], which] = row
+        except (KeyError, TypeError) as error:
+            raise _not_a_runs(place, error) from error
+    return found
 
 
 def _read(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
@@ -307,14 +316,18 @@ def _read(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
         try:
             yield place, kind.from_dict(row)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            what = f"{type(error).__name__} {one_line(error)}"
-            raise ValueError(
-                f"expected a line of a run's files at {place}, got {what}; remove it"
-            ) from error
+            raise _not_a_runs(place, error) from error
+
+
+def _not_a_runs(place: str, error: Exception) -> ValueError:
+    """Returns the sentence for a line that no run writes."""
+    what = f"{type(error).__name__} {one_line(error)}"
+    return ValueError(f"expected a line of a run's files at {place}, got {what}; remove it")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every line of a JSONL file, but a last one that was not written to its end."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    # As bytes, of which each line is decoded on its own: an error names the line.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         place = f"line {number} of {path}"
         yield place, parsed(line, place, "remove the line")
