@@ -282,6 +282,31 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def chained(number: int) -> dict[str, Any]:
+    """A schema of definitions, each of which goes on with the next one."""
+    each: dict[str, Any] = {}
+    for index in range(number):
+        properties = {"a": {"$ref": f"#/$defs/d{index + 1}"}}
+        each[f"d{index}"] = {"type": "object", "properties": properties}
+    return {"$ref": "#/$defs/d0", "$defs": {**each, f"d{number}": {"type": "boolean"}}}
+
+
+def test_a_form_of_many_rules_ends_no_server(server: InProcess) -> None:
+    rules = "\n".join(f"r{index}: r{index + 1}" for index in range(15_000))
+    terms = rules.replace("r", "R")
+    forms: list[dict[str, Any]] = [
+        {"json": chained(3000)},
+        {"grammar": f'start: r0\n{rules}\nr15000: "b"'},
+        {"grammar": f'start: R0\n{terms}\nR15000: "b"'},
+    ]
+    # Each has nearly as many letters as a form may have.
+    assert min(len(str(form)) for form in forms) > 190_000
+    for form in forms:
+        found = asked(server, structured_outputs=form, max_tokens=4)
+        assert found.status == 200, found.error
+        assert found.content[:1] in ("{", "b")
+
+
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
 def test_a_form_that_cannot_be_met_is_refused(
     server: InProcess, fields: dict[str, Any], param: str

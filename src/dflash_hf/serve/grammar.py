@@ -7,6 +7,8 @@ dependencies, compiles a schema in milliseconds, says why one cannot be met, and
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any, cast
 
@@ -20,12 +22,17 @@ from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import Refusal, need
 
 MAX_FORM = 262_144  # letters
+# llguidance goes down by recursion from each rule of a form to the next one, at about 16 KB of stack a rule. A form of
+# `MAX_FORM` letters has up to ten thousand rules, and a stack that is too small ends the process. Pages that are not
+# used take no memory.
+STACK_BYTES = 2**29
 # White space between the parts of JSON: one space, or a new line. Without a bound a sample may never go on.
 LAYOUT = {"whitespace_pattern": r" ?|\n {0,32}"}
 OBJECT = {"type": "object"}
 COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}  # what a schema takes other schemas in by
 # Tokens without a text that may come within a mark. The others have a byte at least.
 NUM_TEXTLESS = 4
+STARTING = threading.Lock()  # the size of stacks is one for all threads that start
 KINDS = ("json", "regex", "choice", "grammar")  # of vLLM's `structured_outputs`
 
 
@@ -114,7 +121,7 @@ class Form:
         what = f"a form of at most {MAX_FORM} letters"
         need(len(grammar) <= MAX_FORM, param, what, len(grammar), "shorten it")
         self.pair = pair
-        self.matcher = library(param).LLMatcher(vocabulary(pair, param), grammar, log_level=0)
+        self.matcher = compiled(grammar, pair, param)
         error = self.matcher.get_error()
         if error:
             sentence = f"expected a form that can be met, got {one_line(error)}; change it"
@@ -123,6 +130,20 @@ class Form:
     def processor(self, num_columns: int, behind: str) -> FormProcessor:
         """Returns a processor for one answer; arguments as of [`FormProcessor`]."""
         return FormProcessor(self.matcher.deep_copy(), num_columns, self.pair.tokenizer, behind)
+
+
+def compiled(grammar: str, pair: Pair, param: str) -> Any:
+    """Returns llguidance's automaton of a form, made in a thread whose stack is large enough for any form."""
+    make = library(param).LLMatcher
+    tokens = vocabulary(pair, param)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        with STARTING:
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                making = pool.submit(make, tokens, grammar, log_level=0)
+            finally:
+                threading.stack_size(usual)
+        return making.result()
 
 
 def library(param: str) -> Any:
