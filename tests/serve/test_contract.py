@@ -19,8 +19,9 @@ from transformers.cli.serving.utils import get_response_template
 from dflash_hf.bench.server import counters
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.data.openai_client import OpenAIClient, run_async
-from dflash_hf.serve.engine import Job, Tokens
+from dflash_hf.serve.engine import Counts, Job, Tokens
 from dflash_hf.serve.messages import read_messages
+from dflash_hf.serve.metrics import Metrics, Tracked
 from dflash_hf.serve.pair import Pair
 from helpers.half import half
 from helpers.scripted_server import Found, InProcess, Script, read
@@ -489,6 +490,29 @@ def test_half_a_body_is_answered_and_others_go_on(server: InProcess) -> None:
         reply = "".join(iter(lambda: connection.recv(65536).decode(), ""))
     assert time.monotonic() - began < 5
     assert reply.startswith("HTTP/1.1 408 ")
+def test_nothing_counts_behind_an_abort() -> None:
+    metrics = Metrics("text")
+    labels = {"model_name": "text", "engine": "0"}
+
+    def value(name: str, **more: str) -> float | None:
+        return metrics.registry.get_sample_value(f"vllm:{name}", {**labels, **more})
+
+    for has_begun in (False, True):
+        tracked = Tracked(metrics)
+        if has_begun:
+            tracked.begin()
+        tracked.abort()
+        # What the engine had on its way when the client went.
+        tracked.begin()
+        tracked.end("stop", 5, 3, Counts())
+        tracked.abort()
+        assert value("num_requests_waiting") == 0.0
+        assert value("num_requests_running") == 0.0
+    assert value("generation_tokens_total") == 0.0
+    assert value("request_success_total", finished_reason="abort") == 2.0
+    assert value("request_success_total", finished_reason="stop") is None
+
+
     error = json.loads(reply.partition("\r\n\r\n")[2])["error"]
     assert error["code"] == "request_timeout"
     assert error["message"].startswith("expected the rest of the body within 1 s, got 14 bytes")

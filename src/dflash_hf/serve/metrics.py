@@ -84,15 +84,19 @@ class Tracked:
         self.state.inc()
 
     def begin(self) -> None:
-        """Counts the first token; later ones change nothing."""
-        if self.state is self.metrics.waiting:
+        """Counts the first token; later ones change nothing, and neither do those behind the end."""
+        is_first = self.state is self.metrics.waiting
+        # The engine may have a token on its way when a client goes away.
+        if is_first and not self.has_ended:
             self.state.dec()
             self.state = self.metrics.running
             self.state.inc()
             self.metrics.first_token.observe(time.perf_counter() - self.since)
 
     def end(self, reason: str, num_prompt_tokens: int, num_tokens: int, counts: Counts) -> None:
-        """Counts an answer that has come to its end."""
+        """Counts an answer that has come to its end, unless it counts as aborted."""
+        if self.has_ended:
+            return
         metrics = self.metrics
         self._leave(reason)
         metrics.whole.observe(time.perf_counter() - self.since)
