@@ -20,6 +20,7 @@ from dflash_hf.bench.server import counters
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.data.openai_client import OpenAIClient, run_async
 from dflash_hf.serve.engine import Counts, Job, Tokens
+from dflash_hf.serve.markup import MarkupReader
 from dflash_hf.serve.messages import read_messages
 from dflash_hf.serve.metrics import Metrics, Tracked
 from dflash_hf.serve.pair import Pair
@@ -157,6 +158,9 @@ CASES = [
     scripted("text_around_a_call_in_xml", f"A\n{XML}\nB", "A\nB", "tool_calls", markup="qwen3_5", **CALLED),
     scripted("white_space_behind_a_call", f"{CALL}\n", "", "tool_calls", **CALLED),
     scripted("a_call_without_arguments", BARE, "", "tool_calls", calls=[("f", {})]),
+    scripted("half_a_character_in_a_call", CALL.replace("/\"", "\\ud83d\""), "", "tool_calls",
+             calls=[("f", {"path": "\ufffd", "dry": True})]),
+    scripted("a_call_with_infinity", CALL.replace("true", "1e999"), CALL.replace("true", "1e999")),
     scripted("a_call_without_json", "<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>"),
     scripted("a_call_without_a_name", '<tool_call>{"x": 1}</tool_call>', '<tool_call>{"x": 1}</tool_call>'),
     scripted("a_quoted_mark", "Write `<tool_call>` to call.", "Write `<tool_call>` to call."),
@@ -282,6 +286,14 @@ def test_pieces_do_not_depend_on_the_runs(server: InProcess, run: int) -> None:
         found = server.ask("http", True, True, fields)
         assert found.calls == [("f", ARGUMENTS)]
         assert found.content == says.split("<")[0].strip() + "\nB" * says.endswith("B")
+
+
+def test_a_call_that_is_too_deep_is_text() -> None:
+    says = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {"[" * 2000}{"]" * 2000}}}}}\n</tool_call>'
+    reader = MarkupReader(markup_of("qwen3"), "", TOOLS)
+    pieces = [*reader.add(says), *reader.end()]
+    assert "".join(piece.text for piece in pieces) == says
+    assert {piece.kind for piece in pieces} == {"content"}
 
 
 STOPS: dict[str, list[str]] = {
@@ -466,6 +478,29 @@ def test_metrics_have_vllms_names(server: InProcess) -> None:
         assert f"vllm:{name}_count{{{labels}}}" in page
 
 
+def test_nothing_counts_behind_an_abort() -> None:
+    metrics = Metrics("text")
+    labels = {"model_name": "text", "engine": "0"}
+
+    def value(name: str, **more: str) -> float | None:
+        return metrics.registry.get_sample_value(f"vllm:{name}", {**labels, **more})
+
+    for has_begun in (False, True):
+        tracked = Tracked(metrics)
+        if has_begun:
+            tracked.begin()
+        tracked.abort()
+        # What the engine had on its way when the client went.
+        tracked.begin()
+        tracked.end("stop", 5, 3, Counts())
+        tracked.abort()
+        assert value("num_requests_waiting") == 0.0
+        assert value("num_requests_running") == 0.0
+    assert value("generation_tokens_total") == 0.0
+    assert value("request_success_total", finished_reason="abort") == 2.0
+    assert value("request_success_total", finished_reason="stop") is None
+
+
 def half_a_request(server: InProcess, body: bytes, length: int) -> socket.socket:
     """Sends the beginning of a request that says how long it will be."""
     head = (
@@ -490,29 +525,6 @@ def test_half_a_body_is_answered_and_others_go_on(server: InProcess) -> None:
         reply = "".join(iter(lambda: connection.recv(65536).decode(), ""))
     assert time.monotonic() - began < 5
     assert reply.startswith("HTTP/1.1 408 ")
-def test_nothing_counts_behind_an_abort() -> None:
-    metrics = Metrics("text")
-    labels = {"model_name": "text", "engine": "0"}
-
-    def value(name: str, **more: str) -> float | None:
-        return metrics.registry.get_sample_value(f"vllm:{name}", {**labels, **more})
-
-    for has_begun in (False, True):
-        tracked = Tracked(metrics)
-        if has_begun:
-            tracked.begin()
-        tracked.abort()
-        # What the engine had on its way when the client went.
-        tracked.begin()
-        tracked.end("stop", 5, 3, Counts())
-        tracked.abort()
-        assert value("num_requests_waiting") == 0.0
-        assert value("num_requests_running") == 0.0
-    assert value("generation_tokens_total") == 0.0
-    assert value("request_success_total", finished_reason="abort") == 2.0
-    assert value("request_success_total", finished_reason="stop") is None
-
-
     error = json.loads(reply.partition("\r\n\r\n")[2])["error"]
     assert error["code"] == "request_timeout"
     assert error["message"].startswith("expected the rest of the body within 1 s, got 14 bytes")

@@ -8,9 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dflash_hf.serve.markup import MarkupReader, Piece, marks_of
-
-BROKEN = "\ufffd"  # what decoding writes for bytes that are no whole character
+from dflash_hf.serve.markup import BROKEN, MarkupReader, Piece, marks_of
 
 
 def hidden_tokens(tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) -> frozenset[int]:

@@ -19,12 +19,14 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from dflash_hf.errors import is_a
 
+BROKEN = "\ufffd"  # what decoding writes for bytes that are no whole character
 REASONING = (
     "reasoning_content",
     "thinking",
     "reasoning",
 )  # names of the field in response templates
 CALLS = "tool_calls"
+HALF = regex.compile("[\ud800-\udfff]")  # of a character, which JSON may have as an escape alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +227,7 @@ class MarkupReader:
         try:
             raw = region.opened + _with_arguments(body) + closed
             message = parse_response(raw, self.template, prefix="", tools=list(self.tools))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return []
         pieces: list[Piece] = []
         for call in message.get(CALLS) or []:
@@ -272,8 +274,17 @@ def _call_of(call: Any) -> Piece | None:
             return None
     if not is_a(name, str) or not name or not isinstance(arguments, dict):
         return None
-    text = json.dumps(arguments, ensure_ascii=False)
-    return Piece(kind="call", text=text, name=name, call_id=f"call_{uuid.uuid4().hex[:24]}")
+    try:
+        # Infinity, which a number like 1e999 is to Python, is no JSON.
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return Piece(
+        kind="call",
+        text=HALF.sub(BROKEN, text),
+        name=HALF.sub(BROKEN, name),
+        call_id=f"call_{uuid.uuid4().hex[:24]}",
+    )
 
 
 def open_thoughts(template: dict[str, Any], prompt: str) -> str:

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_hf.generation.logprobs import TokenLogprob
-from dflash_hf.serve.answers import BROKEN, Answer
+from dflash_hf.serve.answers import Answer
 from dflash_hf.serve.engine import Counts
-from dflash_hf.serve.markup import Piece
+from dflash_hf.serve.markup import BROKEN, Piece
 
 DONE = "data: [DONE]\n\n"
 BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
