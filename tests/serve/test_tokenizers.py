@@ -83,6 +83,20 @@ def test_stops_are_found_in_what_the_client_sees(serve: Serve, max_rows: int) ->
         assert (found.content, found.reasons) == (content, [reason]), stop
 
 
+def test_special_tokens_without_a_name_are_no_text(serve: Serve) -> None:
+    tokenizer = marked_tokenizer()
+    # As in the files of Llama 3: special, and none of those that the tokenizer's config names.
+    tokenizer.backend_tokenizer.add_special_tokens(["<|eom|>"])
+    assert "<|eom|>" not in tokenizer.all_special_tokens
+    says = tokenizer.convert_tokens_to_ids(["a", "</think>", "<|eom|>", "b"])
+    server = serve(tokenizer, len(tokenizer), 4, says)
+    asked: dict[str, Any] = {**HELLO, "max_tokens": 4}
+    assert both_ways(server, True, **asked).content == "a</think>b"
+    assert both_ways(server, True, **asked, stop=">b").content == "a</think"
+    found = server.ask("http", False, True, {**asked, "temperature": 0, "logprobs": True})
+    assert len(found.logprobs) == 3
+
+
 @pytest.mark.parametrize("max_rows", [4, 1])
 def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) -> None:
     tokenizer = marked_tokenizer()

@@ -14,8 +14,12 @@ from dflash_hf.serve.markup import BROKEN, MarkupReader, Piece, marks_of
 def hidden_tokens(tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) -> frozenset[int]:
     """Returns the tokens that have no text: special ones, but for the marks of a response template."""
     marks = marks_of(markup)
-    both = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    return frozenset(token_id for token, token_id in both if token not in marks)
+    special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    # A tokenizer need not name all of its special tokens: Llama 3 ends some answers by one that it does not name.
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[token_id] = token.content
+    return frozenset(token_id for token_id, token in special.items() if token not in marks)
 
 
 class TextReader:
