@@ -186,6 +186,9 @@ CASES = [
     refused("top_logprobs_alone", {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     refused("too_many_choices", {"n": 17}, "n", "invalid_value"),
     refused("a_field_of_a_turn", {"messages": [{**HELLO[0], "audio": {"id": "x"}}]}, "messages", "unknown_parameter"),
+    refused("a_limit_of_a_completion", {"max_tokens": 5000}, "prompt", "context_length_exceeded", is_chat=False),
+    refused("a_text_beyond_the_context", {"prompt": "a" * 100_000}, "prompt", "context_length_exceeded",
+            is_chat=False),
     refused("a_limit_beyond_the_context", {"max_tokens": 5000}, "messages", "context_length_exceeded"),
     refused("a_seed_of_a_text", {"seed": "x"}, "seed", "invalid_value"),
     refused("two_limits", {"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
@@ -294,6 +297,16 @@ def test_a_call_that_is_too_deep_is_text() -> None:
     pieces = [*reader.add(says), *reader.end()]
     assert "".join(piece.text for piece in pieces) == says
     assert {piece.kind for piece in pieces} == {"content"}
+
+
+def test_a_turn_that_is_too_deep_is_refused(server: InProcess) -> None:
+    deep: Any = 1
+    for _ in range(900):
+        deep = {"a": deep}
+    calls = [{"function": {"name": "f", "arguments": deep}}]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    found = server.ask("http", False, True, {"messages": [turn]})
+    assert (found.status, found.error["param"]) == (400, "messages"), found.error
 
 
 STOPS: dict[str, list[str]] = {

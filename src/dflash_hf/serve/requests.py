@@ -149,18 +149,18 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         tools = _tools(body, pair)
         messages = read_messages(body.get("messages"), pair)
         options = _template_options(body, pair)
-        _check_length(body, pair)
+        _check_length(body, is_chat, pair)
         inputs = _encoded_chat(messages, tools, options, pair)
     else:
         check_text(body.get("prompt"), "prompt", "prompt")
-        _check_length(body, pair)
+        _check_length(body, is_chat, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
     _check_tokens(inputs, is_chat, pair)
     form = _form(body, tools, has_parallel_calls, pair)
     device = pair.target.device
     inputs = {name: value.to(device) for name, value in inputs.items()}
     num_top = _num_top(body, is_chat)
-    limit = _limit(body, inputs, pair)
+    limit = _limit(body, inputs, is_chat, pair)
     if num_top >= 0:
         num_bytes = limit * pair.vocab_size * 4
         what = f"at most {MAX_LOGIT_BYTES // (pair.vocab_size * 4)} tokens beside logprobs"
@@ -242,27 +242,40 @@ def _check_numbers(body: dict[str, Any]) -> None:
     need(len(limits) <= 1, "max_tokens", what, sorted(limits), "leave one out")
 
 
-def _check_length(body: dict[str, Any], pair: Pair) -> None:
+def _check_length(body: dict[str, Any], is_chat: bool, pair: Pair) -> None:
     """Refuses texts that a tokenizer would read for long, and those that cannot fit into the context."""
     length = _num_letters(body.get("messages", body.get("prompt")))
     length += len(str(body.get("chat_template_kwargs", "")))
     what = f"at most {MAX_CHARACTERS} characters of text"
-    need(length <= MAX_CHARACTERS, "messages", what, length, "shorten it")
+    param = _prompt_param(is_chat)
+    need(length <= MAX_CHARACTERS, param, what, length, "shorten it")
     what = f"a text for a context of {pair.max_length} tokens"
     got = f"{length} characters"
     is_short = length <= pair.max_letters
-    need(is_short, "messages", what, got, "shorten it", "context_length_exceeded")
+    need(is_short, param, what, got, "shorten it", "context_length_exceeded")
+
+
+def _prompt_param(is_chat: bool) -> str:
+    """The field that has the prompt."""
+    if is_chat:
+        return "messages"
+    return "prompt"
 
 
 def _num_letters(value: Any) -> int:
     """How many letters the texts in a value have, images left out: those have been looked at."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, list):
-        return sum(map(_num_letters, value))
-    if isinstance(value, dict):
-        return sum(_num_letters(part) for name, part in value.items() if name != "image_url")
-    return 0
+    num_letters = 0
+    # Not by recursion: a value may be as deep as JSON can be.
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            num_letters += len(part)
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            left += [inner for name, inner in part.items() if name != "image_url"]
+    return num_letters
 
 
 def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
@@ -341,11 +354,10 @@ def _check_tokens(inputs: dict[str, Tensor], is_chat: bool, pair: Pair) -> None:
     unknown = ids[is_unknown].tolist()
     tokens: Any = pair.tokenizer.convert_ids_to_tokens(unknown)
     what = f"tokens of the target, which are those below {size}"
-    param = "messages" if is_chat else "prompt"
-    need(not unknown, param, what, tokens, "leave them out")
+    need(not unknown, _prompt_param(is_chat), what, tokens, "leave them out")
 
 
-def _limit(body: dict[str, Any], inputs: dict[str, Tensor], pair: Pair) -> int:
+def _limit(body: dict[str, Any], inputs: dict[str, Tensor], is_chat: bool, pair: Pair) -> int:
     """The most tokens of an answer, if the prompt leaves room for it."""
     num_tokens = int(inputs["input_ids"].shape[1])
     room = pair.max_length - num_tokens
@@ -359,7 +371,7 @@ def _limit(body: dict[str, Any], inputs: dict[str, Tensor], pair: Pair) -> int:
             f"{num_tokens}{wanted}; shorten the prompt or lower the limit",
             400,
             "context_length_exceeded",
-            "messages",
+            _prompt_param(is_chat),
         )
     return asked or min(pair.default_tokens, room)
 
