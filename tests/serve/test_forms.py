@@ -260,6 +260,19 @@ def test_a_tool_may_name_arguments_in_parts(server: InProcess) -> None:
         validate(arguments, parameters)
 
 
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {"dry": {"type": "boolean"}}}])
+def test_forced_arguments_are_an_object(server: InProcess, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for seed in range(4):
+        found = asked(
+            server, max_tokens=200, tools=[tool], tool_choice={"function": {"name": "f"}}, seed=seed
+        )
+        assert found.status == 200, found.error
+        assert re.search(r'"arguments"\s*:\s*[^{\s]', found.content) is None, found
+        # A free object may go on up to the limit.
+        assert found.reasons == ["length"] or len(found.calls) == 1, found
+
+
 def schema(**fields: Any) -> dict[str, Any]:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": fields}}
     return {"response_format": form}

@@ -231,7 +231,13 @@ def json_form(schema: Any, param: str) -> str:
 
 def _closed(parameters: Any) -> Any:
     """The parameters of a tool, without arguments that they do not name: no tool takes those."""
-    if not isinstance(parameters, dict) or "properties" not in parameters:
+    if parameters is None:
+        return OBJECT
+    if not isinstance(parameters, dict):
+        return parameters
+    # Arguments that are no object would make no call, and a schema may leave open what they are.
+    parameters = {**OBJECT, **parameters}
+    if "properties" not in parameters:
         return parameters
     # Their parts may name arguments too, which the whole would then forbid.
     if not COMBINED.isdisjoint(parameters):
@@ -266,7 +272,7 @@ def tool_form(choice: Any, tools: list[Any], has_parallel_calls: bool, pair: Pai
     calls: list[dict[str, Any]] = []
     for tool in chosen:
         function = tool["function"]
-        arguments = _closed(function.get("parameters", OBJECT))
+        arguments = _closed(function.get("parameters"))
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         calls.append(
             {
