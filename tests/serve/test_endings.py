@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +22,10 @@ from typer.testing import CliRunner
 
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.cli.serve import note
 from dflash_hf.serve.app import build_app
 from dflash_hf.serve.pair import Pair
+from helpers.scripted_server import InProcess
 
 ASKED = {"messages": [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]}
 HELD_AT = 4  # forwards of the target
@@ -297,3 +301,20 @@ def test_wrong_options_are_said() -> None:
     assert "expected a place to listen, got no.such.host.invalid:8000" in refused(
         "--host", "no.such.host.invalid"
     )
+
+
+def test_answers_go_on_where_nobody_reads_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken = os.fdopen(writer, "w", buffering=1)
+    monkeypatch.setattr("sys.stderr", broken)
+    pair = Pair(*load_pair(*named_pair("text")), name="text", encoding={}, note=note)
+    server = InProcess(pair)
+    for _ in range(2):
+        asked = {**ASKED, "max_tokens": 60, "n": 4}
+        assert server.ask("http", False, True, asked).status == 200
+    server.close()
+    with suppress(OSError):
+        broken.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,7 +96,7 @@ def serve(
                 *loaded,
                 name=name,
                 encoding=encoding,
-                note=lambda line: typer.echo(line, err=True),
+                note=note,
                 max_rows=max_rows,
                 max_kept_bytes=int(kept_gib * 2**30),
             )
@@ -112,6 +113,13 @@ def serve(
         # Python leaves at once on SIGTERM otherwise.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         parts.Server(served).run(sockets=[listening])
+
+
+def note(line: str) -> None:
+    """Writes a line to stderr; who has stopped reading it ends no answer."""
+    # As behind `dflash-hf serve 2>&1 | head`: an error here would be one of the engine's thread.
+    with suppress(OSError):
+        typer.echo(line, err=True)
 
 
 def server_parts() -> Any:
