@@ -375,6 +375,23 @@ def test_a_history_gives_the_templates_own_prompt(
         assert script.prompt == ids
 
 
+IGNORES = """{% for turn in messages %}{% if turn.role in ('system', 'user', 'assistant') %}
+{{- turn.role + ': ' + turn.content + '\n' }}{% endif %}{% endfor %}"""
+REFUSES = """{% for turn in messages %}{% if turn.role not in ('system', 'user', 'assistant') %}
+{{- raise_exception('unknown role') }}{% endif %}{{ turn.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [IGNORES, REFUSES])
+def test_a_developer_is_heard_where_a_template_knows_none(template: str) -> None:
+    target, draft, tokenizer = load_pair(*named_pair("text"))
+    tokenizer.chat_template = template
+    pair = Pair(target, draft, tokenizer, name="text", encoding={}, note=str)
+    asked = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    turns = read_messages(asked, pair)
+    assert turns == [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert "Be brief." in tokenizer.apply_chat_template(turns, tokenize=False)
+
+
 def test_parts_for_a_template_of_texts_are_lines() -> None:
     target, draft, tokenizer = load_pair(*named_pair("text"))
     pair = Pair(target, draft, tokenizer, name="text", encoding={}, note=str)

@@ -36,6 +36,9 @@ def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
         turn = without_nulls(message)
         role = turn.get("role")
         need(role in ROLES, PARAM, f"role of each turn among {', '.join(ROLES)}", role)
+        # What a developer says is what OpenAI's older models are told by the system.
+        if role == "developer" and not pair.takes_developer:
+            turn["role"] = "system"
         turn = _known(turn)
         calls = _tool_calls(turn.pop("tool_calls", []))
         if calls:

@@ -60,6 +60,7 @@ class Pair:
         )
         self.takes_images = processor is not self.tokenizer
         self.takes_parts = self.takes_images or self._renders_parts()
+        self.takes_developer = self._renders_developer()
         # How thoughts and calls of tools are marked in an answer; empty where nothing is known of it.
         self.markup: dict[str, Any] = get_response_template(processor, target) or {}
         self.vocabulary: Any = None  # llguidance's, made where a form is asked for
@@ -75,11 +76,19 @@ class Pair:
 
     def _renders_parts(self) -> bool:
         """Whether the chat template renders a list of text parts itself, and not as Python would print it."""
-        if not self.template:
-            return False
-        turn = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
-        try:
-            text = str(self.processor.apply_chat_template([turn], tokenize=False))
-        except (TypeError, ValueError, AttributeError, TemplateError):
-            return False
+        text = self._rendered([{"role": "user", "content": [{"type": "text", "text": PROBE}]}])
         return PROBE in text and "'type'" not in text and '"type"' not in text
+
+    def _renders_developer(self) -> bool:
+        """Whether the chat template writes turns of a developer, and neither leaves them out nor refuses them."""
+        turns = [{"role": "developer", "content": PROBE}, {"role": "user", "content": "Hello."}]
+        return PROBE in self._rendered(turns)
+
+    def _rendered(self, turns: list[dict[str, Any]]) -> str:
+        """What the chat template makes of turns; nothing where it refuses them, or there is no template."""
+        if not self.template:
+            return ""
+        try:
+            return str(self.processor.apply_chat_template(turns, tokenize=False))
+        except (TypeError, ValueError, AttributeError, TemplateError):
+            return ""
