@@ -209,14 +209,11 @@ class RunState:
 
     def write(self, stage: Stage, facts: dict[str, Any] | None = None) -> None:
         """Records what a stage is made from before it writes anything; with facts, that it is done."""
+        # Of the files as they were read, which may have been edited meanwhile.
+        data = self._known.get(stage, {}).get("data", {})
         is_begun = facts is None
         if is_begun and stage == "prepare":
             data = digests_of(self.settings.dataset)
-        elif is_begun:
-            data = dict[str, str]()
-        else:
-            # Of the files as they were read, which may have been edited meanwhile.
-            data = self._known[stage]["data"]
         self._known[stage] = {
             "finished": facts is not None,
             "made_from": self.settings.made_from(stage),
