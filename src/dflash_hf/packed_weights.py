@@ -2,8 +2,8 @@
 
 `torch.nn.functional.linear` lays a weight out anew in every call, which takes as long as the product itself where
 there are few tokens. Here this is done once, and the copy is kept as long as the model is. A product over it has the
-same bits in half precision; in float32 it adds in another order (docs/numerics.md). Prompts go by torch's own product,
-which is as fast over many tokens.
+same bits in half precision; in float32 it adds in another order (docs/numerics.md). Prompts go by torch's own product:
+over their many tokens a copy saves little, and the look at its weight costs as much.
 
 A copy must not outlive its weight. The address, version and form of a weight are compared at each use. The sums of its
 rows and some of the rows are compared at the first use of a run, because libraries change weights by `weight.data`,

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from anyio.from_thread import start_blocking_portal
 
+from dflash_hf.data.prompt_files import MEDIA
 from dflash_hf.data.row_files import parsed_object
 from dflash_hf.errors import is_a, one_line, require, shown
 
@@ -344,7 +345,7 @@ def sent_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _sent_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
-    return [part if part["type"] == "text" else _sent_media(part) for part in content]
+    return [_sent_media(part) if part["type"] in MEDIA else part for part in content]
 
 
 def _sent_media(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 from dflash_hf.data.row_files import parsed_object
 from dflash_hf.errors import one_line, require, shown
 
-# Keys of an image block that say where its image is, as Transformers' processors look them up.
+MEDIA = ("image", "video")  # kinds of blocks beside texts
+# Keys of such a block that say where its image or its video is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")
 VIDEO_SOURCES = ("video", "url", "path")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import image_size, shrunk_image, store_image
-from dflash_hf.data.prompt_files import SOURCES, VIDEO_SOURCES, check_text
+from dflash_hf.data.prompt_files import MEDIA, SOURCES, VIDEO_SOURCES, check_text
 from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
 
@@ -34,7 +34,6 @@ ROLES = {
 }
 MAX_PATH = 4096  # longer texts are images themselves
 FORMS = ("messages", "conversations", "conversation", "turns", "prompt")
-MEDIA = ("image", "video")  # kinds of blocks, and their keys of what is shown
 NO_OPTIONS: Mapping[str, Any] = {}
 NO_LIMIT = sys.maxsize  # of pixels
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_hf.data.openai_client import NoTextError, OpenAIClient, run_async
+from dflash_hf.data.prompt_files import MEDIA
 from dflash_hf.data.row_files import RowAppender
 from dflash_hf.training.answer_rows import (
     TOO_LONG,
@@ -18,7 +19,7 @@ from dflash_hf.training.answer_rows import (
     answer_row,
 )
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.conversations import MEDIA, resolved
+from dflash_hf.training.conversations import resolved
 from dflash_hf.training.questions import Questions
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
 from dflash_hf.training.server_pool import Job, ServerPool
