@@ -458,6 +458,26 @@ def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
     assert not chooser.verdict()
 
 
+@pytest.mark.parametrize(("every", "tree_is_held"), [(8, False), (1, True)])
+def test_a_tree_has_to_be_clearly_faster_than_the_chain(every: int, tree_is_held: bool) -> None:
+    """The chain commits 7 tokens in the same time, the tree 8 in one of so many steps."""
+    chooser, clock, trees = WidthChooser(8, True, chain=8), 0.0, list[bool]()
+    for step in range(200):
+        width = chooser.next_width()
+        clock += 1.0
+        if chooser.is_chain or width == 1:
+            trees.append(False)
+            chooser.observe(width, [min(6, width - 1)], clock)
+            continue
+        trees.append(True)
+        path = list(range(1, width))
+        if step % every:
+            path = path[:6]
+        chooser.observe(width, [len(path)], clock, [path], [(6, 7)])
+    late = trees[100:]
+    assert late.count(tree_is_held) > 90
+
+
 def test_a_run_follows_a_text_that_changes() -> None:
     costs = knee_at(6.0)
     chooser = WidthChooser(16)

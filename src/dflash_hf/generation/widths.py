@@ -45,6 +45,9 @@ MIN_SAVING = 0.05
 # A batch ends with its slowest row, for which a draft is right less often than on average: that row has this share of
 # what a verify brings the mean of several rows. Chosen over recorded answers of SmolLM2 (docs/log.md).
 SLOWEST_ROW = 0.8
+# A tree is verified only where the chain would be slower at this share of its cost: trees are judged by few times and
+# few tokens, and noise of the clock must not choose them (docs/log.md).
+CHAIN_CHARGE = 0.95
 # Steps with a draft that show whether it pays.
 ENOUGH_DRAFTED = 3
 # Tokens that captured steps verify where nothing else is said: the whole block for so many rows, and for more these
@@ -350,7 +353,10 @@ class WidthChooser:
     def _best(self, costs: Mapping[int, float]) -> int:
         """Returns the choice with the most expected tokens per second."""
         if self._num_steps:
-            return choose_width(self._tokens(), costs)
+            charged = dict(costs)
+            if CHAIN in charged:
+                charged[CHAIN] *= CHAIN_CHARGE
+            return choose_width(self._tokens(), charged)
         # The first verify is as wide as may be: it shows the most.
         allowed = [width for width in costs if width <= self.first]
         return max(allowed or [min(costs)])
