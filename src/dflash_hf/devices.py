@@ -151,8 +151,12 @@ def total_memory(device: torch.device) -> int | None:
     return None
 
 
+@functools.cache
 def _container_memory() -> int | None:
-    """Returns the bytes of memory that a container of Linux may have; `None` where there is no such limit."""
+    """Returns the bytes of memory that a container of Linux may have; `None` where there is no such limit.
+
+    The file is read once: a call asks several times, and a limit stands before a container's processes begin.
+    """
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
