@@ -12,7 +12,7 @@ from dflash_hf import RunningBatch, generate_batch
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import running_batch
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.widths import width_of_rows
+from dflash_hf.generation.options import width_of_rows
 from helpers.half import half
 from helpers.running import END, answer_alone, asked, batch_oracle, drive, make_infinite
 from helpers.whole_blocks import use_whole_blocks

@@ -15,13 +15,16 @@ import pytest
 from torch import nn
 
 from dflash_hf import DFlashGenerationConfig
-from dflash_hf.generation.options import first_width
-from dflash_hf.generation.widths import (
+from dflash_hf.generation.options import (
     CAPTURED_WIDTHS,
+    WHOLE_BLOCK_ROWS,
+    first_width,
+    width_of_rows,
+)
+from dflash_hf.generation.widths import (
     CHAIN,
     FIRST_HOLD,
     MIN_SAVING,
-    WHOLE_BLOCK_ROWS,
     WidthChooser,
     _kept,
     along_chain,
@@ -32,7 +35,6 @@ from dflash_hf.generation.widths import (
     give_chooser,
     take_chooser,
     useful_widths,
-    width_of_rows,
 )
 
 

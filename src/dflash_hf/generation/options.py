@@ -18,13 +18,10 @@ from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.generation.widths import (
-    CAPTURED_WIDTHS,
-    WHOLE_BLOCK_ROWS,
     FixedWidth,
     KnownCostWidths,
     WidthChooser,
     take_chooser,
-    width_of_rows,
 )
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -36,6 +33,12 @@ MOST_NODES = 4
 # Tokens of all rows in the first verify, at most, where nothing is known of the costs of steps: many rows show in a
 # narrow verify what one row shows in a wide one.
 FIRST_TOKENS = 64
+# Tokens that captured steps verify where nothing else is said: the whole block for so many rows, and for more these
+# tokens of each row, by the rows that there are at most. A GPU reads the weights in the time in which it computes some
+# hundred tokens; for tokens of a verify beyond that, it waits. Modelled for Qwen3-8B on an H100 at an acceptance
+# length of 6.3 (docs/widths.md), not measured yet.
+WHOLE_BLOCK_ROWS = 8
+CAPTURED_WIDTHS = {16: 10, 32: 8, 64: 6}
 
 
 class Options(NamedTuple):
@@ -171,6 +174,18 @@ def choose_widths(
         chooser = _clocked_widths(generator, choices, len(state.ids), keeps_buffers)
     chooser.use_rows(len(state.ids))
     return chooser
+
+
+def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
+    """Returns the tokens of each row that a table `{most rows: tokens}` has for so many rows.
+
+    For more rows than are in the table it is the entry of the most.
+    """
+    entries = sorted(table.items())
+    for most_rows, width in entries:
+        if num_rows <= most_rows:
+            return width
+    return entries[-1][1]
 
 
 class TableWidths(FixedWidth):

@@ -50,26 +50,8 @@ SLOWEST_ROW = 0.8
 CHAIN_CHARGE = 0.95
 # Steps with a draft that show whether it pays.
 ENOUGH_DRAFTED = 3
-# Tokens that captured steps verify where nothing else is said: the whole block for so many rows, and for more these
-# tokens of each row, by the rows that there are at most. A GPU reads the weights in the time in which it computes some
-# hundred tokens; for tokens of a verify beyond that, it waits. Modelled for Qwen3-8B on an H100 at an acceptance
-# length of 6.3 (docs/widths.md), not measured yet.
-WHOLE_BLOCK_ROWS = 8
-CAPTURED_WIDTHS = {16: 10, 32: 8, 64: 6}
 # Among widths: not a tree, but the chain of all proposals; as `num_tree_nodes=0` says it.
 CHAIN = 0
-
-
-def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
-    """Returns the tokens of each row that a table `{most rows: tokens}` has for so many rows.
-
-    For more rows than are in the table it is the entry of the most.
-    """
-    entries = sorted(table.items())
-    for most_rows, width in entries:
-        if num_rows <= most_rows:
-            return width
-    return entries[-1][1]
 
 
 def candidate_widths(widest: int) -> list[int]:
