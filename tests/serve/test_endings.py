@@ -11,23 +11,34 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import ASGIApp, Message
 from torch import Tensor
 from typer.testing import CliRunner
 
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair, named_pair
 from dflash_hf.cli.serve import note
+from dflash_hf.generation import prefill, running_batch
 from dflash_hf.serve.app import build_app
 from dflash_hf.serve.pair import Pair
 from helpers.scripted_server import InProcess
 
 ASKED = {"messages": [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]}
+# A prompt that is longer than others with their answers, and an answer that has no end token.
+LONG = {
+    "messages": [{"role": "user", "content": "Compute 41 + 80 - 99 + 14. " * 20}],
+    "max_tokens": 400,
+    "logit_bias": {"2": -100},
+}
+TOO_LONG = 300  # tokens
 HELD_AT = 4  # forwards of the target
 
 
@@ -318,3 +329,86 @@ def test_answers_go_on_where_nobody_reads_the_log(
     server.close()
     with suppress(OSError):
         broken.close()
+
+
+# ---- memory
+
+
+@pytest.fixture
+def crowded() -> Iterator[InProcess]:
+    server = InProcess(
+        Pair(*load_pair(*named_pair("text")), name="text", encoding={}, note=lambda _: None)
+    )
+    yield server
+    server.close()
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[Any], bool]) -> None:
+    """Lets the buffers of a running batch have no room to grow."""
+    room = running_batch.make_room
+
+    def full(run: Any) -> None:
+        if is_full(run):
+            raise OutOfRoomError("expected room, got none")
+        room(run)
+
+    monkeypatch.setattr(running_batch, "make_room", full)
+
+
+def refusal(server: InProcess, stream: bool) -> tuple[int, dict[str, Any], int]:
+    """Asks for a long answer that fails; returns its status, the error object, and how many events came before it."""
+    sent = {**LONG, "stream": stream}
+    reply = httpx.post(f"{server.url}/chat/completions", json=sent, timeout=60)
+    *chunks, last = reply.text.strip().split("\n\n")
+    assert not any('"error"' in chunk for chunk in chunks)
+    return reply.status_code, json.loads(last.removeprefix("data: "))["error"], len(chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "in pieces"])
+def test_who_has_no_room_beside_others_may_ask_again(
+    crowded: InProcess, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    expected = crowded.ask("http", False, True, ASKED).content
+    without_room(monkeypatch, lambda run: run.longest > TOO_LONG and len(run.rows.numbers) > 1)
+    with ThreadPoolExecutor(3) as pool:
+        refused = pool.submit(refusal, crowded, stream)
+        others = [pool.submit(crowded.ask, "http", kind, True, ASKED) for kind in (False, True)]
+        status, error, num_chunks = refused.result()
+        assert [other.result().content for other in others] == [expected] * 2
+    assert status == (200 if stream else 503)
+    assert (num_chunks > 1) == stream
+    assert error == {
+        "message": "expected memory for this answer beside the others, got less (expected room, got none); "
+        "ask again later",
+        "type": "server_error", "param": None, "code": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "in pieces"])
+def test_who_has_no_room_alone_is_refused(
+    crowded: InProcess, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    without_room(monkeypatch, lambda run: run.longest > TOO_LONG)
+    status, error, num_chunks = refusal(crowded, stream)
+    assert status == (200 if stream else 400)
+    assert (num_chunks > 1) == stream
+    assert (error["message"], error["type"]) == ("expected room, got none", "invalid_request_error")
+
+
+def test_who_never_has_room_is_refused(crowded: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = crowded.ask("http", False, True, ASKED).content
+    room = running_batch.begin_prefill
+
+    def full(request: Any, *given: Any, **sizes: Any) -> Any:
+        if request.input_ids.shape[1] > TOO_LONG:
+            raise OutOfRoomError("expected room, got none")
+        return room(request, *given, **sizes)
+
+    for module in (running_batch, prefill):
+        monkeypatch.setattr(module, "begin_prefill", full)
+    with ThreadPoolExecutor(3) as pool:
+        refused = pool.submit(refusal, crowded, False)
+        others = [pool.submit(crowded.ask, "http", kind, True, ASKED) for kind in (False, True)]
+        status, error, _ = refused.result()
+        assert [other.result().content for other in others] == [expected] * 2
+    assert (status, error["message"]) == (400, "expected room, got none")

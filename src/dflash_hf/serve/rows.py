@@ -18,12 +18,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import InferenceThread
 
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.errors import one_line
 from dflash_hf.generation.request_stats import NewTokens, RequestStats
 from dflash_hf.generation.running_batch import RunningBatch
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.serve.answers import StopSearch
 from dflash_hf.serve.engine import Alone, Counts, Done, Ended, Job, Tokens, tell_end
+from dflash_hf.serve.refusal import Refusal
 
 ROWS_ON_CPU = 8
 
@@ -36,6 +38,12 @@ def rows_for(target: PreTrainedModel) -> int:
     if target.device.type == "cuda":
         return 1
     return ROWS_ON_CPU
+
+
+def no_room_beside(error: Exception | None) -> Refusal:
+    """Returns what the client is told of an answer that other answers have left no memory for."""
+    what = "memory for this answer beside the others"
+    return Refusal(f"expected {what}, got less ({one_line(error)}); ask again later", 503)
 
 
 class BatchedJob:
@@ -219,6 +227,7 @@ class BatchEngine:
 
     def _step(self) -> None:
         """Runs a step over the rows, and lets go of those that have ended."""
+        is_shared = len(self.rows) > 1
         try:
             self.batch.step()
         except Exception as error:
@@ -230,6 +239,10 @@ class BatchEngine:
                 refused.append(row.job)
                 del self.rows[id]
             elif row.has_ended:
+                has_no_room = isinstance(row.error, OutOfRoomError)
+                # By itself the answer may have room later on. Without other rows it is too long for this machine.
+                if has_no_room and is_shared:
+                    row.error = no_room_beside(row.error)
                 self._leave(id, row.error or row.done())
         # They came before all that are to be answered alone.
         self.alone.extendleft(reversed(refused))
