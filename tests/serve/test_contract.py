@@ -339,12 +339,15 @@ def test_the_last_allowed_token_may_end_it(
 
 LOOKS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
 RUNS = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+# In JSON that is sent, two escapes of half a character each.
+SMILES = [{"type": "function", "function": {"name": "f", "arguments": {"a": "\U0001f600"}}}]
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "3"}
 PARTS = [{"type": "text", "text": "Compute 41"}, {"type": "text", "text": " + 80."}]
 HISTORIES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": PARTS}],
     [*ADDS, {"role": "assistant", "content": "22", "reasoning_content": "so"}, *HELLO],
     [*ADDS, {"role": "assistant", "content": "Let me look.", "tool_calls": LOOKS}, FOUND],
+    [*ADDS, {"role": "assistant", "content": "", "tool_calls": SMILES}, FOUND],
     [
         *ADDS,
         {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": RUNS},

@@ -458,6 +458,31 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
         400,
         "expected arguments of each of tool_calls as an object in JSON, got '{'",
     ),
+    # Half a character in what is nested, and in texts of JSON: there it is an escape.
+    ({"metadata": {"a": [{"\ud83d": 1}]}}, 400, "expected JSON of whole characters"),
+    ({"tools": [{"function": {"name": "\ud83d"}}]}, 400, "expected JSON of whole characters"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": '{"a": ["\\ud83d"]}'}}],
+                }
+            ]
+        },
+        400,
+        "expected arguments of each of tool_calls of whole characters, got",
+    ),
+    (
+        {"structured_outputs": {"json": '{"properties": {"\\ud83d": {"type": "string"}}}'}},
+        400,
+        "expected a schema of whole characters, got",
+    ),
+    (
+        {"structured_outputs": {"json": '{"enum": ["x\\ude00"]}'}},
+        400,
+        "expected a schema of whole characters, got",
+    ),
     ({"max_tokens": 0}, 400, "expected max_tokens as a whole number from 1 to 2147483647, got 0"),
     ({"max_tokens": -1}, 400, "expected max_tokens as a whole number"),
     ({"max_tokens": 1.5}, 400, "expected max_tokens as a whole number"),

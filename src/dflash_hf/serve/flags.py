@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash_hf.serve.pair import Pair
-from dflash_hf.serve.refusal import need
+from dflash_hf.serve.refusal import has_whole_characters, need
 
 PARAM = "generation_config"
 # Flag of `generate` -> the field of a request that says the same.
@@ -63,11 +63,11 @@ def _read(text: Any) -> dict[str, Any]:
     if isinstance(text, str):
         try:
             flags = json.loads(text)
-            # Halves of a character end here: the body around them has them as escapes.
-            json.dumps(flags, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             flags = None
-    need(isinstance(flags, dict), PARAM, f"{PARAM} as an object in JSON", text)
+    # The body around it has halves of characters as escapes.
+    is_read = isinstance(flags, dict) and has_whole_characters(flags)
+    need(is_read, PARAM, f"{PARAM} as an object in JSON", text)
     return flags
 
 

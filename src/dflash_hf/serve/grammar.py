@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from dflash_hf.errors import one_line, shown
 from dflash_hf.serve.pair import Pair
-from dflash_hf.serve.refusal import Refusal, need
+from dflash_hf.serve.refusal import Refusal, has_whole_characters, need
 
 MAX_FORM = 262_144  # letters
 # llguidance goes down by recursion from each rule of a form to the next one, at about 16 KB of stack a rule. A form of
@@ -226,6 +226,8 @@ def _read(text: str, param: str) -> Any:
 def json_form(schema: Any, param: str) -> str:
     """Returns the form of JSON that meets a schema."""
     need(isinstance(schema, dict), param, "a schema as an object", schema)
+    # A schema that comes as a text has halves of characters as escapes.
+    need(has_whole_characters(schema), param, "a schema of whole characters", schema)
     return library(param).LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
 from dflash_hf.errors import one_line
 from dflash_hf.serve.pair import Pair
-from dflash_hf.serve.refusal import FIX, Refusal, need
+from dflash_hf.serve.refusal import FIX, Refusal, has_whole_characters, need
 
 MAX_IMAGES = 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -143,6 +143,9 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         is_object = isinstance(arguments, dict)
         what = "arguments of each of tool_calls as an object in JSON"
         need(is_object, PARAM, what, function.get("arguments"))
+        # The body around a text of JSON has halves of characters as escapes.
+        what = "arguments of each of tool_calls of whole characters"
+        need(has_whole_characters(arguments), PARAM, what, function.get("arguments"))
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
 

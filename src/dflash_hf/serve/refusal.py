@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from dflash_hf.errors import require
@@ -41,6 +42,18 @@ def need(
         require(good, what, got, action)
     except ValueError as error:
         raise Refusal(str(error), 400, code, param) from None
+
+
+def has_whole_characters(value: Any) -> bool:
+    """Returns whether a value of JSON has whole characters alone, and is not too deep to be written again.
+
+    No tokenizer reads half a character, as `\\ud83d` alone is.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def error_object(

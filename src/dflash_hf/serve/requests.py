@@ -20,7 +20,7 @@ from dflash_hf.serve.markup import open_thoughts
 from dflash_hf.serve.messages import check_text, has_name, read_messages, without_nulls
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.penalties import SaidPenalty
-from dflash_hf.serve.refusal import FIX, Refusal, need
+from dflash_hf.serve.refusal import FIX, Refusal, has_whole_characters, need
 from dflash_hf.target_model.parts import find_target
 
 MAX_BODY = 64 * 2**20  # bytes
@@ -189,15 +189,13 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
 
 def read_object(data: bytes) -> dict[str, Any]:
     """Returns the fields of a body, those that are null left out; raises `Refusal` if it is no JSON object."""
+    sentence = f"expected JSON of whole characters as the body, got {shown(data[:80])}; {FIX}"
     try:
         body: Any = json.loads(data)
-        # Halves of a character, which no tokenizer reads, end here
-        json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        what = "JSON of whole characters as the body"
-        raise Refusal(
-            f"expected {what}, got {shown(data[:80])}; {FIX}", 400, "invalid_json"
-        ) from None
+        raise Refusal(sentence, 400, "invalid_json") from None
+    if not has_whole_characters(body):
+        raise Refusal(sentence, 400, "invalid_json")
     if not isinstance(body, dict):
         raise Refusal(f"expected a JSON object as the body, got {shown(body)}; {FIX}")
     return without_nulls(body)
