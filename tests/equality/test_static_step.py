@@ -20,9 +20,9 @@ from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.graphs import Graphs
 from helpers.half import pairs
 from helpers.static import Tape, engine_of, set_engine, tensor_oracle, use_tapes
-from helpers.vision import VISION, Grid, vision_prompts, vision_target
+from helpers.vision import VISION, Grid, shallow_vision_target, vision_prompts
 from helpers.whole_blocks import use_whole_blocks
-from tiny import DFLASH2, DSPARK, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, DSPARK, FAMILIES, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 20
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
@@ -41,7 +41,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
-    return tiny_target(family)
+    return shallow_target(family)
 
 
 @cache
@@ -51,14 +51,14 @@ def plain(
     """A target, prompts, and what plain `generate` makes of them."""
     target, inputs = target_of(family), prompts(LENGTHS[batch], 0)
     if has_float_experts:
-        target = tiny_target(family).float()
+        target = shallow_target(family).float()
         target.set_experts_implementation("batched_mm")
     return target, inputs, target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
 
 
 @cache
 def picture_target_of(family: str) -> PreTrainedModel:
-    return vision_target(family)
+    return shallow_vision_target(family)
 
 
 def greedy_checked(
@@ -93,7 +93,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": {**DSPARK, "sample_from_anchor": True},
     "from the anchor": {"sample_from_anchor": True},
     "window from the anchor": {"window_from_anchor": True},
-    "taps the embeddings": {"target_layer_ids": [-1, 2]},
+    "taps the embeddings": {"target_layer_ids": [-1, 1]},
 }
 
 
@@ -122,7 +122,7 @@ PICTURES: dict[str, list[list[Grid]]] = {
 def test_images_give_the_plain_text(family: str, rows: list[list[Grid]], engine: Any) -> None:
     target = picture_target_of(family)
     if engine == "cuda_graph" and family == "qwen3-vl-moe":
-        target = vision_target(family).float()
+        target = shallow_vision_target(family).float()
         target.set_experts_implementation("batched_mm")
     inputs = vision_prompts(target, family, rows, 0)
     inputs = {

@@ -21,9 +21,18 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.widths import candidate_widths
 from helpers.half import pairs
 from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes
-from helpers.vision import vision_prompts, vision_target
+from helpers.vision import shallow_vision_target, vision_prompts
 from helpers.widths import RandomWidths, use_random_widths
-from tiny import DFLASH2, DSPARK, FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import (
+    DFLASH2,
+    DSPARK,
+    FAMILIES,
+    oracle_draft,
+    prompts,
+    shallow_target,
+    tiny_draft,
+    truth_of,
+)
 
 NEW = 26
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
@@ -33,7 +42,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
-    return tiny_target(family)
+    return shallow_target(family)
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +130,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": DSPARK,
     "from the anchor": {"sample_from_anchor": True},
     "window from the anchor": {"window_from_anchor": True},
-    "taps the embeddings": {"target_layer_ids": [-1, 2]},
+    "taps the embeddings": {"target_layer_ids": [-1, 1]},
 }
 
 
@@ -263,7 +272,7 @@ def test_a_kept_cache_is_plain_generates(engine: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("engine", ENGINES)
 def test_images_give_the_plain_text(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_random_widths(monkeypatch, 1)
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8), (6, 4)]], 0)
     inputs = {
         name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()
@@ -476,7 +485,7 @@ def test_auto_is_the_default_where_no_text_follows_the_clock(
 def test_half_precision_chooses_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near ties turn with the width: two runs of a call have the same widths, on whatever clocks."""
     inputs = prompts([4, 11, 7], 0)
-    half: Any = tiny_target("qwen3").to(torch.bfloat16)
+    half: Any = shallow_target("qwen3").to(torch.bfloat16)
     whole = target_of("qwen3")
     seen: dict[str, set[tuple[int, ...]]] = {"half": set(), "autocast": set()}
     for seed in range(3):
@@ -527,7 +536,7 @@ def test_single_tokens_wait_for_the_draft_until_there_is_no_room(
     played = iter([1] * 21 + [8, 1, 1, 1, 8] + [1] * 30)
     use_random_widths(monkeypatch)
     monkeypatch.setattr(RandomWidths, "next_width", lambda self: next(played))
-    target, inputs = target_of("qwen3"), prompts([9], 0)
+    target, inputs = target_of("qwen3"), prompts([9], 1)
     ref = target.generate(**inputs, **GREEDY)
     draft = tiny_draft(target, 8)
     set_engine(draft, "eager")

@@ -154,6 +154,18 @@ def vision_target(
     return model
 
 
+def shallow_vision_target(name: str, seed: int = 0) -> PreTrainedModel:
+    """Builds a `vision_target` whose text model has two layers, one of each kind where the family has two.
+
+    For the same tests as `tiny.shallow_target`; pictures are encoded by all layers, once a prompt.
+    """
+    _, of_family, _, _ = (VISION | VISION_HYBRIDS)[name]
+    layers: dict[str, Any] = {"num_hidden_layers": 2}
+    if "layer_types" in of_family:
+        layers["layer_types"] = of_family["layer_types"][1:3]
+    return vision_target(name, seed, layers)
+
+
 def _pixels(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
