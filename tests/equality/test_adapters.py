@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash_hf.target_model.parts import find_target
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 # PEFT's own use of a property that Transformers renamed.
 pytestmark = pytest.mark.filterwarnings("default:`is_gradient_checkpointing`:FutureWarning")
@@ -33,7 +33,7 @@ def adapted(model: Any) -> Any:
 @cache
 def bare_text(lengths: tuple[int, ...]) -> Tensor:
     """What the target says without any adapter."""
-    return tiny_target("qwen3").generate(**prompts(list(lengths), 1), **GREEDY)
+    return shallow_target("qwen3").generate(**prompts(list(lengths), 1), **GREEDY)
 
 
 def check_same(
@@ -65,7 +65,7 @@ def check_same(
 )
 def test_lora(settings: dict[str, Any], lengths: list[int]) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     wrapped = adapted(peft.get_peft_model(target, peft.LoraConfig(r=2, **settings)))
     check_same(target, wrapped, lengths)
     with wrapped.disable_adapter():
@@ -79,7 +79,7 @@ def test_adapters_added_to_the_model_itself(
     peft = pytest.importorskip("peft", reason="peft is not installed")
     # Transformers may ask for a release of PEFT that is not out yet.
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     target.add_adapter(peft.LoraConfig(target_modules=MODULES, r=2))
     check_same(adapted(target), target, lengths)
     target.disable_adapters()
@@ -92,13 +92,13 @@ def test_ia3(lengths: list[int]) -> None:
     config = peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     )
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     check_same(target, adapted(peft.get_peft_model(target, config)), lengths)
 
 
 def test_an_adapter_per_row() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     wrapped = peft.get_peft_model(
         target, peft.LoraConfig(target_modules=MODULES, r=2), adapter_name="a"
     )
@@ -117,7 +117,7 @@ def test_adapters_that_add_or_count_tokens_are_refused_early(kind: str) -> None:
         )
     else:
         config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     wrapped = adapted(peft.get_peft_model(target, config))
     target.register_forward_pre_hook(lambda *args: pytest.fail("a forward ran"))
     with pytest.raises(ValueError, match=r"PEFT adapter|activated LoRA"):
@@ -166,7 +166,7 @@ def quantise_bitsandbytes(target: PreTrainedModel, kind: str) -> PreTrainedModel
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_quantised_target(quantise: Any, kind: str, lengths: list[int]) -> None:
-    target = quantise(tiny_target("qwen3", hidden_size=64, intermediate_size=64).float(), kind)
+    target = quantise(shallow_target("qwen3", hidden_size=64, intermediate_size=64).float(), kind)
     inputs = prompts(lengths, 1)
     ref = target.generate(**inputs, **GREEDY)
     draft = oracle_draft(target, truth_of(inputs, ref), 1)

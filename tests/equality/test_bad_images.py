@@ -12,7 +12,7 @@ import torch
 from transformers import ProcessorMixin
 
 from dflash_hf.processing_qwen3_vl import Qwen3VLProcessor
-from helpers.vision import IMAGE, vision_prompts, vision_target
+from helpers.vision import IMAGE, shallow_vision_target, vision_prompts
 from tiny import oracle_draft, tiny_draft
 
 pytest.importorskip("PIL")
@@ -153,7 +153,7 @@ def test_the_processor_refuses_images_that_do_not_fit_the_text(processor: Any) -
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
 def test_tensors_that_do_not_fit_are_refused_before_any_forward(name: str) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     good = vision_prompts(target, name, [[(4, 4)], [(2, 6)]], 0)
     text = vision_prompts(target, name, [[], []], 0)
     two = vision_prompts(target, name, [[(4, 4)], [(2, 6), (2, 2)]], 0)
@@ -184,7 +184,7 @@ def test_tensors_that_do_not_fit_are_refused_before_any_forward(name: str) -> No
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "gemma3", "smolvlm"])
 def test_signs_without_images_are_text_as_in_plain_generate(name: str) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     inputs = vision_prompts(target, name, [[(4, 4)], []], 0)
     bare = {key: inputs[key] for key in ("input_ids", "attention_mask")}
     assert (bare["input_ids"] == IMAGE).any()

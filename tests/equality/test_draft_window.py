@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from helpers.static import tensor_oracle, use_tapes
-from tiny import OracleDraft, oracle_draft, prompts, tiny_target, truth_of
+from tiny import OracleDraft, oracle_draft, prompts, shallow_target, truth_of
 
 NEW = 30
 WINDOW = 6
@@ -61,7 +61,7 @@ def recording(target: Any, truth: list[list[int]], config: dict[str, Any]) -> An
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_is_that_of_a_config(kind: str) -> None:
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     inputs = prompts(LENGTHS, 6)
     ref = target.generate(**inputs, **GREEDY)
     config, config_of_window = KINDS[kind]
@@ -78,7 +78,7 @@ def test_a_window_is_that_of_a_config(kind: str) -> None:
 
 def test_a_window_changes_what_the_draft_sees() -> None:
     # Otherwise the test above would compare drafts that see all of it.
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     inputs = prompts(LENGTHS, 6)
     ref = target.generate(**inputs, **GREEDY)
     blocks = []
@@ -93,7 +93,7 @@ def test_a_window_changes_what_the_draft_sees() -> None:
 @pytest.mark.parametrize("nodes", [0, 8], ids=["chain", "tree"])
 def test_captured_steps_give_the_plain_text(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch)
-    target: Any = tiny_target("qwen3-sliding")
+    target: Any = shallow_target("qwen3-sliding")
     inputs = prompts(LENGTHS, 6)
     ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 3, 8, **FULL)
@@ -107,7 +107,7 @@ def test_captured_steps_give_the_plain_text(nodes: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("windows", [(WINDOW, None), (None, WINDOW), (WINDOW, 11), (11, WINDOW)])
 def test_a_kept_cache_serves_another_window(windows: tuple[int | None, int | None]) -> None:
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     inputs = prompts([17], 6)
     first = target.generate(**inputs, **GREEDY)
     more = torch.cat([first, prompts([5], 7)["input_ids"]], dim=1)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from dflash_hf import RunningBatch, iterate
 from helpers.half import pairs
 from helpers.running import answer_alone, asked, drive
-from tiny import DSPARK, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DSPARK, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 24
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
-    return tiny_target(family)
+    return shallow_target(family)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_greedy_equals_plain_generate(
 
 @pytest.mark.parametrize(("proposal", "nodes"), [("argmax", 0), ("argmax", 9), ("shared_noise", 0)])
 def test_rows_of_a_running_batch_are_those_alone(proposal: Any, nodes: int) -> None:
-    target = tiny_target("qwen3", max_position_embeddings=2048)
+    target = shallow_target("qwen3", max_position_embeddings=2048)
     kinds = (
         {"do_sample": False},
         {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9},

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.reentry import KEYWORD
 from helpers.static import set_engine
-from tiny import oracle_draft, prompts, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 WAYS = [("qwen3", "eager"), ("qwen3", "static"), ("gemma3", "eager")]
@@ -105,9 +105,9 @@ FAULTS: dict[str, Callable[[Any, bool], None]] = {
     "a layer's own": lambda target, late: wrap(
         target.model.layers[1].self_attn, replaced_by(DynamicCache(config=target.config)), late
     ),
-    "a layer drops": lambda target, late: wrap(target.model.layers[3], drops, late),
+    "a layer drops": lambda target, late: wrap(target.model.layers[1], drops, late),
     "a layer only writes": lambda target, late: wrap(
-        target.model.layers[2].self_attn, writes_only, late
+        target.model.layers[1].self_attn, writes_only, late
     ),
 }
 
@@ -118,7 +118,7 @@ FAULTS: dict[str, Callable[[Any, bool], None]] = {
 def test_no_token_comes_from_another_cache(
     family: str, fault: str, only_verifies: bool, engine: str
 ) -> None:
-    target = tiny_target(family)
+    target = shallow_target(family)
     inputs = prompts([9], 0)
     plain = target.generate(**inputs, **GREEDY)
     draft = oracle_draft(target, truth_of(inputs, plain), 0)
@@ -136,7 +136,7 @@ def test_no_token_comes_from_another_cache(
 @pytest.mark.parametrize("only_verifies", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_cache_passed_in_is_left_as_it_was(fault: str, only_verifies: bool) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([9], 0)
     plain = target.generate(**inputs, **GREEDY)
     draft = oracle_draft(target, truth_of(inputs, plain), 0)
@@ -154,7 +154,7 @@ def test_a_cache_passed_in_is_left_as_it_was(fault: str, only_verifies: bool) ->
 
 
 def test_a_forward_may_use_a_cache_it_did_not_ask_for() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([9], 0)
     plain = target.generate(**inputs, **GREEDY)
     draft = oracle_draft(target, truth_of(inputs, plain), 0)

@@ -12,7 +12,13 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import check_caches
-from helpers.vision import VISION_HYBRIDS, Grid, vision_prompts, vision_target
+from helpers.vision import (
+    VISION_HYBRIDS,
+    Grid,
+    shallow_vision_target,
+    vision_prompts,
+    vision_target,
+)
 from tiny import oracle_draft, tiny_draft, tiny_target, truth_of
 
 NEW = 20
@@ -26,7 +32,7 @@ ROWS: dict[str, list[list[Grid]]] = {
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("name", VISION_HYBRIDS)
 def test_images_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     inputs = vision_prompts(target, name, rows, 0)
     ref = target.generate(**inputs, **GREEDY)
     assert len(set(ref[:, -NEW:].flatten().tolist())) > 8
@@ -39,7 +45,7 @@ def test_images_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 def test_images_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch)
-    target = vision_target("qwen3.5-vl")
+    target = shallow_vision_target("qwen3.5-vl")
     inputs = vision_prompts(target, "qwen3.5-vl", ROWS["mixed batch"], 0)
     ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
@@ -52,7 +58,7 @@ def test_images_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch)
 def test_the_cache_after_images_is_plain_generates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = vision_target("qwen3.5-vl")
+    target = shallow_vision_target("qwen3.5-vl")
     use_float64_rules(monkeypatch, target)
     inputs = vision_prompts(target, "qwen3.5-vl", [[(4, 4)]], 0)
     settings = {**GREEDY, "return_dict_in_generate": True}

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import dflash_hf
 from helpers.half import pairs
 from helpers.whole_blocks import use_whole_blocks
-from tiny import OracleDraft, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import OracleDraft, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 30
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 @cache
 def target_of(family: str) -> PreTrainedModel:
-    return tiny_target(family)
+    return shallow_target(family)
 
 
 def armed(

@@ -10,7 +10,7 @@ import torch
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from helpers.static import set_engine, use_tapes
 from helpers.trees import branching
-from helpers.vision import vision_prompts, vision_target
+from helpers.vision import shallow_vision_target, vision_prompts
 from tiny import (
     DFLASH2,
     DSPARK,
@@ -105,7 +105,7 @@ def test_processors_that_read_the_prefix() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
 def test_images(family: str) -> None:
-    target = vision_target(family)
+    target = shallow_vision_target(family)
     inputs = vision_prompts(target, family, [[(4, 6)], [(4, 4), (6, 2)]], 1)
     ref = target.generate(**inputs, **GREEDY)
     draft = branching(target, truth_of(inputs, ref), 128, 128)

@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import RAGGED_BLOCK, ragged_attention
-from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 TIMEOUT = 240  # seconds: a slow machine is no failure
@@ -73,7 +73,7 @@ def plain(
     ("attention", "lengths"), [("eager", [6]), ("sdpa", [6]), ("sdpa", [4, 11, 7])]
 )
 def test_anything_may_run_in_the_middle_of_a_verify(attention: str, lengths: list[int]) -> None:
-    target = tiny_target("qwen3-sliding")
+    target = shallow_target("qwen3-sliding")
     target.set_attn_implementation(attention)
     twin = type(target)(target.config).double().eval()  # another model of the same config object
     twin.generation_config = target.generation_config
@@ -99,7 +99,7 @@ def test_anything_may_run_in_the_middle_of_a_verify(attention: str, lengths: lis
             ]
 
     draft = oracle_draft(target, truth_of(inputs, ref), 2)
-    with in_the_middle(target.model.layers[2], work) as results:
+    with in_the_middle(target.model.layers[1], work) as results:
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert 1.0 < draft.last_stats.acceptance_length < 8.0
     seen, text, drafted, twin_text, twin_drafted, copied, setting = results[0]
@@ -112,7 +112,7 @@ def test_anything_may_run_in_the_middle_of_a_verify(attention: str, lengths: lis
 
 
 def test_many_threads_at_once() -> None:
-    target = tiny_target("gemma3")
+    target = shallow_target("gemma3")
     cases = [plain(target, seed, [4 + seed, 9, 3][: 1 + seed % 3]) for seed in range(6)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -133,7 +133,7 @@ def test_a_consumer_may_generate_while_it_is_fed() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
-    target = tiny_target("qwen3", vocab_size=len(tokenizer))
+    target = shallow_target("qwen3", vocab_size=len(tokenizer))
     inputs, ref = plain(target, 0, [6])
     # Nothing is buffered, so the run waits inside `put` until the consumer has finished its own.
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=TIMEOUT)
@@ -171,7 +171,7 @@ class Waiting(BaseStreamer):
 
 
 def test_a_streamer_may_generate_with_a_draft_of_its_own() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs, ref = plain(target, 0, [6])
     others, other = plain(target, 1, [9])
     streamer = Waiting(
@@ -186,7 +186,7 @@ def test_a_streamer_may_generate_with_a_draft_of_its_own() -> None:
 
 
 def test_the_setting_is_seen_by_a_verify_alone_and_never_stored() -> None:
-    model: Any = tiny_target("qwen3")
+    model: Any = shallow_target("qwen3")
     target = find_target(model)
     attention = model.model.layers[0].self_attn
     ids = torch.arange(1, 9)[None]
@@ -230,7 +230,7 @@ def test_the_setting_is_seen_by_a_verify_alone_and_never_stored() -> None:
 
 
 def test_a_module_may_get_another_config_or_have_none() -> None:
-    model: Any = tiny_target("qwen3")
+    model: Any = shallow_target("qwen3")
     with ragged_attention(find_target(model)):
         pass
     attention = model.model.layers[0].self_attn
@@ -261,7 +261,7 @@ class HeldElsewhere(Qwen3Attention):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_config_may_be_a_property(attention: str) -> None:
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     for layer in target.model.layers:
         held = layer.self_attn.__dict__.pop("config")
         layer.self_attn.__class__ = HeldElsewhere

@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_hf import ops
 from helpers.static import engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
-from tiny import prompts, tiny_target, truth_of
+from tiny import prompts, shallow_target, truth_of
 
 NEW = 20
 SLOW = pytest.mark.slow
@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 def pair(family: str, engine: Any, seed: int) -> tuple[Any, Any, dict[str, Tensor], Tensor]:
     """A tiny target, a partly right draft of changing widths, ragged prompts and plain `generate`'s text."""
-    target: Any = tiny_target(family)
+    target: Any = shallow_target(family)
     if family == "qwen3-next" and engine == "cuda_graph":  # eager experts count tokens on the host
         target = target.float()
         target.set_experts_implementation("batched_mm")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf.block.cache_name import CACHE_NAME
-from helpers.vision import END, IMAGE, PATCH, START, VIDEO, WORDS, vision_target
+from helpers.vision import END, IMAGE, PATCH, START, VIDEO, WORDS, shallow_vision_target
 from tiny import oracle_draft, tiny_draft, truth_of
 
 NEW = 24
@@ -83,11 +83,11 @@ def assert_same_text(target: Any, inputs: dict[str, Any], **settings: Any) -> No
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
 def test_videos_give_the_plain_text(name: str, rows: list[list[Size]]) -> None:
-    assert_same_text(vision_target(name), prompts_with_videos(name, rows, 0))
+    assert_same_text(shallow_vision_target(name), prompts_with_videos(name, rows, 0))
 
 
 def test_a_prompt_may_end_in_a_video() -> None:
-    target = vision_target("qwen2.5-vl")
+    target = shallow_vision_target("qwen2.5-vl")
     inputs = prompts_with_videos("qwen2.5-vl", [[(3, 2, 4)], [(2, 4, 4)]], 0)
     inputs |= {
         name: inputs[name][:, :-4] for name in ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -98,7 +98,7 @@ def test_a_prompt_may_end_in_a_video() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
 def test_several_answers_to_each_video(name: str) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     inputs = prompts_with_videos(name, ROWS["mixed batch"], 0)
     settings = {"max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 2}
     texts: list[Tensor] = []
@@ -113,7 +113,7 @@ def test_several_answers_to_each_video(name: str) -> None:
 
 def later_turn(rows: list[list[Size]]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """A target, a first turn of text, and the whole conversation after a second one with what `rows` says."""
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     settings = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
     first, more = prompts_with_videos("qwen3-vl", [[]], 0), prompts_with_videos("qwen3-vl", rows, 1)
     answer = target.generate(**first, **settings)

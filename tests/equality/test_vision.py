@@ -18,7 +18,15 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.collators import Batch
 from dflash_hf.training.forward import target_features
 from helpers.half import half
-from helpers.vision import IMAGE, VIDEO, VISION, Grid, vision_prompts, vision_target
+from helpers.vision import (
+    IMAGE,
+    VIDEO,
+    VISION,
+    Grid,
+    shallow_vision_target,
+    vision_prompts,
+    vision_target,
+)
 from tiny import MIXED, oracle_draft, tiny_draft, tiny_target, truth_of
 
 NEW = 18
@@ -34,7 +42,7 @@ ROWS: dict[str, list[list[Grid]]] = {
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("name", VISION)
 def test_images_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     # Every two of targets, rows and block sizes.
     seed = (list(VISION).index(name) + list(ROWS.values()).index(rows)) % 4
     block_size = [2, 5, 8, 16][seed]
@@ -48,7 +56,7 @@ def test_images_give_the_plain_text(name: str, rows: list[list[Grid]]) -> None:
 
 def test_a_prompt_may_end_in_an_image() -> None:
     # The last token's rows of positions then differ, and each is counted on.
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 8)], [(8, 2)]], 0, words=(5, 5))
     inputs |= {
         name: inputs[name][:, :-5] for name in ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -82,7 +90,7 @@ def test_sliding_windows_under_several_rows_of_positions(rows: list[list[Grid]])
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
 def test_iterate_with_images_commits_what_generate_does(name: str) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     inputs = vision_prompts(target, name, ROWS["mixed batch"], 0)
     ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = oracle_draft(target, truth_of(inputs, ref), 0, 5)
@@ -116,7 +124,7 @@ def test_a_draft_of_the_text_model_works_on_the_vision_model() -> None:
 
 
 def test_a_sampled_text_on_images_is_the_same_at_every_block() -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
     texts: list[Tensor] = []
     for block_size in (2, 7):
@@ -210,7 +218,7 @@ def test_a_prefill_holds_tapped_layers_and_images_once(
 
 
 def test_a_draft_counts_image_tokens_one_by_one() -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
     draft = oracle_draft(target, [[0]] * 3, 0)
     target.generate(**inputs, max_new_tokens=1 + 1, do_sample=False, assistant_model=draft)
@@ -353,7 +361,7 @@ TURNS: dict[str, tuple[list[list[Grid]], list[list[Grid]]]] = {
 def test_a_later_turn_brings_images_to_a_kept_cache(
     name: str, turns: tuple[list[list[Grid]], list[list[Grid]]], whole: bool
 ) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
     first, more = (
         vision_prompts(target, name, turns[0], 0),
@@ -393,7 +401,7 @@ def test_a_later_turn_without_images_counts_on_as_generate(
     name: str, rows: list[list[Grid]]
 ) -> None:
     # The model remembers the difference of its last call, whosever it was. The same wrong text, where it is wrong.
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
     first, more = (
         vision_prompts(target, name, rows, 0),
@@ -439,7 +447,7 @@ def test_a_later_turn_without_images_counts_on_as_generate(
 
 
 def test_images_that_do_not_fit_a_kept_cache_are_refused() -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     settings = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
     first, more = (vision_prompts(target, "qwen3-vl", [[grid]], 0) for grid in [(4, 4), (2, 6)])
     answer = target.generate(**first, **settings)

@@ -25,10 +25,10 @@ from dflash_hf.target_model.parts import find_target
 from helpers.host_reads import no_host_reads
 from helpers.running import answer_alone, asked, drive, place_oracle
 from helpers.static import set_engine, tensor_oracle, use_tapes
-from helpers.vision import vision_prompts, vision_target
+from helpers.vision import shallow_vision_target, vision_prompts
 from helpers.whole_blocks import use_whole_blocks
 from helpers.widths import use_random_widths
-from tiny import DFLASH2, FAMILIES, prompts, tiny_draft, tiny_target, truth_of
+from tiny import DFLASH2, FAMILIES, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 40
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
@@ -94,7 +94,7 @@ def on(device: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def target_on(device: str, family: str, dtype: torch.dtype) -> Any:
     """A tiny target whose experts, if it has any, count nothing on the host."""
-    target: Any = tiny_target(family).to(device, dtype)
+    target: Any = shallow_target(family).to(device, dtype)
     if family in ("qwen3-moe", "gpt-oss"):
         target.set_experts_implementation("batched_mm")
     return target
@@ -215,7 +215,7 @@ def test_a_sampled_text_is_the_eager_one(device: str, proposal: Any, kind: dict[
 
 @families("qwen3-vl", "gemma3", "qwen2.5-vl")
 def test_images_give_the_plain_text(device: str, family: str) -> None:
-    target = vision_target(family).float().to(device)
+    target = shallow_vision_target(family).float().to(device)
     inputs = on(device, vision_prompts(target.cpu(), family, [[(4, 4)], [], [(2, 8), (6, 4)]], 0))
     inputs = {name: t.float() if t.is_floating_point() else t for name, t in inputs.items()}
     target = target.to(device)

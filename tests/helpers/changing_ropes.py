@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
-from tiny import COMMON, prompts, tiny_target, truth_of
+from tiny import COMMON, prompts, shallow_target, tiny_target, truth_of
 
 BOUNDARY = 32
 REFUSAL = re.compile(
@@ -68,20 +68,25 @@ def phimoe() -> PreTrainedModel:
 def per_layer(sliding: dict[str, Any], full: dict[str, Any], longest: int) -> PreTrainedModel:
     """A Gemma 3 whose kinds of layers have a RoPE each."""
     rope = {"sliding_attention": sliding, "full_attention": full}
-    return tiny_target("gemma3", max_position_embeddings=longest, rope_parameters=rope)
+    return shallow_target("gemma3", max_position_embeddings=longest, rope_parameters=rope)
 
 
 def with_pictures(rope: dict[str, Any], longest: int) -> PreTrainedModel:
     """A Qwen3-VL, whose tokens have three positions each."""
     mrope = {**rope, "mrope_section": [2, 1, 1]}
     return vision_target(
-        "qwen3-vl", text={"max_position_embeddings": longest, "rope_parameters": mrope}
+        "qwen3-vl",
+        text={
+            "num_hidden_layers": 2,
+            "max_position_embeddings": longest,
+            "rope_parameters": mrope,
+        },
     )
 
 
 def flat(family: str, rope: dict[str, Any], longest: int, **others: Any) -> PreTrainedModel:
     """A target with one RoPE for all layers."""
-    return tiny_target(family, max_position_embeddings=longest, rope_parameters=rope, **others)
+    return shallow_target(family, max_position_embeddings=longest, rope_parameters=rope, **others)
 
 
 # "dynamic" changes behind `max_position_embeddings`, "longrope" behind its original length.

@@ -15,7 +15,7 @@ from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
 from helpers.static import set_engine, tensor_oracle
-from tiny import prompts, tiny_target, truth_of
+from tiny import prompts, shallow_target, truth_of
 
 NEW = 26
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -25,7 +25,7 @@ def pair(
     engine: Any, family: str = "qwen3", **overrides: Any
 ) -> tuple[PreTrainedModel, DFlashDraftModel, Any, Tensor]:
     """A tiny target, an oracle for it, ragged prompts and plain `generate`'s text."""
-    target = tiny_target(family)
+    target = shallow_target(family)
     inputs = prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, **GREEDY)
     draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8, **overrides)

@@ -18,7 +18,7 @@ from dflash_hf.joint_products import Products
 from dflash_hf.target_model.parts import find_target
 from helpers.kernel_checks import DEVICES, OPERATIONS, POINTWISE, PRODUCTS, Calls, check_raises
 from helpers.static import tensor_oracle
-from tiny import prompts, tiny_target, truth_of
+from tiny import prompts, shallow_target, tiny_target, truth_of
 
 NEW = 12
 SECONDS = product_times._seconds
@@ -81,7 +81,7 @@ def test_texts_stay_and_every_layer_is_multiplied_jointly(
     family: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_definitions(monkeypatch)
-    target = tiny_target(family).float()
+    target = shallow_target(family).float()
     draft = decode(target, oracle)
     stats = draft.last_stats
     num_verifies = stats.num_target_forwards - 1
@@ -109,7 +109,7 @@ def test_nothing_is_multiplied_jointly_before_a_measurement(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_definitions(monkeypatch)
-    decode(tiny_target("qwen3").float(), oracle, is_measured=False)
+    decode(shallow_target("qwen3").float(), oracle, is_measured=False)
     assert not calls.all()
 
 

@@ -20,8 +20,8 @@ from helpers.engine import GREEDY, Watched, freeze_each_step_first, pair
 from helpers.half import half, pairs
 from helpers.kernel_checks import DEVICES, Calls, calls_of, find_out
 from helpers.static import Tape, TapeStep, TensorOracle, set_engine, tensor_oracle, use_tapes
-from helpers.vision import vision_prompts, vision_target
-from tiny import DFLASH2, DSPARK, prompts, tiny_draft, tiny_target, truth_of
+from helpers.vision import shallow_vision_target, vision_prompts
+from tiny import DFLASH2, DSPARK, prompts, shallow_target, tiny_draft, tiny_target, truth_of
 
 NEW = 10
 ENGINES = ["eager", "static", "cuda_graph"]
@@ -45,9 +45,14 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch)
 
 
+def depth_of(target: Any) -> int:
+    """Number of layers of a target."""
+    return target.config.get_text_config().num_hidden_layers
+
+
 def num_fused(target: Any) -> int:
     """Layers whose attention kernels compute in float64, where the norms of queries and keys keep Qwen3's out."""
-    return 4 if target.config.model_type in ("llama", "mistral") else 0
+    return depth_of(target) if target.config.model_type in ("llama", "mistral") else 0
 
 
 def check_greedy(
@@ -70,7 +75,7 @@ def check_greedy(
         assert draft.last_stats.engine == engine
         assert draft.last_stats.acceptance_length > 1
         if engine != "cuda_graph":
-            assert calls.all() == calls_of(draft, num_fused(target))
+            assert calls.all() == calls_of(draft, num_fused(target), depth_of(target))
         else:
             assert calls.all().keys() == calls_of(draft).keys()
             assert Tape.num_replays > 0
@@ -86,18 +91,18 @@ def check_greedy(
 def test_the_kernel_path_gives_the_plain_text(
     family: str, lengths: list[int], engine: Any, calls: Calls
 ) -> None:
-    check_greedy(tiny_target(family), prompts(lengths, 2), calls, engine, 6)
+    check_greedy(shallow_target(family), prompts(lengths, 2), calls, engine, 6)
 
 
 @pytest.mark.parametrize(("kind", "engine"), half(DRAFTS, ["eager", "cuda_graph"]))
 def test_every_kind_of_draft_gives_the_plain_text(
     kind: dict[str, Any], engine: Any, calls: Calls
 ) -> None:
-    check_greedy(tiny_target("mistral"), prompts([4, 11, 7], 2), calls, engine, 4, **kind)
+    check_greedy(shallow_target("mistral"), prompts([4, 11, 7], 2), calls, engine, 4, **kind)
 
 
 def test_images_give_the_plain_text(calls: Calls) -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     inputs = vision_prompts(target, "qwen3-vl", [[(4, 4)], [], [(2, 8)]], 0)
     inputs = {
         name: t.to(target.dtype) if t.is_floating_point() else t for name, t in inputs.items()
@@ -107,7 +112,7 @@ def test_images_give_the_plain_text(calls: Calls) -> None:
 
 @pytest.mark.parametrize(("num_ids", "engine"), half({"1": 1, "11": 11}, ["static", "cuda_graph"]))
 def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([4, 11, 7], 1)
     free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, free), 1, 8)
@@ -136,7 +141,7 @@ def test_eos_and_limits_inside_a_block(num_ids: int, engine: Any) -> None:
 def test_a_sampled_text_is_that_without_kernels(
     kind: Any, proposal: Any, engine: Any, calls: Calls
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     inputs = prompts([4, 11, 7], 4)
     draft = tiny_draft(target, 6, **kind)
     draft.generation_config.proposal = proposal
@@ -253,7 +258,7 @@ def test_no_tensor_moves_and_steps_do_not_follow_acceptance(
         target.generate(**inputs, **settings, assistant_model=draft)
     accepted = {count for row in draft.last_stats.num_accepted for count in row}
     assert len(accepted) > 2, "blocks of which different numbers are right"
-    assert calls.all() == calls_of(draft, num_fused(target))
+    assert calls.all() == calls_of(draft, num_fused(target), depth_of(target))
     watched.check()
 
 
@@ -309,7 +314,7 @@ def test_projections_beyond_a_weight_take_the_torch_path(
         draft.layers[1].self_attn.v_proj.register_forward_hook(lambda *args: seen.append(1))
     with ops.kernels(True):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-    wanted = calls_of(draft)
+    wanted = calls_of(draft, num_layers=depth_of(target))
     wanted["norm_rope_write"] = wanted["context_kv"] = 0
     assert calls.all() == +wanted
     assert len(seen) == (0 if what == "bias" else draft.last_stats.num_draft_forwards + 1), (
@@ -360,7 +365,7 @@ def test_what_the_host_decides_is_committed_by_the_kernel(calls: Calls) -> None:
 @pytest.mark.parametrize("engine", ["eager", "static"])
 def test_a_conversation_over_a_kept_cache_goes_on(engine: Any, calls: Calls) -> None:
     """The last block's context is written behind the last step: by the same kernel."""
-    target = tiny_target("qwen3-sliding")
+    target = shallow_target("qwen3-sliding")
     inputs = prompts([5, 9], 1)
     settings: dict[str, Any] = {
         "max_new_tokens": 13,

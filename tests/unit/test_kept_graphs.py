@@ -19,7 +19,7 @@ from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.target_model.parts import find_target
 from helpers.engine import GREEDY, NEW, pair
 from helpers.static import TapeStep, set_engine, use_tapes
-from tiny import FAMILIES, prompts, tiny_draft, tiny_target
+from tiny import FAMILIES, prompts, shallow_target, tiny_draft
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_buffers_belong_to_one_draft_and_one_target() -> None:
     again = copy.deepcopy(draft)
     assert len(kept_buffers(draft)) == 1
     assert not kept_buffers(again)
-    other = tiny_target("qwen3", seed=3)
+    other = shallow_target("qwen3", seed=3)
     other_ref = other.generate(**inputs, **GREEDY)
     assert torch.equal(other.generate(**inputs, **GREEDY, assistant_model=draft), other_ref)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
@@ -168,7 +168,7 @@ def test_calls_in_and_out_of_inference_mode_share_buffers() -> None:
 
 
 def test_calls_in_several_threads_share_no_buffers() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     set_engine(draft, "static")
     calls = [prompts([4, 11, 7], seed) for seed in range(3)]
@@ -195,7 +195,7 @@ def test_calls_in_several_threads_share_no_buffers() -> None:
 def test_only_so_many_buffers_are_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     set_engine(draft, "static")
     for batch in range(1, 8):
@@ -225,7 +225,7 @@ def test_only_so_many_buffers_are_kept(
 
 def test_a_growing_conversation_is_captured_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are too short are replaced by ones of twice the length, as long as those can be kept."""
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     set_engine(draft, "static")
     capacities = list[int]()
@@ -274,7 +274,7 @@ def test_room_is_what_can_be_kept(
 
 
 def test_a_length_that_is_affordable_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = tiny_target("qwen3"), tiny_draft(tiny_target("qwen3"))
+    target, draft = shallow_target("qwen3"), tiny_draft(shallow_target("qwen3"))
     set_engine(draft, "static")
     monkeypatch.setattr(buffers, "total_memory", lambda device: 2_000_000)
     monkeypatch.setattr(buffers, "free_memory", lambda device: 2_000_000)
