@@ -142,7 +142,7 @@ def answered(batch: RunningBatch, one: Any) -> tuple[list[int], int]:
 def test_no_graph_of_another_target_is_replayed(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=64)  # one graph a run
     target, draft, inputs, before = pair("cuda_graph")
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), before)
@@ -156,7 +156,7 @@ def test_no_graph_of_another_target_is_replayed(
 def test_no_graph_of_a_replaced_function_is_replayed(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=64)
     target, draft, inputs, ref = pair("cuda_graph")
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     layer: Any = target.model.layers[0]
@@ -173,7 +173,7 @@ def test_no_graph_of_a_replaced_function_is_replayed(
 
 
 def test_forwards_in_turn_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tapes(monkeypatch)
+    use_tapes(monkeypatch, smallest_bucket=64)
     target, draft, inputs, _ = pair("cuda_graph")
     norm: Any = target.model.norm
     plain = norm.forward
@@ -284,7 +284,8 @@ def copy_layers(target: Any) -> None:
 def test_a_row_that_joins_sees_the_target_as_it_is(family: str, change: Change) -> None:
     target = shallow_target(family)
     (first, *others) = asked([20, 40, 30], 5, num_new=(20, 20))
-    first.settings |= {"max_new_tokens": 60, "eos_token_id": None}
+    # Longer than the others, which come two steps later.
+    first.settings |= {"max_new_tokens": 30, "eos_token_id": None}
     batch = RunningBatch(target, tiny_draft(target))
     batch.add(first.ids, **first.settings)
     # It was looked at for the first time when it was added, and waits.
@@ -318,7 +319,7 @@ def test_a_row_that_waited_sees_the_target_as_it_is(change: Change) -> None:
 
 def test_rows_that_outlive_the_first_see_hooks_too() -> None:
     target = shallow_target("qwen3")
-    first, second, third = asked([20, 40, 30], 7, num_new=(40, 40))
+    first, second, third = asked([20, 40, 30], 7, num_new=(20, 20))
     batch = RunningBatch(target, tiny_draft(target))
     oldest = batch.add(first.ids, **first.settings)
     texts: dict[int, list[int]] = {}
@@ -371,19 +372,19 @@ def test_a_pause_of_iterate_may_change_the_target(change: Change) -> None:
     inputs = prompts([9], 0)
     text = inputs["input_ids"]
     wanted: list[int] = []
-    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    settings: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None}
     for step in iterate(target, tiny_draft(target), **inputs, **settings):
         text = torch.cat([text, step.committed[0][None]], dim=1)
         if step.index == 2:
             num_before = text.shape[1]
-            wanted = text_behind(target, text, change, 49 - num_before)
+            wanted = text_behind(target, text, change, 34 - num_before)
     assert text[0, -len(wanted) :].tolist() == wanted
 
 
 @pytest.mark.parametrize("change", [*OF_CODE, replace_weights])
 def test_a_criterion_may_change_the_target(change: Change) -> None:
     inputs = prompts([9], 0)
-    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    settings: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None}
     texts: list[Tensor] = []
     for is_drafted in (False, True):
         target: Any = shallow_target("qwen3")

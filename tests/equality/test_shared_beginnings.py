@@ -18,7 +18,7 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.filling import Filling
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from helpers.running import END, Asked, answer_alone, asked, batch_oracle, drive
-from helpers.vision import vision_prompts, vision_target
+from helpers.vision import shallow_vision_target, vision_prompts
 from tiny import shallow_target, tiny_draft
 
 LONG: dict[str, Any] = {"max_position_embeddings": 2048}
@@ -29,7 +29,7 @@ SYSTEM = 200
 
 def behind(beginning: torch.Tensor, ends: list[int], seed: int) -> list[Asked]:
     """Returns requests that share a beginning `[n]` and no token more, with ends of these lengths."""
-    requests = asked(ends, seed, num_new=(10, 20))
+    requests = asked(ends, seed, num_new=(6, 12))
     for number, one in enumerate(requests):
         one.ids[0, 0] = 20 + number
         one.ids = torch.cat([beginning, one.ids[0]])[None]
@@ -353,7 +353,7 @@ def with_picture(target: PreTrainedModel, changed: Callable[[dict[str, Any]], No
 
 @pytest.mark.parametrize("size", [5, 256])
 def test_a_stop_is_never_within_an_image(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    target: Any = vision_target("qwen3.5-vl")
+    target: Any = shallow_vision_target("qwen3.5-vl")
 
     def other_patch(place: int) -> Asked:
         def change(parts: dict[str, Any]) -> None:
