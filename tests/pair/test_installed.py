@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +23,19 @@ from helpers.source_tree import ROOT
 
 PROMPT = "Compute 41 + 80 - 99 + 14."
 WITHOUT_PILLOW = "import sys; sys.modules['PIL'] = None; from dflash_hf.cli.main import app; app()"
+# The same for several commands, one behind the other: a start of Python loads torch for five seconds of a processor.
+SEVERAL = """
+import json, sys
+sys.modules["PIL"] = None
+from typer.testing import CliRunner
+from dflash_hf.cli.main import app
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, words)
+    print(json.dumps([done.exit_code, done.stdout, done.stderr]))
+"""
+DEMO = ("demo", "--per-kind", "1", "--max-new-tokens", "8", "--json")
+ASKED = ("generate", PROMPT, "--compare")
+OF_A_CLONE = ("chat", "--pair", "vision")
 
 
 def wheel_paths() -> Iterator[tuple[Path, str]]:
@@ -50,7 +64,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    site: Path, cwd: Path, *arguments: str, code: str = WITHOUT_PILLOW
+) -> subprocess.CompletedProcess[str]:
     """Runs `dflash-hf` of these packages where there is no Pillow."""
     environment = {
         **os.environ,
@@ -58,10 +74,32 @@ def run(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[s
         "PYTHONDONTWRITEBYTECODE": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-c", WITHOUT_PILLOW, *arguments]
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280
     )
+
+
+class Ended(NamedTuple):
+    """What a command has said, and its exit status."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def ended(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Ended]:
+    """Commands of these packages in one process, which must leave them and its working folder as they were."""
+    cwd = tmp_path_factory.mktemp("elsewhere")
+    before = sizes(site)
+    commands = [DEMO, ASKED, OF_A_CLONE]
+    done = run(site, cwd, json.dumps(commands), code=SEVERAL)
+    assert done.returncode == 0, done.stderr
+    assert sizes(site) == before
+    assert list(cwd.iterdir()) == []
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {command: Ended(*line) for command, line in zip(commands, lines, strict=True)}
 
 
 def sizes(folder: Path) -> dict[Path, int]:
@@ -72,26 +110,27 @@ def test_the_demo_of_a_clone_reads_the_clone() -> None:
     assert BUNDLED == ROOT / "demos" / "toy"
 
 
-def test_the_demo_needs_the_package_alone_and_keeps_it(site: Path, tmp_path: Path) -> None:
-    before = sizes(site)
-    done = run(site, tmp_path, "demo", "--per-kind", "1", "--max-new-tokens", "8", "--json")
+def test_the_demo_needs_the_package_alone_and_keeps_it(ended: dict[tuple[str, ...], Ended]) -> None:
+    done = ended[DEMO]
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     held_out = read_prompts(BUNDLED / "held_out.jsonl", 1)
     assert [row["kind"] for row in found["rows"]] == [prompt["kind"] for prompt in held_out]
     assert found["all"]["identical"] is True
-    assert sizes(site) == before
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_prompt_is_answered_by_the_pair_of_the_package(site: Path, tmp_path: Path) -> None:
-    done = run(site, tmp_path, "generate", PROMPT, "--compare")
+def test_a_prompt_is_answered_by_the_pair_of_the_package(
+    ended: dict[tuple[str, ...], Ended],
+) -> None:
+    done = ended[ASKED]
     assert done.returncode == 0, done.stderr
     assert "36" in done.stdout
 
 
-def test_a_pair_that_comes_with_a_clone_only_is_a_sentence(site: Path, tmp_path: Path) -> None:
-    done = run(site, tmp_path, "chat", "--pair", "vision")
+def test_a_pair_that_comes_with_a_clone_only_is_a_sentence(
+    ended: dict[tuple[str, ...], Ended],
+) -> None:
+    done = ended[OF_A_CLONE]
     assert_refused(
         done.returncode,
         done.stderr,
