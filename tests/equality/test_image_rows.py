@@ -12,7 +12,7 @@ from dflash_hf import RunningBatch, generate_batch
 from dflash_hf.generation.prompt_images import PromptImages
 from helpers.running import END, Asked, answer_alone, batch_oracle, drive, place_oracle
 from helpers.static import Tape, set_engine, use_tapes
-from helpers.vision import Grid, vision_prompts, vision_target
+from helpers.vision import Grid, shallow_vision_target, vision_prompts, vision_target
 from helpers.whole_blocks import use_whole_blocks
 from tiny import tiny_draft
 
@@ -50,7 +50,7 @@ def about_images(
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5-vl"])
 def test_texts_are_those_of_each_prompt_alone(name: str) -> None:
-    target = vision_target(name)
+    target = shallow_vision_target(name)
     requests = about_images(target, name, 12, 1, num_new=(20, 40))
     answer_alone(target, requests)
     draft = batch_oracle(target)
@@ -62,9 +62,9 @@ def test_texts_are_those_of_each_prompt_alone(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
-    target: Any = vision_target("qwen3-vl")
+    target: Any = shallow_vision_target("qwen3-vl")
     target.to(torch.float32)
-    requests = about_images(target, "qwen3-vl", 20, seed, num_new=(20, 50))
+    requests = about_images(target, "qwen3-vl", 20, seed, num_new=(12, 30))
     answer_alone(target, requests)
     batch = RunningBatch(target, batch_oracle(target), max_rows=4, prefill_chunk_size=25)
     found = drive(batch, requests, seed, cancelled=0.4)
@@ -73,7 +73,7 @@ def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
 
 
 def test_rows_about_images_have_settings_of_their_own() -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     requests = about_images(target, "qwen3-vl", 15, 3, (GREEDY, SAMPLED, PENALISED))
     own = tiny_draft(target)
     own.generation_config.proposal = "shared_noise"
@@ -86,7 +86,7 @@ def test_rows_about_images_have_settings_of_their_own() -> None:
 
 @pytest.mark.usefixtures("whole_trees")
 def test_trees_about_images() -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     requests = about_images(target, "qwen3-vl", 8, 4)
     answer_alone(target, requests)
     draft = batch_oracle(target)
@@ -113,7 +113,7 @@ def test_captured_steps_over_rows_about_images(
 
 def test_no_row_sees_what_another_left_on_the_model() -> None:
     """The offset behind images is an attribute of the model, which any call may have set last."""
-    target: Any = vision_target("qwen3-vl")
+    target: Any = shallow_vision_target("qwen3-vl")
     requests = about_images(target, "qwen3-vl", 10, 5, num_new=(20, 30))
     answer_alone(target, requests)
     batch = RunningBatch(target, batch_oracle(target), prefill_chunk_size=20)
@@ -130,7 +130,7 @@ def test_no_row_sees_what_another_left_on_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl"])
 def test_a_next_turn_goes_on_where_the_images_are_the_same(name: str) -> None:
-    target: Any = vision_target(name)
+    target: Any = shallow_vision_target(name)
     first = about_images(target, name, 4, 6, num_new=(20, 20))[3]
     first.settings["eos_token_id"] = None
     answer_alone(target, [first])
@@ -187,7 +187,7 @@ def answered(batch: RunningBatch, one: Asked) -> tuple[list[int], int]:
 
 
 def test_tokens_of_an_image_that_are_text_are_not_taken_for_it() -> None:
-    target: Any = vision_target("qwen3-vl")
+    target: Any = shallow_vision_target("qwen3-vl")
     seen = about_images(target, "qwen3-vl", 3, 8, num_new=(20, 20))[2]
     read = Asked(seen.ids, seen.settings, 0)
     longer = Asked(torch.cat([seen.ids, seen.ids], dim=1), seen.settings, 0)
@@ -217,7 +217,7 @@ def test_a_chunk_ends_at_no_place_within_an_image() -> None:
 
 
 def test_many_prompts_with_images() -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     requests = about_images(target, "qwen3-vl", 6, 7)
     answer_alone(target, requests)
     inputs: list[Any] = []
@@ -231,7 +231,7 @@ def test_many_prompts_with_images() -> None:
 
 
 def test_images_that_are_refused() -> None:
-    target = vision_target("qwen3-vl")
+    target = shallow_vision_target("qwen3-vl")
     one = about_images(target, "qwen3-vl", 3, 8)[2]
     batch = RunningBatch(target, tiny_draft(target))
     images = one.images
@@ -249,7 +249,7 @@ def test_images_that_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             batch.add(one.ids, max_new_tokens=5, **settings)
     assert batch.ids == []
-    gemma = vision_target("gemma3")
+    gemma = shallow_vision_target("gemma3")
     inputs = vision_prompts(gemma, "gemma3", [[(4, 4)]], 0)
     del inputs["attention_mask"]
     batch = RunningBatch(gemma, tiny_draft(gemma))

@@ -17,11 +17,11 @@ from dflash_hf.devices import Inventory, eagerly, execution_device, is_compiled
 from dflash_hf.target_model.parts import find_target
 from helpers.half import pairs
 from tiny import (
-    DEPTH,
     OracleDraft,
     draft_config,
     oracle_draft,
     prompts,
+    shallow_target,
     tiny_draft,
     tiny_target,
     truth_of,
@@ -64,8 +64,8 @@ def check_same(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
 def test_a_draft_may_have_another_dtype(dtype: torch.dtype, lengths: list[int]) -> None:
-    check_same(tiny_target("qwen3-sliding"), lengths, lambda draft: draft.to(dtype))
-    check_same(tiny_target("qwen3-sliding").float(), lengths, lambda draft: draft.to(dtype))
+    check_same(shallow_target("qwen3-sliding"), lengths, lambda draft: draft.to(dtype))
+    check_same(shallow_target("qwen3-sliding").float(), lengths, lambda draft: draft.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -107,7 +107,10 @@ def offload(target: PreTrainedModel, how: str, folder: Path) -> PreTrainedModel:
         return cpu_offload(target, torch.device("cpu"))
     if how == "disk_offload":
         return disk_offload(target, str(folder), torch.device("cpu"))
-    places = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(DEPTH)}
+    places = {
+        f"model.layers.{i}": "disk" if i % 2 else "cpu"
+        for i in range(target.config.num_hidden_layers)
+    }
     places |= {
         "model.embed_tokens": "cpu",
         "model.norm": "cpu",
@@ -128,10 +131,10 @@ def offload(target: PreTrainedModel, how: str, folder: Path) -> PreTrainedModel:
 def test_an_offloaded_target_gives_the_plain_text(
     family: str, how: str, lengths: list[int], tmp_path: Path
 ) -> None:
-    whole = tiny_target(family)
+    whole = shallow_target(family)
     # Each forward reads all weights
     ref = whole.generate(**prompts(lengths, 1), max_new_tokens=10, do_sample=False)
-    target = offload(tiny_target(family), how, tmp_path)
+    target = offload(shallow_target(family), how, tmp_path)
     assert any(parameter.is_meta for parameter in target.parameters())
     assert find_target(target).device == torch.device("cpu")
     check_same(target, lengths, ref=ref)
@@ -140,11 +143,13 @@ def test_an_offloaded_target_gives_the_plain_text(
 
 @LENGTHS
 def test_an_offloaded_draft_gives_the_plain_text(lengths: list[int]) -> None:
-    check_same(tiny_target("qwen3"), lengths, lambda draft: cpu_offload(draft, torch.device("cpu")))
+    check_same(
+        shallow_target("qwen3"), lengths, lambda draft: cpu_offload(draft, torch.device("cpu"))
+    )
 
 
 def test_raw_embeddings_are_the_same_offloaded() -> None:
-    target = tiny_target("gemma3")  # its embedding module scales
+    target = shallow_target("gemma3")  # its embedding module scales
     draft = tiny_draft(target, raw_input_embeddings=True)
     ids = torch.tensor([[3, 4, 5]])
     whole = draft.embed(ids, target.get_input_embeddings())
@@ -174,7 +179,7 @@ def test_a_block_is_counted_on_each_layers_device() -> None:
 
 
 def test_a_draft_on_several_devices_is_refused() -> None:
-    target = tiny_target("qwen3")
+    target = shallow_target("qwen3")
     draft = tiny_draft(target)
     draft.layers[1].to("meta")._hf_hook = type("Hook", (), {"execution_device": "cuda:1"})()
     for part in draft.layers[1].modules():
@@ -221,8 +226,8 @@ COMPILED = [compile_wrapper, compile_method, compile_forward, compile_decoder, c
 def test_a_compiled_target_gives_the_plain_text(compiled: Callable[[Any], Any]) -> None:
     for lengths in ([9], [4, 11, 7]):
         inputs = prompts(lengths, 1)
-        ref = tiny_target("qwen3").generate(**inputs, **GREEDY)
-        target = compiled(tiny_target("qwen3"))
+        ref = shallow_target("qwen3").generate(**inputs, **GREEDY)
+        target = compiled(shallow_target("qwen3"))
         assert is_compiled(Inventory.of(target))
         draft = oracle_draft(target, truth_of(inputs, ref), 1)
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
@@ -258,7 +263,7 @@ def test_the_stance_is_put_back_after_the_last_of_several_runs() -> None:
 
 def test_a_model_can_still_be_compiled_whole_after_a_drafted_run() -> None:
     torch.compiler.reset()
-    target = tiny_target("qwen3-sliding")
+    target = shallow_target("qwen3-sliding")
     inputs = prompts([6], 0)
     target.generate(**inputs, **GREEDY, assistant_model=tiny_draft(target))
     with torch.no_grad():
@@ -271,7 +276,7 @@ def test_a_model_can_still_be_compiled_whole_after_a_drafted_run() -> None:
 
 def test_a_run_leaves_the_classes_of_a_target_as_they_were() -> None:
     """torch.compile of releases up to 2.11 cannot trace what a verify puts on them."""
-    target = tiny_target("qwen3-sliding")
+    target = shallow_target("qwen3-sliding")
     kinds = set(map(type, target.modules()))
     before = {kind: dict(vars(kind)) for kind in kinds}
     seen: list[bool] = []

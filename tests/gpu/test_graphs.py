@@ -30,7 +30,7 @@ from helpers.whole_blocks import use_whole_blocks
 from helpers.widths import use_random_widths
 from tiny import DFLASH2, FAMILIES, prompts, shallow_target, tiny_draft, truth_of
 
-NEW = 40
+NEW = 28
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
