@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from dflash_hf.cli.main import app
@@ -29,6 +31,19 @@ def train(*words: object) -> Result:
 def said(result: Result) -> str:
     """What was written, as one line."""
     return " ".join(result.output.split())
+
+
+def write_shallow_target(folder: Path) -> Path:
+    """Writes the bundled target with four of its twelve layers, and returns its folder.
+
+    For tests of what several processes do with a target: more layers would only have them wait for one another.
+    """
+    whole = TOY / "target"
+    config = AutoConfig.from_pretrained(whole, num_hidden_layers=4)
+    config.layer_types = config.layer_types[:4]
+    shutil.copytree(whole, folder)
+    AutoModelForCausalLM.from_pretrained(whole, config=config).save_pretrained(folder)
+    return folder
 
 
 def write_rows(path: Path, count: int = 10) -> Path:

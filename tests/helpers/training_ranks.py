@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 from dflash_hf.training import DFlashTrainer
 from helpers.forked_ranks import run_ranks
 from helpers.training import draws, options, records
-from tiny import DFLASH2, tiny_draft, tiny_target
+from tiny import DFLASH2, shallow_target, tiny_draft
 
 ADAPTED = ["fc", "q_proj", "v_proj", "down_proj"]
 STEPS, BATCHES = 4, 4  # of one row, in a step
@@ -39,7 +39,7 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
             rows; with `"cache"` its features are on the disk.
         seed (`int`): Of the draft, or of its adapter.
     """
-    target: Any = tiny_target("qwen3")
+    target: Any = shallow_target("qwen3")
     changes: dict[str, Any] = {}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     num_groups = world
