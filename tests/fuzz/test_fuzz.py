@@ -20,14 +20,12 @@ from fuzz.targets import forget
 
 # Rounds whose first cases show a fault that others show late.
 SOON = {
-    "a cache not restored after an interrupt": 2,
     "one proposal too many is accepted": 2,
     "matches behind a mismatch count": 21,
     "a window one too wide": 2,
     "a stale mask": 3,
     "a position off by one": 2,
     "a rejected token seen by a processor": 6,
-    "an end of sequence missed inside a block": 4,
     "noise that follows the slot": 3,
     "a kept cache one token off": 2,
     "a conversation that goes on one position off": 2,
@@ -35,7 +33,6 @@ SOON = {
     "a criterion asked too late": 10,
     "a streamer that gets too much": 5,
     "scores of the wrong token": 3,
-    "a sampler applied to one token of a block": 8,
 }
 NUM_CASES = {"text": 18, "images": 10, "interrupts": 8, "hostile": 30}
 
