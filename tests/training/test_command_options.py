@@ -138,6 +138,32 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     assert train(*words, "--output-dir", tmp_path / "on", "--skip-bad-rows").exit_code == 0
 
 
+def test_held_out_turns_may_say_nothing(tmp_path: Path) -> None:
+    """Calls of tools have no text, many sets have an empty system prompt, and the bench asks them as they are."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    rows: list[list[dict[str, Any]]] = []
+    for number in range(10):
+        ask = {"role": "user", "content": f"Count to {number}."}
+        rows.append(
+            [
+                {"role": "system", "content": ""},
+                ask,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": ""},
+                {"role": "assistant", "content": "Done."},
+                {"role": "user", "content": ""},
+            ]
+        )
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    out = tmp_path / "out"
+    result = train("--dataset", data, "--output-dir", out, *SMALL)
+    assert result.exit_code == 0, result.output
+    (question,) = lines(out / "bench" / "questions.jsonl")
+    assert question["history"] == rows[0][:-1]
+    assert question["turns"] == [""]
+
+
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_sets_of_other_columns_are_read_and_streamed(
     streaming: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

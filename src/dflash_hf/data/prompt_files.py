@@ -157,7 +157,9 @@ def _check_messages(messages: Any, where: str) -> None:
         check_text(message.get("role"), f"role of each turn in {where}")
         content = message.get("content")
         if not isinstance(content, list):
-            check_text(content, f"content of each turn (or a list of parts) in {where}")
+            # Turns of calls, and system prompts of many sets, say nothing
+            what = f"content of each turn (or a list of parts) in {where}"
+            check_text(content, what, may_be_empty=True)
             continue
         require(bool(content), f"content in each turn in {where}", content, "add a part")
         for part in content:
