@@ -174,6 +174,23 @@ def test_records_behind_the_checkpoint_are_dropped(
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_records_before_the_first_checkpoint_are_dropped(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    """The run begins anew; what was measured before its first step stays."""
+    changes: dict[str, Any] = {"save_steps": 8, "logging_steps": 1}
+    stopped = make(target, make_draft(), tmp_path, Kill(3, "log"), **changes)
+    stopped.evaluate()
+    with pytest.raises(Killed):
+        stopped.train()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    make(target, make_draft(), tmp_path, **changes).train()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert rows[0].keys() >= {"step", "eval_acceptance_length"}
+
+
 def test_an_unfinished_checkpoint_is_passed_over(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

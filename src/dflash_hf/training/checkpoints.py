@@ -46,13 +46,14 @@ class Records(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
         """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint.
 
-        Records behind the checkpoint are dropped: their steps are done again.
+        Records behind the checkpoint are dropped: their steps are done again. A run that was killed before its first
+        checkpoint begins anew, behind step 0.
         """
         state.compute_steps(args, state.max_steps)
         self.batches_per_step = args.num_groups * args.gradient_accumulation_steps
         self.rows_per_batch = args.per_device_train_batch_size
         metrics = Path(str(args.output_dir)) / METRICS_FILE
-        if state.is_world_process_zero and state.global_step > 0 and metrics.is_file():
+        if state.is_world_process_zero and metrics.is_file():
             _keep_records(metrics, state.global_step)
 
     def on_step_end(
