@@ -237,6 +237,8 @@ def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) 
         ({"use_liger_kernel": True}, "False as use_liger_kernel, got True; leave it out"),
         ({"label_smoothing_factor": 0.3}, "0.0 as label_smoothing_factor, got 0.3; leave it out"),
         ({"dataloader_drop_last": True}, "False as dataloader_drop_last, got True; leave it out"),
+        ({"save_only_model": True}, "False as save_only_model, got True; leave it out"),
+        ({"ignore_data_skip": True}, "False as ignore_data_skip, got True; leave it out"),
         ({"train_sampling_strategy": "group_by_length"}, "random as train_sampling_strategy"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "schedule of steps as lr_scheduler_type"),
         ({"lr_scheduler_type": "greedy"}, "schedule of steps as lr_scheduler_type, got 'greedy'"),

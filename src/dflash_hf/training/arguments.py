@@ -32,6 +32,14 @@ WITHOUT_USE = {
     "use_liger_kernel": (False, "leave it out: Liger has no kernels for drafts"),
     "label_smoothing_factor": (0.0, "leave it out: no loss of a draft smooths its labels"),
     "dataloader_drop_last": (False, "leave it out: the last batch of an epoch is trained on too"),
+    "save_only_model": (
+        False,
+        "leave it out: without the optimizer's state, a run that goes on would be another run",
+    ),
+    "ignore_data_skip": (
+        False,
+        "leave it out: a run that goes on would train on rows of its last epoch again",
+    ),
     "train_sampling_strategy": (
         "random",
         "leave it out: batches have rows of similar length already",
