@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
+from dflash_hf.data.sources import full_name
 from dflash_hf.training import Example, PrepareSettings, load_rows, read_examples
 from dflash_hf.training import prepare as module
 from dflash_hf.training.examples import read_meta
@@ -125,6 +126,23 @@ def test_parquet_and_sets_of_the_hub_are_streamed(tmp_path: Path) -> None:
         ValueError, match=r"expected a file \(.*\) or a set as ORG/NAME:CONFIG:SPLIT, got 'nothing'"
     ):
         list(load_rows("nothing"))
+
+
+def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
+    """Files stand there as links to others of other names; images are looked for beside the link."""
+    blobs = tmp_path / "blobs"
+    snapshot = tmp_path / "snapshot"
+    for folder in (blobs, snapshot):
+        folder.mkdir()
+    row = {"messages": QUESTION, "images": ["a.png"]}
+    write(blobs / "12ab", row)
+    Image.new("RGB", (8, 8)).save(blobs / "34cd", format="png")
+    (snapshot / "a.png").symlink_to(blobs / "34cd")
+    (snapshot / "rows.jsonl").symlink_to(blobs / "12ab")
+    name = full_name(str(snapshot / "rows.jsonl"))
+    (found,) = load_rows(name)
+    assert found["messages"] == QUESTION
+    assert found["images"] == [str(snapshot / "a.png")]
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path, smollm2: Any) -> None:

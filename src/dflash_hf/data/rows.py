@@ -163,7 +163,7 @@ class Row:
         require(isinstance(source, str | PathLike), what, source, FIX)
         path = self.folder / source
         require(path.is_file(), f"an image file in {self.where}", str(source), "fix the path")
-        return path.resolve()
+        return whole_path(path)
 
     def video(self, source: Any) -> Path:
         """Returns a video's file, of a path relative to the row's folder, or of a mapping with one.
@@ -177,12 +177,20 @@ class Row:
         require(isinstance(source, str | PathLike), what, source, action)
         path = self.folder / source
         require(path.is_file(), f"a video file in {self.where}", str(source), "fix the path")
-        return path.resolve()
+        return whole_path(path)
 
     def _checked(self, text: Any, what: str) -> str:
         what = f"{what} in {self.where}"
         require(not isinstance(text, str) or bool(text.strip()), f"a text as {what}", text, FIX)
         return check_text(text, what, action=FIX)
+
+
+def whole_path(path: Path) -> Path:
+    """Returns a file's path that is right in every working folder.
+
+    A link keeps its name: in the Hub's cache the file behind it has a name without a suffix, in another folder.
+    """
+    return path.parent.resolve() / path.name
 
 
 def filled(template: str, row: Row) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from dflash_hf.data.prompt_files import read_lines
 from dflash_hf.data.row_files import line_of, parsed
-from dflash_hf.data.rows import FIX, Row
+from dflash_hf.data.rows import FIX, Row, whole_path
 from dflash_hf.errors import one_line, require
 
 FILES = (".jsonl", ".json", ".parquet", ".txt")
@@ -251,7 +251,7 @@ def num_cores() -> int:
 def full_name(name: str) -> str:
     """Returns the name of a set of rows that is right in every working folder: of a file or folder its whole path."""
     if name.endswith(FILES):
-        return str(Path(name).resolve())
+        return str(whole_path(Path(name)))
     path, colon, config_and_split = name.partition(":")
     if Path(path).is_dir():
         return f"{Path(path).resolve()}{colon}{config_and_split}"
