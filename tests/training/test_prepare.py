@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
+from dflash_hf.data.openai_client import sent_messages
 from dflash_hf.data.sources import full_name
-from dflash_hf.training import Example, PrepareSettings, load_rows, read_examples
+from dflash_hf.training import ChatDataset, Example, PrepareSettings, load_rows, read_examples
 from dflash_hf.training import prepare as module
 from dflash_hf.training.examples import read_meta
 from dflash_hf.training.prepare import Prepared, prepare
@@ -143,6 +144,61 @@ def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
     (found,) = load_rows(name)
     assert found["messages"] == QUESTION
     assert found["images"] == [str(snapshot / "a.png")]
+
+
+def tool_of(name: str, **properties: Any) -> dict[str, Any]:
+    """A tool as a template takes it."""
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool_of("add", a={"type": "integer"}), tool_of("find", word={"type": "string"})]
+
+
+def called(**arguments: Any) -> list[dict[str, Any]]:
+    """A question, a call with these arguments and the answer."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    return [CHAT[0], call, {"role": "tool", "content": "2"}, CHAT[3]]
+
+
+def test_calls_of_tables_have_no_filling(tmp_path: Path) -> None:
+    """All rows of a table have the same names: what another row's call or tool has is none of a row's."""
+    calls = [called(a=1), called(word="x")]
+    rows = [{"messages": c, "tools": [t]} for c, t in zip(calls, TOOLS, strict=True)]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(str(folder / "train.parquet"))
+    for source in (folder, folder / "train.parquet"):
+        found = list(load_rows(str(source)))
+        assert [row["messages"] for row in found] == calls
+        assert [row["chat_template_kwargs"]["tools"] for row in found] == [[t] for t in TOOLS]
+    # In JSON it was written down
+    source = write(tmp_path / "a.jsonl", {"messages": called(a=None)})
+    (row,) = load_rows(str(source))
+    assert row["messages"] == called(a=None)
+
+
+def test_calls_in_texts_of_json_are_objects(tmp_path: Path) -> None:
+    """As OpenAI's interface has them; a template would write them between quotes."""
+    messages = called(a=1)
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1}'
+    row: dict[str, Any] = {"messages": messages, "tools": json.dumps(TOOLS)}
+    (found,) = load_rows(str(write(tmp_path / "a.jsonl", row)))
+    assert found["messages"] == called(a=1)
+    assert found["chat_template_kwargs"]["tools"] == TOOLS
+    template = (
+        "{% for c in messages[1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template, ("<e>",), "<e>")
+    (prompt,) = ChatDataset([row], tokenizer, answers=[[]])
+    assert tokenizer.decode(prompt.input_ids) == '{"a": 1}'
+    (sent,) = sent_messages(called(a=1)[1:2])
+    assert sent["tool_calls"] == messages[1]["tool_calls"]
+    for text in ("a = 1", "[1]"):
+        messages[1]["tool_calls"][0]["function"]["arguments"] = text
+        with pytest.raises(ValueError, match=r"arguments of a call.*line 1 of .*a\.jsonl"):
+            list(load_rows(str(write(tmp_path / "a.jsonl", row))))
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path, smollm2: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import mimetypes
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -335,11 +336,27 @@ def run_async(work: Callable[[], Awaitable[Result]]) -> Result:
 
 
 def sent_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as a server takes them: images and videos as URLs or data URLs.
+    """Returns messages as a server takes them: images and videos as URLs or data URLs, arguments of calls as texts.
 
     A block of an image says where it is by `path`, `url` or `image`, one of a video by `path`, `url` or `video`.
     """
-    return [{**message, "content": _sent_content(message["content"])} for message in messages]
+    return [_sent_message(message) for message in messages]
+
+
+def _sent_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    sent = {**message, "content": _sent_content(message["content"])}
+    if message.get("tool_calls"):
+        sent["tool_calls"] = [_sent_call(call) for call in message["tool_calls"]]
+    return sent
+
+
+def _sent_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as OpenAI's interface has it: its arguments are an object in a text of JSON."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return dict(call)
+    arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _sent_content(content: Any) -> Any:

@@ -15,15 +15,17 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import image_size, shrunk_image, store_image
 from dflash_hf.data.prompt_files import MEDIA, SOURCES, VIDEO_SOURCES, check_text
+from dflash_hf.data.row_files import parsed
 from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
+from dflash_hf.training.messages import with_read_calls
 
 # What sets call who speaks -> what chat templates do.
 ROLES = {
@@ -88,12 +90,23 @@ def conversation_of(
     if sources:
         found["images"] = [_image(source, row, kept) for source in sources]
     options = dict(chat_template_kwargs)
-    if row.values.get("tools"):
-        options["tools"] = row.values["tools"]
+    tools = _tools(row)
+    if tools:
+        options["tools"] = tools
     options |= row.values.get("chat_template_kwargs") or {}
     if options:
         found["chat_template_kwargs"] = options
     return {"id": content_id(found), **found}
+
+
+def _tools(row: Row) -> Sequence[Any]:
+    """The tools that a row's template reads, if there are any; some sets have them as a text of JSON."""
+    tools = row.first("tools", default=())
+    if isinstance(tools, str) and tools:
+        tools = parsed(tools, f"tools in {row.where}", FIX)
+    is_list = isinstance(tools, list | tuple) or tools == ""
+    require(is_list, f"a list of tools in {row.where}", tools, FIX)
+    return tools
 
 
 def _place_videos(messages: list[dict[str, Any]], row: Row) -> None:
@@ -175,7 +188,7 @@ def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
         content = ""
     message = {"role": ROLES[role], "content": _content(content, where, row, images)}
     others = {name: turn[name] for name in turn if name not in ("role", "content", "weight")}
-    return message | others
+    return with_read_calls(message | others)
 
 
 def _content(content: Any, where: str, row: Row, images: Images) -> str | list[dict[str, Any]]:

@@ -14,10 +14,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.data.prompt_files import SOURCES
+from dflash_hf.data.row_files import parsed
 from dflash_hf.errors import require, shown
 from dflash_hf.processing_qwen3_vl import check_pixels
 from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token_mask
 
+FIX = "fix the row"
 PLACE = "@@place@@"  # a text that no template has
 # A tokenizer for text, a processor for text and images
 Processing = PreTrainedTokenizerBase | ProcessorMixin
@@ -38,6 +40,36 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f"expected {form}, got {got}; give its role and content")
         if "role" not in turn:  # a turn of tool calls has no content
             raise ValueError(f"expected {form}, got turn {at} without a role; add it")
+
+
+def with_read_calls(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a turn whose calls of tools have arguments that are objects, as templates take them.
+
+    Many sets have them as a text of JSON, as OpenAI's interface does. A template would write that between quotes.
+
+    Raises:
+        ValueError: If the text says no object.
+    """
+    found = dict(turn)
+    calls = turn.get("tool_calls")
+    if isinstance(calls, Sequence) and not isinstance(calls, str):
+        found["tool_calls"] = [_read_call(call) for call in calls]
+    return found
+
+
+def _read_call(call: Any) -> Any:
+    """A call, or what is in its place, with arguments that are no text; they stand in its `function`, or beside it."""
+    if not isinstance(call, Mapping):
+        return call
+    found = dict(call)
+    if isinstance(call.get("function"), Mapping):
+        found["function"] = _read_call(call["function"])
+    if isinstance(call.get("arguments"), str):
+        arguments = parsed(call["arguments"], "the arguments of a call", FIX)
+        what = "an object as the arguments of a call"
+        require(isinstance(arguments, Mapping), what, arguments, FIX)
+        found["arguments"] = arguments
+    return found
 
 
 def prepare_multimodal_messages(
@@ -147,6 +179,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
     ) -> list[dict[str, Any]]:
         """Returns messages as it takes them, images in their places; see [`prepare_multimodal_messages`]."""
+        messages = [with_read_calls(message) for message in messages]
         if self.is_processor:
             return prepare_multimodal_messages(messages, images)
         if images:
@@ -154,7 +187,7 @@ class ChatTemplate:
                 f"expected a processor for messages with images, got {type(self.processing_class).__name__}; "
                 "load it with AutoProcessor"
             )
-        return [dict(message) for message in messages]
+        return messages
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
