@@ -191,6 +191,38 @@ def test_records_before_the_first_checkpoint_are_dropped(
     assert rows[0].keys() >= {"step", "eval_acceptance_length"}
 
 
+def test_the_best_draft_is_found_in_a_folder_that_moved(
+    target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed behind its last step still ends with its best draft, from another working folder too."""
+    changes: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "save_total_limit": 1,
+    }
+    lengths = {2: 3, 4: 2, 6: 1, 8: 1}
+
+    class Falling(DFlashTrainer):
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().evaluation_loop(*args, **kwargs)
+            found.metrics["eval_acceptance_length"] = lengths[self.state.global_step]
+            return found
+
+    monkeypatch.setattr(sys.modules[__name__], "DFlashTrainer", Falling)
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "before")
+    with pytest.raises(Killed):
+        make(target, make_draft(), Path("run"), Kill(8, "save"), **changes).train()
+    best = DFlashDraftModel.from_pretrained(tmp_path / "before" / "run" / "checkpoint-2")
+    monkeypatch.chdir(tmp_path / "after")
+    (tmp_path / "before" / "run").rename("run")
+    again = make_draft(initializer_range=0.5)
+    make(target, again, Path("run"), **changes).train(resume_from_checkpoint=True)
+    assert_same(best, again)
+
+
 def test_an_unfinished_checkpoint_is_passed_over(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

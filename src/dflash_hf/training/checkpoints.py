@@ -50,6 +50,10 @@ class Records(TrainerCallback, ExportableState):
         checkpoint begins anew, behind step 0.
         """
         state.compute_steps(args, state.max_steps)
+        # The checkpoint has the path as it was in the working folder of then
+        best = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)
         self.batches_per_step = args.num_groups * args.gradient_accumulation_steps
         self.rows_per_batch = args.per_device_train_batch_size
         metrics = Path(str(args.output_dir)) / METRICS_FILE
