@@ -20,6 +20,7 @@ from transformers import AutoProcessor
 
 from dflash_hf.training import ChatDataset, OpenAIClient, RegenerateSettings, server_pool
 from dflash_hf.training.answering import regenerate
+from dflash_hf.training.messages import today
 from helpers import answer_by_servers, forked_python
 from helpers.processors import picture, published_folder
 from helpers.templates import FAMILIES
@@ -362,6 +363,20 @@ def test_sampling_is_told_in_full(tmp_path: Path, servers: Servers, tokenizer: A
             for body in questions
         }
         assert seeds == {at: options.get("seed", 0) + at for at in range(NUM_PROMPTS)}
+
+
+def test_a_served_prompt_is_of_the_day_it_was_asked(
+    tmp_path: Path, servers: Servers, tokenizer: Any
+) -> None:
+    """A server has the day from its own clock, and not from the row."""
+    row = {"id": "a", "messages": [{"role": "user", "content": "question 0?"}]}
+    dated = {**row, "id": "b", "messages": [{"role": "user", "content": "question 1?"}]}
+    lines = [json.dumps(line) + "\n" for line in (row, {**dated, "prompt_date": "2020-01-02"})]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    settings = asked(tmp_path)
+    regenerate(settings, clients(servers.start()), tokenizer)
+    found = {numbers([row])[0]: row.get("prompt_date") for row in rows_of(settings.output)}
+    assert found == {0: None, 1: today()}
 
 
 def test_a_torn_line_is_answered_again(tmp_path: Path, servers: Servers, tokenizer: Any) -> None:

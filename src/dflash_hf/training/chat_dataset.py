@@ -13,7 +13,7 @@ from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.errors import require
 from dflash_hf.training.data import Example
 from dflash_hf.training.masks import assistant_turns
-from dflash_hf.training.messages import ChatTemplate, check_messages
+from dflash_hf.training.messages import ChatTemplate, check_messages, template_options
 
 
 class ChatDataset(Sequence[Example]):
@@ -28,7 +28,7 @@ class ChatDataset(Sequence[Example]):
             outside of the messages, `images` or `image`, `None` for none; a `datasets.Dataset` is one. See
             [`prepare_multimodal_messages`] for what an image may be and where it goes. Also read: `answer_ids`, the
             target's own answer to the row; `trained_turns`, which messages count, default all of the assistant's;
-            `chat_template_kwargs`, what else the template reads.
+            `chat_template_kwargs`, what else the template reads; `prompt_date`, the day that it writes as today.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
         answers (sequence of sequences of `int`, *optional*): The target's own answer to each row, its end token
             included, instead of the row's last assistant turn.
@@ -107,7 +107,7 @@ class ChatDataset(Sequence[Example]):
 
     def _build(self, row: Mapping[str, Any]) -> Example:
         messages, images = parts_of(row)
-        options = row.get("chat_template_kwargs")
+        options = template_options(row)
         if _has_answer(row):
             template = ChatTemplate(self.processing_class, options)
             prepared = template.messages(_asked(messages), images)
@@ -122,7 +122,7 @@ class ChatDataset(Sequence[Example]):
 
     def _length(self, row: Mapping[str, Any]) -> int:
         messages, images = parts_of(row)
-        template = ChatTemplate(self.processing_class, row.get("chat_template_kwargs"))
+        template = ChatTemplate(self.processing_class, template_options(row))
         if _has_answer(row):
             messages = template.messages(_asked(messages), images)
             text = template.render(messages, add_generation_prompt=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from os import PathLike, fspath
 from typing import Any
 
@@ -21,6 +22,7 @@ from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token
 
 FIX = "fix the row"
 PLACE = "@@place@@"  # a text that no template has
+DAY = "strftime_now"  # what Transformers has templates write the day with
 # A tokenizer for text, a processor for text and images
 Processing = PreTrainedTokenizerBase | ProcessorMixin
 
@@ -40,6 +42,22 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f"expected {form}, got {got}; give its role and content")
         if "role" not in turn:  # a turn of tool calls has no content
             raise ValueError(f"expected {form}, got turn {at} without a role; add it")
+
+
+def today() -> str:
+    """Returns the date of today, as the `prompt_date` of a row has it."""
+    return datetime.now().date().isoformat()
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a row's chat template reads: its `chat_template_kwargs`, and its `prompt_date` as the day of today.
+
+    A template that writes the day would write another prompt on each day, behind which the answer is not the target's.
+    """
+    options = dict(row.get("chat_template_kwargs") or {})
+    if row.get("prompt_date"):
+        options[DAY] = datetime.fromisoformat(row["prompt_date"]).strftime
+    return options
 
 
 def with_read_calls(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,6 +187,11 @@ class ChatTemplate:
                 "model, or set chat_template"
             )
         self.text: str = found
+
+    @property
+    def has_day(self) -> bool:
+        """Whether it may write the day of today."""
+        return DAY in self.text
 
     @property
     def is_marked(self) -> bool:

@@ -1,9 +1,9 @@
 """The first stage of training: conversations from anywhere, in one form, checked, counted, without duplicates.
 
 A file of prepared rows is JSON Lines, one conversation a line: `id` (of its contents), `messages`, `images` and
-`chat_template_kwargs` where there are any, and `sequences`, what is trained on: `{"turns": [1, 3], "num_tokens": 9}`.
-The next stage, [`dflash_hf.training.answering`], writes the same with `answer_ids`; [`dflash_hf.training.examples`]
-reads both.
+`chat_template_kwargs` where there are any, `prompt_date` where the chat template writes the day, and `sequences`, what
+is trained on: `{"turns": [1, 3], "num_tokens": 9}`. The next stage, [`dflash_hf.training.answering`], writes the same
+with `answer_ids`; [`dflash_hf.training.examples`] reads both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import NO_LIMIT, content_id, conversation_of, resolved
 from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
-from dflash_hf.training.messages import ChatTemplate, Processing
+from dflash_hf.training.messages import ChatTemplate, Processing, template_options, today
 
 logger = logging.getLogger(__name__)
 
@@ -345,7 +345,10 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     answers = [messages[turn] for turn in turns]
     if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
         return {"left_out": "an empty answer"}
-    template = ChatTemplate(processing_class, found.get("chat_template_kwargs"))
+    template = ChatTemplate(processing_class, template_options(found))
+    if template.has_day:
+        found["prompt_date"] = today()
+        template = ChatTemplate(processing_class, template_options(found))
     here = resolved(found, folder)
     prepared = template.messages(here["messages"], here.get("images", ()))
     ends_with_user = messages[-1]["role"] == "user"

@@ -61,8 +61,9 @@ class Questions:
         images = _images_up_to(row, messages)
         if images:
             question["images"] = images
-        if row.get("chat_template_kwargs"):
-            question["chat_template_kwargs"] = row["chat_template_kwargs"]
+        for name in ("chat_template_kwargs", "prompt_date"):
+            if row.get(name):
+                question[name] = row[name]
         return question
 
     def _messages(

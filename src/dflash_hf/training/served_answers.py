@@ -16,10 +16,12 @@ from dflash_hf.data.row_files import RowAppender
 from dflash_hf.training.answer_rows import (
     TOO_LONG,
     Answering,
+    Question,
     answer_row,
 )
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import resolved
+from dflash_hf.training.messages import today
 from dflash_hf.training.questions import Questions
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
 from dflash_hf.training.server_pool import Job, ServerPool
@@ -103,7 +105,7 @@ class ServedAnswers:
         """Yields the pending prompts that are short enough, read some at a time."""
         limit = self.settings.max_length
         for start in range(0, len(pending), CHUNK):
-            part = [questions[at] for at in pending[start : start + CHUNK]]
+            part = [_of_today(questions[at]) for at in pending[start : start + CHUNK]]
             folder = self.settings.prompts.parent
             placed = [resolved(question, folder) for _, question in part]
             dataset = ChatDataset(placed, self.common.processing_class, answers=[[]] * len(part))
@@ -134,6 +136,14 @@ class ServedAnswers:
         line = self.common.prompts.line_number(job.row)
         self.errors.append({"id": job.question["id"], "line": line, "reason": reason})
         self.common.progress.add(1, 0)
+
+
+def _of_today(asked: Question) -> Question:
+    """A question with the day that a server writes in its prompt: its own template says today's."""
+    row, question = asked
+    if "prompt_date" not in question:
+        return asked
+    return row, {**question, "prompt_date": today()}
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
