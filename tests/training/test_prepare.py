@@ -240,6 +240,12 @@ def test_a_template_that_rewrites_turns_gives_each_its_sequence(tmp_path: Path) 
     assert tokenizer.decode(example.input_ids).endswith("</think>\n\ntwo<|im_end|>\n")
 
 
+def test_an_example_is_told_with_its_line(tmp_path: Path, smollm2: Any) -> None:
+    prepared(tmp_path, smollm2, {"messages": QUESTION}, {"messages": CHAT}, turns="all")
+    examples: Any = read_examples(tmp_path / "out.jsonl", smollm2)
+    assert examples.place_of(0) == f"line 2 of {tmp_path / 'out.jsonl'}"
+
+
 def test_prompts_alone_for_the_targets_own_answers(tmp_path: Path) -> None:
     """No answer has to be found then, so that any template will do."""
     tokenizer = byte_tokenizer(THOUGHTLESS, ("<|User|>", "<|Assistant|>", "<e>"), "<e>")

@@ -277,6 +277,25 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_step(
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+def test_a_loss_that_is_no_number_is_told_with_its_line(target, make_draft, tmp_path: Path) -> None:
+    """Lines of a file without an example make the number of an example another one."""
+
+    class Rows(list[Example]):
+        def place_of(self, index: int) -> str:
+            return f"line {2 * index + 1} of rows.jsonl"
+
+    poison = AtStep(1, lambda model: model.fc.weight.data[0].fill_(torch.nan))
+    trainer = DFlashTrainer(
+        model=make_draft(),
+        target=target,
+        args=options(tmp_path, per_device_train_batch_size=2),
+        train_dataset=Rows(draws(2)),
+        callbacks=[poison],
+    )
+    with pytest.raises(FloatingPointError, match=r"in line (1|3) of rows\.jsonl"):
+        trainer.train()
+
+
 def test_misfits_are_refused(target, make_draft, tmp_path: Path) -> None:
     def make(draft: Any, data: Any, **changes: object) -> DFlashTrainer:
         return DFlashTrainer(

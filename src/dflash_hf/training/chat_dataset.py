@@ -98,12 +98,12 @@ class ChatDataset(Sequence[Example]):
             return make(row)
         # A file that is no image, a missing key: whatever it is, told with its row
         except Exception as error:
-            raise ValueError(_sentence(error, self._place(at))) from error
+            raise ValueError(_sentence(error, self.place_of(at))) from error
 
-    def _place(self, at: int) -> str:
-        """What to call a row in a sentence."""
+    def place_of(self, index: int) -> str:
+        """Returns what to call an example's row in a sentence: its line, where the rows are of a file."""
         where: Any = getattr(self.rows, "where", "row {}".format)
-        return where(at)
+        return where(index)
 
     def _build(self, row: Mapping[str, Any]) -> Example:
         messages, images = parts_of(row)

@@ -351,12 +351,19 @@ class DFlashTrainer(Trainer):
             ]
             what = "finite losses here"
             if bad:
-                what = f"losses that are no numbers in rows {listed(bad)} of train_dataset"
+                what = f"losses that are no numbers in {self._places(bad)}"
             raise FloatingPointError(
                 f"expected finite gradients at step {self.state.global_step + 1}, got a norm of {float(norm)} and "
                 f"{what}; look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True"
             )
         return norm
+
+    def _places(self, rows: Sequence[int]) -> str:
+        """What to call some examples; of a file their lines, which are others where rows of it have no example."""
+        place_of: Any = getattr(self.train_dataset, "place_of", None)
+        if place_of is None:
+            return f"rows {listed(rows)} of train_dataset"
+        return listed(map(place_of, rows))
 
     # ---- what is told and kept
 
