@@ -247,6 +247,19 @@ def test_an_evaluation_of_too_few_rows_is_refused(words: list[object], tmp_path:
     assert not (out / "answered").exists()
 
 
+def test_more_rows_are_taken_behind_too_few(tmp_path: Path) -> None:
+    """As the refusal says; the first stage had written its rows, and did not end."""
+    out = tmp_path / "out"
+    data = write_rows(tmp_path / "rows.jsonl", count=4)
+    given = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare,regenerate,run"]
+    assert train(*given, *EVALUATIONS[0]).exit_code == 2
+    assert (out / "prepared" / "conversations.jsonl").exists()
+    write_rows(data, count=10)
+    result = train(*given, *EVALUATIONS[0])
+    assert result.exit_code == 0, result.output
+    assert (out / "prepared" / "train.jsonl").read_text().count("\n") == 8
+
+
 def test_flex_attention_on_a_cpu_is_refused_first(tmp_path: Path) -> None:
     settings = TrainSettings(
         target="org/x", output_dir=tmp_path, attention="flex", arguments={"use_cpu": True}

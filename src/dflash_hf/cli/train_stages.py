@@ -229,6 +229,8 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
             chat_template_kwargs=settings.chat_template_kwargs,
         ),
         load_processor(settings.target),
+        # What a stage that did not end has left is nobody's yet; `RunState` keeps what one that ended has
+        replaces=True,
     )
     num_train, num_held_out = split_rows(
         folder / EVERY, folder / TRAIN, folder / HELD_OUT, settings.num_eval

@@ -145,11 +145,16 @@ class Prepared:
         return told
 
 
-def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared:
+def prepare(
+    settings: PrepareSettings, processing_class: Processing, *, replaces: bool = False
+) -> Prepared:
     """Writes conversations of data sets to a file, in one form; nothing where it has been written so before.
 
     Rows are made by as many processes as there are cores. Beside the file stands what is done of it until it is whole,
     in a folder `.parts`: a run that was killed or refused a row goes on behind that.
+
+    Args:
+        replaces (`bool`): Whether a file that was written otherwise is written anew, and not refused.
 
     Raises:
         ValueError: If a set or row cannot be read (naming it), it cannot be told what the assistant writes, the chat
@@ -168,7 +173,10 @@ def prepare(settings: PrepareSettings, processing_class: Processing) -> Prepared
         require(name in template.text, what, name, "correct the name, or leave it out")
     asked = _asked(settings, template.text)
     parts = settings.output.with_suffix(".parts")
-    if settings.output.exists():
+    is_there = settings.output.exists()
+    if is_there and replaces:
+        is_there = read_meta(settings.output).get("prepare") == asked
+    if is_there:
         report = _written_before(settings.output, asked)
         shutil.rmtree(parts, ignore_errors=True)
         return report
