@@ -152,6 +152,7 @@ def tool_of(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+CALLS = "{% for c in messages[1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
 TOOLS = [tool_of("add", a={"type": "integer"}), tool_of("find", word={"type": "string"})]
 
 
@@ -173,6 +174,10 @@ def test_calls_of_tables_have_no_filling(tmp_path: Path) -> None:
         found = list(load_rows(str(source)))
         assert [row["messages"] for row in found] == calls
         assert [row["chat_template_kwargs"]["tools"] for row in found] == [[t] for t in TOOLS]
+    tokenizer = byte_tokenizer(CALLS, ("<e>",), "<e>")
+    prompts = ChatDataset(datasets.Dataset.from_list(rows), tokenizer, answers=[[], []])  # type: ignore[arg-type]
+    written = [tokenizer.decode(prompt.input_ids) for prompt in prompts]
+    assert written == ['{"a": 1}', '{"word": "x"}']
     # In JSON it was written down
     source = write(tmp_path / "a.jsonl", {"messages": called(a=None)})
     (row,) = load_rows(str(source))

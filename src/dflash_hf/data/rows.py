@@ -185,6 +185,18 @@ class Row:
         return check_text(text, what, action=FIX)
 
 
+def without_filling(value: Any) -> Any:
+    """Returns a value of a table without the names of structs that hold `None`.
+
+    All rows of a column have the same names: a call of one tool would have the arguments of every other one.
+    """
+    if isinstance(value, Mapping):
+        return {name: without_filling(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [without_filling(part) for part in value]
+    return value
+
+
 def whole_path(path: Path) -> Path:
     """Returns a file's path that is right in every working folder.
 

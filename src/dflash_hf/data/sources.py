@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from dflash_hf.data.prompt_files import read_lines
 from dflash_hf.data.row_files import line_of, parsed
-from dflash_hf.data.rows import FIX, Row, whole_path
+from dflash_hf.data.rows import FIX, Row, whole_path, without_filling
 from dflash_hf.errors import one_line, require
 
 FILES = (".jsonl", ".json", ".parquet", ".txt")
@@ -59,25 +59,13 @@ class Origin:
             where = f"line {number + 1} of {self.called}"
         else:
             where = f"row {number + 1} of {self.called}"
-        found: Any = {name: _without_filling(value) for name, value in values.items()}
+        found: Any = {name: without_filling(value) for name, value in values.items()}
         if self.kind == "line of text":
             found = {"prompt": values["text"]}
         elif self.kind != "row":
             found = parsed(values["text"], where, FIX)
             require(isinstance(found, Mapping), f"a JSON object in {where}", found, FIX)
         return Row(values=found, number=number, where=where, folder=self.folder)
-
-
-def _without_filling(value: Any) -> Any:
-    """A value of a table without the names of structs that hold `None`.
-
-    All rows of a column have the same names: a call of one tool would have the arguments of every other one.
-    """
-    if isinstance(value, Mapping):
-        return {name: _without_filling(part) for name, part in value.items() if part is not None}
-    if isinstance(value, list):
-        return [_without_filling(part) for part in value]
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.data.image_files import image_size
 from dflash_hf.data.prompt_files import SOURCES
+from dflash_hf.data.rows import without_filling
 from dflash_hf.errors import require
 from dflash_hf.training.data import Example
 from dflash_hf.training.masks import assistant_turns
@@ -93,6 +94,8 @@ class ChatDataset(Sequence[Example]):
         """What a function makes of a row with its answer; what is wrong with the row is told with its place."""
         try:
             row = self.rows[at]
+            if hasattr(self.rows, "features"):  # of a `datasets.Dataset`
+                row = without_filling(row)
             if self.answers is not None:
                 row = {**row, "answer_ids": self.answers[at]}
             return make(row)
