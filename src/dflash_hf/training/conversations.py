@@ -188,7 +188,7 @@ def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
         content = ""
     message = {"role": ROLES[role], "content": _content(content, where, row, images)}
     others = {name: turn[name] for name in turn if name not in ("role", "content", "weight")}
-    return with_read_calls(message | others)
+    return with_read_calls(message | others, where)
 
 
 def _content(content: Any, where: str, row: Row, images: Images) -> str | list[dict[str, Any]]:

@@ -60,10 +60,13 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def with_read_calls(turn: Mapping[str, Any]) -> dict[str, Any]:
+def with_read_calls(turn: Mapping[str, Any], where: str = "a turn") -> dict[str, Any]:
     """Returns a turn whose calls of tools have arguments that are objects, as templates take them.
 
     Many sets have them as a text of JSON, as OpenAI's interface does. A template would write that between quotes.
+
+    Args:
+        where (`str`): What to call the turn in a sentence.
 
     Raises:
         ValueError: If the text says no object.
@@ -71,20 +74,21 @@ def with_read_calls(turn: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(turn)
     calls = turn.get("tool_calls")
     if isinstance(calls, Sequence) and not isinstance(calls, str):
-        found["tool_calls"] = [_read_call(call) for call in calls]
+        found["tool_calls"] = [_read_call(call, where) for call in calls]
     return found
 
 
-def _read_call(call: Any) -> Any:
+def _read_call(call: Any, where: str) -> Any:
     """A call, or what is in its place, with arguments that are no text; they stand in its `function`, or beside it."""
     if not isinstance(call, Mapping):
         return call
     found = dict(call)
     if isinstance(call.get("function"), Mapping):
-        found["function"] = _read_call(call["function"])
+        found["function"] = _read_call(call["function"], where)
     if isinstance(call.get("arguments"), str):
-        arguments = parsed(call["arguments"], "the arguments of a call", FIX)
-        what = "an object as the arguments of a call"
+        text = call["arguments"].strip() or "{}"  # a call without arguments
+        arguments = parsed(text, f"the arguments of a call in {where}", FIX)
+        what = f"an object as the arguments of a call in {where}"
         require(isinstance(arguments, Mapping), what, arguments, FIX)
         found["arguments"] = arguments
     return found
