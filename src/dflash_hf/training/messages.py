@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from os import PathLike, fspath
@@ -23,6 +24,9 @@ from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token
 FIX = "fix the row"
 PLACE = "@@place@@"  # a text that no template has
 DAY = "strftime_now"  # what Transformers has templates write the day with
+DATE = "prompt_date"  # in a row
+# Of a day's format, as `strftime` reads them; the time is 0:00
+PARTS = [f"%{pad}{letter}" for pad in ("-", "") for letter in "aAbBcdeFHIjmMpSuUwWxXyYZ"]
 # A tokenizer for text, a processor for text and images
 Processing = PreTrainedTokenizerBase | ProcessorMixin
 
@@ -50,14 +54,23 @@ def today() -> str:
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a row's chat template reads: its `chat_template_kwargs`, and its `prompt_date` as the day of today.
+    """Returns the options of a row's [`ChatTemplate`]: its `chat_template_kwargs`, and its `prompt_date` as today.
 
     A template that writes the day would write another prompt on each day, behind which the answer is not the target's.
     """
     options = dict(row.get("chat_template_kwargs") or {})
-    if row.get("prompt_date"):
-        options[DAY] = datetime.fromisoformat(row["prompt_date"]).strftime
+    if row.get(DATE):
+        options[DATE] = row[DATE]
     return options
+
+
+def _of_day(template: str, date: str) -> str:
+    """A template that writes a day of then as today's: Transformers takes no functions beside the messages."""
+    day = datetime.fromisoformat(date)
+    parts = [f".replace({json.dumps(part)}, {json.dumps(day.strftime(part))})" for part in PARTS]
+    macro = f"{{%- macro {DAY}(format) -%}}{{{{ format{''.join(parts)} }}}}{{%- endmacro %}}"
+    # The first end of line behind a block is left out, so that the template begins at the start of a line
+    return f"{macro}\n{template}"
 
 
 def with_read_calls(turn: Mapping[str, Any], where: str = "a turn") -> dict[str, Any]:
@@ -165,7 +178,8 @@ class ChatTemplate:
 
     Args:
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
-        options (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
+        options (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...; and `prompt_date`,
+            the day that it writes as today's.
     """
 
     def __init__(
@@ -175,6 +189,7 @@ class ChatTemplate:
     ) -> None:
         self.processing_class = processing_class
         self.options = dict(options or {})
+        date = self.options.pop(DATE, "")
         inner = getattr(processing_class, "tokenizer", None)
         self.is_processor = inner is not None
         self.tokenizer: Any = processing_class
@@ -191,6 +206,8 @@ class ChatTemplate:
                 "model, or set chat_template"
             )
         self.text: str = found
+        if date:
+            self.text = _of_day(found, date)
 
     @property
     def has_day(self) -> bool:
@@ -237,7 +254,12 @@ class ChatTemplate:
         """Returns what the tokenizer or processor makes of messages: the target's inputs."""
         conversation: Any = list(messages)
         return self.processing_class.apply_chat_template(
-            conversation, tokenize=True, return_dict=True, **options, **self.options
+            conversation,
+            chat_template=self.text,
+            tokenize=True,
+            return_dict=True,
+            **options,
+            **self.options,
         )
 
     def around(self, role: str) -> tuple[str, str]:
