@@ -251,7 +251,7 @@ def test_a_template_that_rewrites_turns_gives_each_its_sequence(tmp_path: Path) 
 def test_an_example_is_told_with_its_line(tmp_path: Path, smollm2: Any) -> None:
     prepared(tmp_path, smollm2, {"messages": QUESTION}, {"messages": CHAT}, turns="all")
     examples: Any = read_examples(tmp_path / "out.jsonl", smollm2)
-    assert examples.place_of(0) == f"line 2 of {tmp_path / 'out.jsonl'}"
+    assert examples.places_of([0]) == f"lines 2 of {tmp_path / 'out.jsonl'}"
 
 
 def test_prompts_alone_for_the_targets_own_answers(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
         )
     if isinstance(error, FloatingPointError):
         # What it says to do is for Python
-        found, _, _ = one_line(error).partition("; ")
+        found = one_line(str(error).partition("; ")[0])
         folder = "answered" if settings.answers == "target" else "prepared"
         rows = settings.output_dir / folder / "train.jsonl"
         return ValueError(

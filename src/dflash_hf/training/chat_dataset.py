@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from dflash_hf.data.image_files import image_size
 from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.data.rows import without_filling
-from dflash_hf.errors import require
+from dflash_hf.errors import listed, require
 from dflash_hf.training.data import Example
 from dflash_hf.training.masks import assistant_turns
 from dflash_hf.training.messages import ChatTemplate, check_messages, template_options
@@ -101,12 +101,19 @@ class ChatDataset(Sequence[Example]):
             return make(row)
         # A file that is no image, a missing key: whatever it is, told with its row
         except Exception as error:
-            raise ValueError(_sentence(error, self.place_of(at))) from error
+            raise ValueError(_sentence(error, self._place(at))) from error
 
-    def place_of(self, index: int) -> str:
-        """Returns what to call an example's row in a sentence: its line, where the rows are of a file."""
+    def _place(self, at: int) -> str:
+        """What to call a row in a sentence."""
         where: Any = getattr(self.rows, "where", "row {}".format)
-        return where(index)
+        return where(at)
+
+    def places_of(self, indices: Sequence[int]) -> str:
+        """Returns what to call the rows of some examples in a sentence: their lines, where they are of a file."""
+        lines_of: Any = getattr(self.rows, "lines_of", None)
+        if lines_of is None:
+            return f"rows {listed(indices)}"
+        return lines_of(indices)
 
     def _build(self, row: Mapping[str, Any]) -> Example:
         messages, images = parts_of(row)

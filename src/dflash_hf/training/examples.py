@@ -45,6 +45,11 @@ class _Sequences(Sequence[dict[str, Any]]):
         """Returns what to call a row in a sentence."""
         return self.file.where(self.chosen[index][0])
 
+    def lines_of(self, indices: Sequence[int]) -> str:
+        """Returns what to call several rows in a sentence."""
+        numbers = [self.file.line_number(self.chosen[index][0]) for index in indices]
+        return f"lines {listed(numbers)} of {self.file.path}"
+
 
 def read_examples(
     path: str | Path, processing_class: Processing, max_length: int | None = None

@@ -360,10 +360,10 @@ class DFlashTrainer(Trainer):
 
     def _places(self, rows: Sequence[int]) -> str:
         """What to call some examples; of a file their lines, which are others where rows of it have no example."""
-        place_of: Any = getattr(self.train_dataset, "place_of", None)
-        if place_of is None:
+        places_of: Any = getattr(self.train_dataset, "places_of", None)
+        if places_of is None:
             return f"rows {listed(rows)} of train_dataset"
-        return listed(map(place_of, rows))
+        return places_of(rows)
 
     # ---- what is told and kept
 
