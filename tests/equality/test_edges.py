@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -86,6 +87,49 @@ def test_a_criterion_with_an_eos_attribute_of_its_own_is_called() -> None:
         stopping_criteria=criteria,
         assistant_model=draft,
     )
+    assert torch.equal(out, ref)
+
+
+class LateEnd(EosTokenCriteria):
+    """Stops at an end token, but not in the first ten columns of a text."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return super().__call__(input_ids, scores) & (input_ids.shape[1] > 10)
+
+
+class LateLength(MaxLengthCriteria):
+    """Stops five tokens behind its length."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        stops = input_ids.shape[1] >= self.max_length + 5
+        return torch.full((input_ids.shape[0],), stops)
+
+
+class Sevenths(StoppingCriteria):
+    """Stops at every seventh token; plain `generate` pads behind it because of the attribute."""
+
+    eos_token_id = 5
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 7 == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["end", "length", "attribute"])
+def test_a_criterion_like_an_end_is_asked_and_not_guessed(kind: str, rows: int) -> None:
+    target = shallow_target("qwen3")
+    inputs = prompts([6, 4, 5][:rows], 4)
+    free = target.generate(**inputs, **GREEDY)
+    made = {
+        "end": LateEnd(int(free[0, 7])),
+        "length": LateLength(10),
+        "attribute": Sevenths(),
+    }
+    settings: dict[str, Any] = {**GREEDY, "pad_token_id": 3}
+    settings["stopping_criteria"] = StoppingCriteriaList([made[kind]])
+    ref = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, free), 1)
+    out = target.generate(**inputs, **settings, assistant_model=draft)
     assert torch.equal(out, ref)
 
 

@@ -33,7 +33,7 @@ from dflash_hf.generation.choose import accepted, choose_block, scores_of_block,
 from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 from dflash_hf.generation.stats import Recorder
-from dflash_hf.generation.synchronized_rows import SynchronizedRows
+from dflash_hf.generation.synchronized_rows import SynchronizedRows, pads_ended_rows
 
 # See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
 Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -315,7 +315,7 @@ def rule_for(
         is_synchronized = keeps_state or bool(criteria)
     else:
         # Without an end-of-sequence id plain `generate` lets stopped rows run on until all have stopped.
-        stops_late = bool(criteria) and not state.host.has_eos
+        stops_late = bool(criteria) and not pads_ended_rows(criteria, state)
         is_synchronized = keeps_state or compares_rows or streamer is not None or stops_late
     if is_synchronized:
         return SynchronizedRows(processors, criteria, streamer, state, recorder.has_scores)

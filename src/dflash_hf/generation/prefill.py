@@ -382,11 +382,13 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     positions = prompt_positions(request, inputs, past)
     lengths = (positions[:, -1] + 1).to(device)
     criteria = request.criteria
-    # Transformers has made criteria of both, and a caller may have passed more of them: all count.
+    # Transformers has made criteria of both, and a caller may have passed more of them: all count. Exact types: a
+    # subclass may stop elsewhere, and is called.
     ends = [torch.empty(0, dtype=torch.long, device=device)]
-    end_criteria = [one for one in criteria if isinstance(one, EosTokenCriteria)]
+    end_criteria = [one for one in criteria if type(one) is EosTokenCriteria]
     ends.extend(one.eos_token_id.reshape(-1).to(device) for one in end_criteria)
-    limits = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
+    length_criteria = [one for one in criteria if type(one) is MaxLengthCriteria]
+    limits = [one.max_length for one in length_criteria]
     longest_text = min(limits, default=int(request.config.max_length))
     return Prompts(
         positions=positions,

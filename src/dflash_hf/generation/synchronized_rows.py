@@ -15,6 +15,15 @@ from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row
 from dflash_hf.generation.state import DecodeState
 
 
+def pads_ended_rows(criteria: list[StoppingCriteria], state: DecodeState) -> bool:
+    """Returns True if rows that have ended go on with padding; plain `generate` asks the criteria for an attribute.
+
+    `criteria` are those besides length and end of sequence.
+    """
+    names_ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return state.host.has_eos or names_ends
+
+
 class SynchronizedRows:
     """Chooses column by column over all rows, and calls user code that has to see all of them.
 
@@ -27,8 +36,8 @@ class SynchronizedRows:
         processors (`BlockProcessors`): The run's.
         criteria (`list[StoppingCriteria]`): Besides length and end of sequence.
         streamer (`BaseStreamer`, *optional*): Gets each column `[B]` on the CPU.
-        state (`DecodeState`): Of the run, begun. Without end-of-sequence ids finished rows go on with tokens of their
-            own until all rows have finished, as in plain `generate`; else with padding.
+        state (`DecodeState`): Of the run, begun. Unless [`pads_ended_rows`], finished rows go on with tokens of their
+            own until all rows have finished, as in plain `generate`.
         has_scores (`bool`): Whether the call asks for `output_scores`, which criteria then get.
     """
 
@@ -46,7 +55,7 @@ class SynchronizedRows:
         self.processors = processors
         self.criteria = criteria
         self.streamer = streamer
-        self.pads = state.host.has_eos
+        self.pads = pads_ended_rows(criteria, state)
         self.is_running = ~state.done  # [B], bool: rows that nothing has stopped yet
         self.has_scores = has_scores
         self.scores: list[Tensor] = []  # processed scores of every column
