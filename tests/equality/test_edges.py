@@ -225,6 +225,27 @@ def test_noise_is_finite_so_that_no_forbidden_token_can_tie() -> None:
     assert (noise > 0).all()
 
 
+def test_a_prefix_function_is_told_prompts_and_not_rows() -> None:
+    target = shallow_target("qwen3")
+    inputs = prompts([4, 6], 8)
+    seen = set[int]()
+
+    def allowed(prompt: int, ids: torch.Tensor) -> list[int]:
+        seen.add(prompt)
+        return list(range(20 * prompt, 20 * prompt + 20))
+
+    settings: dict[str, Any] = {**GREEDY, "do_sample": True, "num_return_sequences": 3}
+    settings["prefix_allowed_tokens_fn"] = allowed
+    target.generate(**inputs, **settings)
+    plain = set(seen)
+    seen.clear()
+    out = target.generate(**inputs, **settings, assistant_model=tiny_draft(target))
+    assert seen == plain
+    prompt_of_row = [0, 0, 0, 1, 1, 1] if len(plain) == 2 else list(range(6))
+    for prompt, row in zip(prompt_of_row, out[:, 6:].tolist(), strict=True):
+        assert {token // 20 for token in row} == {prompt}
+
+
 def test_a_prefix_function_sees_real_prefixes_only() -> None:
     target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 8)

@@ -371,11 +371,13 @@ class RowProcessors(BlockProcessors):
 
 
 def _asked_about(processor: Any, numbers: list[int]) -> Any:
-    """Returns a prefix-constrained processor for some rows, whose numbers in the batch the function is given."""
+    """Returns a prefix-constrained processor for some rows, the numbers of whose prompts the function is given."""
     ask = processor._prefix_allowed_tokens_fn
+    # Under `num_return_sequences` several rows have one prompt.
+    rows_per_prompt: int = processor._num_beams
 
     def allowed(row: int, prefix: Tensor) -> list[int]:
-        return ask(numbers[row], prefix)
+        return ask(numbers[row] // rows_per_prompt, prefix)
 
     return PrefixConstrainedLogitsProcessor(allowed, 1)
 
