@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import BaseStreamer
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from dflash_hf.ops import exponential_noise
 from helpers.deprecations import DeprecationLog
@@ -144,6 +145,23 @@ def test_processors_and_streamers_may_run_the_target() -> None:
         target.generate(**inputs, **settings, streamer=streamer, assistant_model=draft), ref
     )
     assert streamer.num == ref.shape[1]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_guidance_as_a_processor_keeps_its_cache_in_step(rows: int) -> None:
+    target = shallow_target("qwen3")
+    inputs = prompts([6, 4, 5][:rows], 4)
+
+    def guided(**more: Any) -> torch.Tensor:
+        nothing = torch.full((rows, 1), 3)
+        processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, target, nothing)
+        processors = LogitsProcessorList([processor])
+        return target.generate(**inputs, **GREEDY, logits_processor=processors, **more)
+
+    ref = guided()
+    draft = oracle_draft(target, truth_of(inputs, ref), 2)
+    assert torch.equal(guided(assistant_model=draft), ref)
+    assert draft.last_stats.acceptance_length > 1
 
 
 def test_a_forward_keyword_of_the_callers_reaches_every_verify(

@@ -20,7 +20,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
+from transformers.generation.logits_process import (
+    DiaEOSChannelFilterLogitsProcessor,
+    DiaEOSDelayPatternLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import (
     MaxTimeCriteria,
     StoppingCriteria,
@@ -291,9 +296,16 @@ def _stops(criteria: list[StoppingCriteria], ids: torch.LongTensor) -> bool:
     return False
 
 
-# Transformers' own processors look at nothing but each row's prefix and scores; SynthID keeps state. Processors of the
-# user's that say `is_row_wise = True` do so too.
+# Transformers' own processors look at nothing but each row's prefix and scores. Processors of the user's that say
+# `is_row_wise = True` do so too.
 TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
+# But for these, which keep state (guidance a cache of the target's) or take several rows for one.
+OF_WHOLE_BATCH = (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    DiaEOSChannelFilterLogitsProcessor,
+    DiaEOSDelayPatternLogitsProcessor,
+)
 # Criteria that decide for a row by its own tokens; so do user criteria that say `is_row_wise = True`.
 ROW_WISE_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
@@ -328,9 +340,9 @@ def may_keep_state(processor: Any) -> bool:
     """Returns True unless a logits processor is known, or says, to look at a row's prefix and scores alone."""
     if getattr(processor, "is_row_wise", False):
         return False
-    is_synth_id = isinstance(processor, SynthIDTextWatermarkLogitsProcessor)
     # By the module, so that a subclass of the user's counts as unknown.
-    return is_synth_id or type(processor).__module__ != TOKEN_LOCAL_PROCESSORS
+    is_unknown = type(processor).__module__ != TOKEN_LOCAL_PROCESSORS
+    return is_unknown or isinstance(processor, OF_WHOLE_BATCH)
 
 
 def _may_compare_rows(criterion: Any) -> bool:
