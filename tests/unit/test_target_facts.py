@@ -282,6 +282,8 @@ NAMES = (
         "use_cache",
         "guidance_scale",
     ),
+    *("use_mtp", "assistant_early_exit", "assistant_ensemble_weight"),
+    *("force_words_ids", "constraints"),
     *("prompt_lookup_num_tokens", "cache_implementation", "output_attentions", "bos_token_id"),
     *("num_return_sequences", "token_healing", "stop_strings"),
 )

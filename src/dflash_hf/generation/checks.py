@@ -46,6 +46,17 @@ _LAYERS = (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+# Settings of `generate` that no call with a draft can have, and why.
+REFUSED_SETTINGS = {
+    "dola_layers": "DoLa changes the target's logits",
+    "constraints": "they need beams",
+    "force_words_ids": "they need beams",
+    "prompt_lookup_num_tokens": "choose one way of drafting",
+    "use_mtp": "choose one way of drafting",
+    "assistant_early_exit": "choose one way of drafting",
+    "assistant_ensemble_weight": "the text would be the draft's in part",
+    "output_attentions": "the attention over a ragged cache returns no weights",
+}
 
 
 # ---- Transformers' own path for such drafts
@@ -149,37 +160,23 @@ def check_settings(settings: Settings) -> None:
     beams = settings["num_beams"]
     alpha = settings["penalty_alpha"]
     guidance = settings["guidance_scale"]
-    dola = settings["dola_layers"]
-    lookup = settings["prompt_lookup_num_tokens"]
     cache = settings["cache_implementation"]
     other = settings.arguments.get("custom_generate")
     # Transformers chooses contrastive search by these three.
     is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
-    has_attentions = bool(settings["output_attentions"])
     is_synchronized = _is_synchronized(settings)
     # Whether the call asks for it, what is expected instead, what was given, and why it cannot be.
     refused: list[tuple[bool, str, object, str]] = [
         (other is not None, "no custom_generate", other, "choose one way of decoding"),
         ((beams or 1) > 1, "num_beams=1", beams, "beam search has no single text to draft for"),
         (is_contrastive, "no penalty_alpha", alpha, "contrastive search re-ranks candidates"),
-        (bool(dola), "no dola_layers", dola, "DoLa changes the target's logits"),
         (settings["use_cache"] is False, "use_cache=True", False, "drafting needs the caches"),
-        (
-            guidance not in (None, 1),
-            "no guidance_scale",
-            guidance,
-            "guidance runs a second forward per token",
-        ),
-        (bool(lookup), "no prompt_lookup_num_tokens", lookup, "choose one way of drafting"),
+        (guidance not in (None, 1), "no guidance_scale", guidance, "it runs a second forward"),
         (cache == "paged", "no paged cache", cache, "use plain generate"),
         (is_synchronized, "no ZeRO-3, FSDP or synced_gpus", True, "rows advance at their own pace"),
-        (
-            has_attentions,
-            "no output_attentions",
-            True,
-            "the attention over a ragged cache returns no weights",
-        ),
     ]
+    for name, reason in REFUSED_SETTINGS.items():
+        refused.append((bool(settings[name]), f"no {name}", settings[name], reason))
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
     _check_num_assistant_tokens(settings.arguments)
