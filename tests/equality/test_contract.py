@@ -403,6 +403,20 @@ def test_an_attention_of_the_users_is_refused(name: str, monkeypatch: pytest.Mon
             },
             "left-padded",
         ),
+        (
+            {
+                "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64),
+                "attention_mask": torch.ones(1, 3, 3, dtype=torch.long).tril(),
+            },
+            r"attention_mask \[rows, tokens\]",
+        ),
+        (
+            {
+                "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64),
+                "attention_mask": torch.ones(1, 1, 3, 3, dtype=torch.long).tril(),
+            },
+            r"attention_mask \[rows, tokens\]",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_decoded_are_refused(inputs: dict[str, Any], match: str) -> None:

@@ -253,9 +253,11 @@ def check_inputs(target: Target, settings: Settings) -> None:
     has_mask = is_given(given, "attention_mask")
     # A call without a mask is one with a mask of ones.
     mask = given["attention_mask"] if has_mask else torch.ones(prompt.shape[:2], device="cpu")
-    # A mask of four dimensions says for each query what it sees; the target's own forward takes it or not.
-    if mask.dim() == 2:
-        _check_mask(mask, columns, past)
+    # Plain `generate` fails over a mask that says for each query what it sees.
+    is_plain = isinstance(mask, Tensor) and mask.dim() == 2
+    what = "attention_mask [rows, tokens]"
+    require(is_plain, what, _shape(mask), "say which tokens are padding, and no more")
+    _check_mask(mask, columns, past)
     if cache is not None:
         _check_cache(cache, target)
         _check_columns(cache, rows, columns, mask.shape[1])
