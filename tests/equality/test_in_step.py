@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
-from dflash_hf import SpeculativeStats
+from dflash_hf import RunningBatch, SpeculativeStats
 from helpers.half import half
 from tiny import oracle_draft, prompts, shallow_target, truth_of
 
@@ -211,6 +211,42 @@ class NoRepeat(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         return scores.scatter(1, input_ids[:, -1:], -torch.inf)
+
+
+class Halves(LogitsProcessor):
+    """Makes many scores equal, but for a difference that float32 does not have: the last of them is the greatest."""
+
+    is_row_wise = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        order = torch.arange(scores.shape[1], dtype=torch.float64)
+        return scores.double().div(4).round() + 1e-12 * order
+
+
+def test_a_row_wise_processor_may_return_float64() -> None:
+    target = shallow_target("qwen3")
+    inputs = prompts([7, 4, 6], 0)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    settings |= {"logits_processor": [Halves()], "output_scores": True}
+    settings |= {"return_dict_in_generate": True}
+    ref: Any = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, ref.sequences), 0, 8)
+    out: Any = target.generate(**inputs, **settings, assistant_model=draft)
+    assert torch.equal(out.sequences, ref.sequences)
+    for ours, plain in zip(out.scores, ref.scores, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    # In a running batch beside rows that have float32.
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    batch = RunningBatch(target, draft)
+    ids = inputs["input_ids"][:1]
+    limit: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    batch.add(ids, **limit, repetition_penalty=1.2)
+    batch.add(ids, **limit, logits_processor=[Halves()])
+    while batch.ids:
+        for new in batch.step():
+            texts[new.id] += new.token_ids
+    assert texts[0] == target.generate(ids, **limit, repetition_penalty=1.2)[0, 7:].tolist()
+    assert texts[1] == ref.sequences[0, 7:].tolist()
 
 
 def test_a_row_wise_processor_keeps_no_row_back() -> None:

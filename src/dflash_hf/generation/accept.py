@@ -199,7 +199,10 @@ class PositionRule:
             rows = zip(columns, active.tolist(), strict=True)
             found = {column + position for column, is_active in rows if is_active}
             for length in sorted(found):
-                self._process(state, scores[:, position], active, lengths, length)
+                processed = self._processed(state, scores[:, position], active, lengths, length)
+                # A user processor may make float64 scores of float32 ones.
+                scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))
+                scores[:, position] = processed
             of_position = slice(position, position + 1)
             chosen = choose(scores[:, of_position], state.key, positions[:, of_position])
             chosen = chosen[:, 0]
@@ -216,15 +219,15 @@ class PositionRule:
             _show_proposal(state, position, active, lengths)
         return scores
 
-    def _process(
+    def _processed(
         self,
         state: DecodeState,
         scores_BV: Tensor,
         active_B: Tensor,
         lengths_B: Tensor,
         length: int,
-    ) -> None:
-        """Processes, in place, the scores of the active rows that have `length` columns before them.
+    ) -> Tensor:
+        """Returns scores `[B, V]`, processed for the active rows that have `length` columns before them.
 
         All rows go through the processors every time, because these may hold settings per row. Rows that stand
         elsewhere show their own committed tokens, then padding, and their scores are dropped.
@@ -236,8 +239,10 @@ class PositionRule:
         column = torch.arange(length, device=state.ids.device)
         is_padding = column >= num_seen[:, None]
         prefix[is_padding] = self.processors.pad_id
-        processed = self.processors.at(prefix, scores_BV.clone(), rows)
-        scores_BV.copy_(torch.where(rows[:, None], processed, scores_BV))
+        # A copy in float32, which processors expect: rows of another length may have float64 scores by now.
+        raw = scores_BV.to(torch.float32, copy=True)
+        processed = self.processors.at(prefix, raw, rows)
+        return torch.where(rows[:, None], processed, scores_BV)
 
     def _goes_on(self, state: DecodeState, position: int, chosen_B: Tensor) -> Tensor:
         """Returns the rows whose token at a position equals the proposal and does not end them `[B]`."""

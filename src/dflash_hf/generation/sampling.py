@@ -298,12 +298,16 @@ class RowProcessors(BlockProcessors):
         """Applies each row's processors to one position of it, of the given rows `[B]` only."""
         is_alone = torch.ones(1, dtype=torch.bool, device=rows.device)
         numbers: list[int] = rows.nonzero()[:, 0].tolist()
+        processed = scores
         for row in numbers:
             one = slice(row, row + 1)
             own = functools.partial(self.rows[row].at, rows=is_alone)
             found = self._unless_failed(row, own, ids[one], scores[one])
-            scores[one] = self._noise_proof(row, found)
-        return scores
+            found = self._noise_proof(row, found)
+            # A user processor may make float64 scores of float32 ones.
+            processed = processed.to(torch.promote_types(processed.dtype, found.dtype))
+            processed[one] = found
+        return processed
 
     def shapes(self, row: int) -> bool:
         """Returns True if a row has processors of its own that shape its proposals."""
