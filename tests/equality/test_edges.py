@@ -115,8 +115,15 @@ class Sevenths(StoppingCriteria):
         return input_ids[:, -1] % 7 == 0
 
 
+class Number(Sevenths):
+    """Says so by numbers."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return super().__call__(input_ids, scores).long()
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", ["end", "length", "attribute"])
+@pytest.mark.parametrize("kind", ["end", "length", "attribute", "number"])
 def test_a_criterion_like_an_end_is_asked_and_not_guessed(kind: str, rows: int) -> None:
     target = shallow_target("qwen3")
     inputs = prompts([6, 4, 5][:rows], 4)
@@ -125,6 +132,7 @@ def test_a_criterion_like_an_end_is_asked_and_not_guessed(kind: str, rows: int) 
         "end": LateEnd(int(free[0, 7])),
         "length": LateLength(10),
         "attribute": Sevenths(),
+        "number": Number(),
     }
     settings: dict[str, Any] = {**GREEDY, "pad_token_id": 3}
     settings["stopping_criteria"] = StoppingCriteriaList([made[kind]])

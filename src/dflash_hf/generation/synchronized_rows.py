@@ -127,7 +127,8 @@ class SynchronizedRows:
         ids = state.ids[:, : state.host.columns + self.num_columns]
         for criterion in self.criteria:
             verdict = criterion(ids, given)  # pyright: ignore[reportArgumentType]
-            stopped |= torch.as_tensor(verdict, device=stopped.device)
+            # Plain `generate` takes numbers for verdicts too.
+            stopped |= torch.as_tensor(verdict, device=stopped.device, dtype=torch.bool)
         self.is_running = self.is_running & ~stopped
         if self.streamer is not None:
             # A copy: a streamer may keep the tensor that it gets.
