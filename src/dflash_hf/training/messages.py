@@ -67,8 +67,10 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 def _of_day(template: str, date: str) -> str:
     """A template that writes a day of then as today's: Transformers takes no functions beside the messages."""
     day = datetime.fromisoformat(date)
-    parts = [f".replace({json.dumps(part)}, {json.dumps(day.strftime(part))})" for part in PARTS]
-    macro = f"{{%- macro {DAY}(format) -%}}{{{{ format{''.join(parts)} }}}}{{%- endmacro %}}"
+    # Not every system writes numbers without padding: such a part is asked for only where the template has it
+    parts = [part for part in PARTS if part in template or not part.startswith("%-")]
+    written = [f".replace({json.dumps(part)}, {json.dumps(day.strftime(part))})" for part in parts]
+    macro = f"{{%- macro {DAY}(format) -%}}{{{{ format{''.join(written)} }}}}{{%- endmacro %}}"
     # The first end of line behind a block is left out, so that the template begins at the start of a line
     return f"{macro}\n{template}"
 
