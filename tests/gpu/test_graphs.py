@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import RunningBatch, free_buffers
-from dflash_hf.generation import buffers, cuda_graph, widths
+from dflash_hf.generation import buffers, cuda_graph, decode, widths
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.static_step import StaticStep
@@ -430,3 +430,16 @@ def test_two_threads_each_have_their_graphs(device: str) -> None:
         thread.join()
     assert found == [True] * 6
     assert 1 <= len(kept_buffers(draft)) <= 2
+
+
+def test_a_graph_replays_in_another_mode(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's hooks may take inference mode from a call whose graphs were captured in it."""
+    target = target_on(device, "qwen3", torch.float32)
+    draft = tiny_draft(target, 8).to(device)
+    inputs = on(device, prompts([4, 11, 7], 0))
+    plain = target.generate(**inputs, **GREEDY)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        monkeypatch.setattr(decode, "no_gradients", lambda *_, mode=mode: mode())
+        out = target.generate(**inputs, **GREEDY, assistant_model=draft)
+        assert torch.equal(out, plain)
+        assert draft.last_stats.engine == "cuda_graph"

@@ -130,6 +130,8 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Sequence[Any], dict[str, Any], list[Any]]] = []
+        # A graph replays in any mode: a call whose target another thread changes meanwhile has no inference mode.
+        self.is_inference = torch.is_inference_mode_enabled()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -141,11 +143,13 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         """Runs them again; what they return goes where it was."""
         Tape.num_replays += 1
-        for func, args, kwargs, out in self.calls:
-            again = tensors_of(func(*args, **kwargs))
-            for then, now in zip(out, again, strict=True):
-                if isinstance(then, Tensor) and then.numel() and then.data_ptr() != now.data_ptr():
-                    then.copy_(now)
+        with torch.inference_mode(self.is_inference):
+            for func, args, kwargs, out in self.calls:
+                again = tensors_of(func(*args, **kwargs))
+                for then, now in zip(out, again, strict=True):
+                    is_moved = isinstance(then, Tensor) and then.data_ptr() != now.data_ptr()
+                    if is_moved and then.numel():
+                        then.copy_(now)
 
 
 class TapeStep(GraphStep):
