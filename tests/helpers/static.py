@@ -130,8 +130,6 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Sequence[Any], dict[str, Any], list[Any]]] = []
-        # A graph replays in any mode: a call whose target another thread changes meanwhile has no inference mode.
-        self.is_inference = torch.is_inference_mode_enabled()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -143,7 +141,8 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         """Runs them again; what they return goes where it was."""
         Tape.num_replays += 1
-        with torch.inference_mode(self.is_inference):
+        # A graph replays in any mode. In this one all tensors may be written, whatever mode they are of.
+        with torch.inference_mode():
             for func, args, kwargs, out in self.calls:
                 again = tensors_of(func(*args, **kwargs))
                 for then, now in zip(out, again, strict=True):
