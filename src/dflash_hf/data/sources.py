@@ -59,10 +59,12 @@ class Origin:
             where = f"line {number + 1} of {self.called}"
         else:
             where = f"row {number + 1} of {self.called}"
-        found: Any = {name: without_filling(value) for name, value in values.items()}
-        if self.kind == "line of text":
+        found: Any
+        if self.kind == "row":
+            found = {name: without_filling(value) for name, value in values.items()}
+        elif self.kind == "line of text":
             found = {"prompt": values["text"]}
-        elif self.kind != "row":
+        else:
             found = parsed(values["text"], where, FIX)
             require(isinstance(found, Mapping), f"a JSON object in {where}", found, FIX)
         return Row(values=found, number=number, where=where, folder=self.folder)

@@ -45,8 +45,8 @@ MIN_SAVING = 0.05
 # A batch ends with its slowest row, for which a draft is right less often than on average: that row has this share of
 # what a verify brings the mean of several rows. Chosen over recorded answers of SmolLM2 (docs/log.md).
 SLOWEST_ROW = 0.8
-# A tree is verified only where the chain would be slower at this share of its cost: trees are judged by few times and
-# few tokens, and noise of the clock must not choose them (docs/log.md).
+# The chain is compared with trees at this share of its cost, so that a tree has to be clearly faster: trees are judged
+# by few times and few tokens, and noise of the clock must not choose them (docs/log.md).
 CHAIN_CHARGE = 0.95
 # Steps with a draft that show whether it pays.
 ENOUGH_DRAFTED = 3
