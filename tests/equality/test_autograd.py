@@ -195,15 +195,9 @@ def test_a_hook_set_between_steps_may_use_gradients() -> None:
     assert text == second.truth
 
 
-@pytest.mark.parametrize(
-    ("given", "is_inference"),
-    [({}, True), ({"repetition_penalty": 1.2}, True), ({"logits_processor": [Uphill()]}, False)],
-    ids=["none", "transformers'", "own"],
-)
-def test_inference_mode_is_left_to_code_of_libraries(
-    given: dict[str, Any], is_inference: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target: Any = shallow_target("qwen3")
+@pytest.fixture
+def modes_of_steps(monkeypatch: pytest.MonkeyPatch) -> set[bool]:
+    """Gets whether inference mode was on, of each step."""
     seen: set[bool] = set()
     step: Callable[..., Any] = decode.step
 
@@ -212,5 +206,27 @@ def test_inference_mode_is_left_to_code_of_libraries(
         return step(run)
 
     monkeypatch.setattr(decode, "step", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("given", "is_inference"),
+    [({}, True), ({"repetition_penalty": 1.2}, True), ({"logits_processor": [Uphill()]}, False)],
+    ids=["none", "transformers'", "own"],
+)
+def test_inference_mode_is_left_to_code_of_libraries(
+    given: dict[str, Any], is_inference: bool, modes_of_steps: set[bool]
+) -> None:
+    target: Any = shallow_target("qwen3")
     target.generate(**prompts([9], 0), **GREEDY, **given, assistant_model=tiny_draft(target))
-    assert seen == {is_inference}
+    assert modes_of_steps == {is_inference}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_inference_mode_behind_a_call_that_recorded(family: str, modes_of_steps: set[bool]) -> None:
+    target: Any = shallow_target(family)
+    # Transformers leaves its recording hooks on the layers, which then have a fast form of this package too.
+    target(**prompts([9], 0), output_hidden_states=True)
+    assert target.model.layers[0]._forward_hooks
+    target.generate(**prompts([9], 0), **GREEDY, assistant_model=tiny_draft(target))
+    assert modes_of_steps == {True}
