@@ -361,6 +361,8 @@ def test_what_cannot_be_honoured_is_refused_before_any_forward(
 
     refused("num_beams=1", num_beams=2)
     refused("drop that keyword", assistant_model=draft)
+    refused("expected propose that can be called, or None, got 3", propose=3)
+    refused("expected accept that can be called, or None, got 3", accept=3)
     refused("got 'Qwen3ForCausalLM'", assistant=target)
     refused("never see what lies behind", accept=keep_all, repetition_penalty=1.2)
     refused("stop iterating instead", accept=keep_all, max_time=60.0)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dflash_hf.devices import Inventory, eagerly, is_compiled
+from dflash_hf.errors import require
 from dflash_hf.generation.accept import Accept, BlockRule, CustomBlockRule
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.checks import check_iterated, check_rules
@@ -119,6 +120,9 @@ def iterate(
     """
     draft = unwrapped(draft)
     check_iterated(draft, kwargs)
+    for name, rule in {"propose": propose, "accept": accept}.items():
+        is_rule = rule is None or callable(rule)
+        require(is_rule, f"{name} that can be called, or None", rule, "pass a function")
     # Checks and prefill run here and not in the generator: an error is raised at the call.
     start = functools.partial(_start, propose=propose, accept=accept)
     run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
