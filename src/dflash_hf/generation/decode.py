@@ -108,7 +108,7 @@ def advance(run: Run, engine: Engine = "eager") -> None:
         # Fixed buffers may be full before the answer has ended: the rest of it is eager.
         if run.finished:
             return
-        # Asked once, and before the taps are on the target: they look like a user's hooks.
+        # Asked once: every part of the target is looked at.
         drops = drops_rows(run)
         may_change = run.request.calls_own_code
         with tapped_between_steps(run):

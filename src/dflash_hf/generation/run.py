@@ -220,10 +220,7 @@ def has_room(run: Run, num_unread: int = 0) -> bool:
 
 
 def drops_rows(run: Run) -> bool:
-    """Whether a run goes on without rows that have ended: nobody has to see the whole batch.
-
-    To be asked before the run's own taps are on the target: they look like a user's hooks.
-    """
+    """Whether a run goes on without rows that have ended: nobody has to see the whole batch."""
     target = run.request.target
     # Criteria and processors are called with all rows, and a cache that is left behind has all of them.
     is_seen_whole = not run.rule.runs_on_device or run.user_cache.is_kept or bool(run.extra)

@@ -39,7 +39,7 @@ from dflash_hf.target_model.known_layers import (
     norm_agrees,
 )
 from dflash_hf.target_model.reentry import KEYWORD, mask_of_layer
-from dflash_hf.target_model.user_code import is_published, is_recorder, runs_its_class
+from dflash_hf.target_model.user_code import is_harmless, is_published, runs_its_class
 
 # The class's forward, the module, and what it is called with.
 FastForward = Callable[..., Any]
@@ -427,11 +427,11 @@ def _all_norms(layer: Any) -> list[Any]:
 
 
 def _is_plain_layer(parts: list[Any], weights: list[Any]) -> bool:
-    """Returns True if the weights of a layer's norms are plain, and hooks only record; the layer is the first part."""
+    """Returns True if the weights of a layer's norms are plain and no hook changes anything; the layer comes first."""
     layer, *inside = parts
     # A hook of the user's may change the layer's parts after they have been looked up here.
-    hooks_behind = layer._forward_hooks.values()
-    if layer._forward_pre_hooks or not all(map(is_recorder, hooks_behind)):
+    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+    if not all(map(is_harmless, hooks)):
         return False
     has_plain_weights = {*map(type, weights)} == {nn.Parameter}
     return has_plain_weights and all(map(runs_its_class, inside))

@@ -29,8 +29,9 @@ def is_unmodified(parts: Inventory) -> bool:
     # The inventory has listed them: to ask every module of a large model takes longer than a step.
     for module in parts.altered:
         own = module.__dict__
-        hooks_behind = own["_forward_hooks"].values()
-        if own["_forward_pre_hooks"] or not all(map(is_recorder, hooks_behind)):
+        # Another thread's run of the same model has its hooks there at any time.
+        hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
+        if not all(map(is_harmless, hooks)):
             return False
         is_compiled = own.get("_compiled_call_impl") is not None
         # A run's own fast forms are there by now, also on modules that were listed for a recorder's hook.
@@ -86,10 +87,14 @@ def is_library(name: str) -> bool:
 
 
 def is_harmless(hook: Any) -> bool:
-    """Returns True for hooks that change nothing: Transformers' recorders, and this package's, which listen."""
+    """Returns True for hooks that change nothing in a run: Transformers' own, and this package's, which listen.
+
+    Transformers' record outputs, or have gradients begin at the embedding: the latter stay behind a training.
+    """
     # A hook of any other module may change what a layer returns.
     return getattr(hook, "__module__", None) in (
         "transformers.utils.output_capturing",
+        "transformers.modeling_utils",
         "dflash_hf.undo",
     )
 
