@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from transformers.utils import logging
 
 from dflash_hf.devices import Inventory, total_memory
@@ -153,7 +155,9 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def packing(packed: PackedWeights) -> Generator[None]:
     """Has [`linear`] multiply by copies of weights, in this thread."""
     # A function mode of the user's sees torch's own operation, and a switch of the user's turns oneDNN off.
-    is_watched = torch._C._len_torch_function_stack() > 0
+    modes = set(map(type, _get_current_function_mode_stack()))
+    # A default device is a mode of torch's, which acts where tensors are made.
+    is_watched = not modes <= {DeviceContext}
     if not packed.is_on or is_watched or not torch.backends.mkldnn.enabled:
         yield
         return

@@ -248,6 +248,7 @@ def test_settings(name: str, seen: Seen) -> None:
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
+    "device": lambda: torch.device("cpu"),
 }
 
 
