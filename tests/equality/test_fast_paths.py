@@ -302,7 +302,7 @@ def test_beside_another_thread(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> N
         assert {step.num_fast_layers for step in seen.steps} == {LAYERS}
 
 
-FAMILIES = ["qwen2", "qwen3-sliding", "llama", "mistral"]
+FAMILIES = ["qwen2", "qwen3-sliding", "qwen3-moe", "llama", "mistral"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -309,7 +309,9 @@ def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | Non
 def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | None:
     """Returns the cache of a prefill by Transformers' own attention, else `None`."""
     cache = kwargs.get(CACHE_NAME)
-    is_usual = type(cache) is DynamicCache and kwargs.keys() <= PREFILL
+    # A switch that is off asks for nothing: models with experts hand one down for their routers' logits.
+    asked = {name for name, value in kwargs.items() if value is not None and value is not False}
+    is_usual = type(cache) is DynamicCache and asked <= PREFILL
     if not is_usual or not _rotates_all(attention, kwargs):
         return None
     return cache
