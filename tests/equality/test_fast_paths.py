@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, RunningBatch, packed_weights
@@ -29,6 +29,13 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 ROWS = prompts([9, 5], 0)
 ROW = prompts([9], 0)
 LAYERS = 2  # of a shallow target
+
+
+class Words:
+    """What a streamer of Transformers' needs of a tokenizer."""
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 class Switches(NamedTuple):
@@ -235,6 +242,9 @@ GIVEN: dict[str, dict[str, Any]] = {
     "with scores": {"return_dict_in_generate": True, "output_scores": True},
     "static": {"cache_implementation": "static"},
     "in chunks": {"prefill_chunk_size": 4},
+    "by prefixes": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
+    "in time": {"max_time": 600.0},
+    "streamed": {"streamer": TextIteratorStreamer(cast(Any, Words()))},
 }
 
 

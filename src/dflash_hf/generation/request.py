@@ -10,6 +10,7 @@ from transformers import (
     GenerationConfig,
     PrefixConstrainedLogitsProcessor,
     StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -71,7 +72,9 @@ class Request:
 
     @property
     def calls_out(self) -> bool:
-        """Whether code of the user's runs between two forwards, which may want to use the target itself."""
-        return (
-            bool(self.own_criteria) or self.streamer is not None or not self.processors.is_stateless
-        )
+        """Whether something that runs between two forwards may want to use the target itself.
+
+        Code of the user's may, and guidance does. What else there is of Transformers' looks at tokens and scores.
+        """
+        kinds = set(map(type, self.processors.processors))
+        return self.calls_own_code or UnbatchedClassifierFreeGuidanceLogitsProcessor in kinds
