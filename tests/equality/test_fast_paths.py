@@ -23,6 +23,7 @@ from dflash_hf.generation import decode, running_batch
 from dflash_hf.generation.run import Run
 from dflash_hf.target_model.fast_layers import Plan, in_whole_run
 from dflash_hf.target_model.fast_on_cpu import FastLayer
+from helpers.vision import shallow_vision_target, vision_prompts
 from tiny import prompts, shallow_target, tiny_draft
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -320,6 +321,17 @@ def test_families_whose_layers_are_fast(family: str, seen: Seen) -> None:
     target, own_draft = pair_of(family, tie_word_embeddings=True)
     for _ in range(2):
         assert steps_of(seen, target, own_draft) == {ON}
+        record(target)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "llava-onevision"])
+def test_prompts_with_images(family: str, seen: Seen) -> None:
+    target: Any = shallow_vision_target(family).float()
+    inputs = vision_prompts(target, family, [[(2, 2)]], seed=0)
+    own_draft = tiny_draft(target)
+    own_draft.generation_config.verify_width = 4
+    for _ in range(2):
+        assert steps_of(seen, target, own_draft, inputs) == {ON}
         record(target)
 
 

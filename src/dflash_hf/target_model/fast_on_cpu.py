@@ -50,6 +50,8 @@ Parameters = dict[str, Any]
 Projection = Run | Parameters
 # What a decoder layer is called with in a prefill: with anything else its class knows what to do.
 PREFILL = {"attention_mask", "position_ids", CACHE_NAME, "use_cache", "position_embeddings"}
+# LLaVA hands it down to layers, where it has no meaning.
+PREFILL |= {"logits_to_keep"}
 _LINEAR = {"weight", "bias"}
 
 
