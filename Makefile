@@ -40,6 +40,8 @@ LATEST_TORCH ?= torch==2.13.0
 TODAY := $(shell date +%F)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without compiled files every process of the tests rewrites and compiles all of them anew: nine seconds of a processor.
+unexport PYTHONDONTWRITEBYTECODE
 
 PARALLEL := -n $(PYTEST_JOBS) --dist worksteal
 CPU := -m "not gpu and not slow"
