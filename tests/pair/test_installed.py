@@ -22,20 +22,30 @@ from dflash_hf.cli.pair import BUNDLED
 from helpers.source_tree import ROOT
 
 PROMPT = "Compute 41 + 80 - 99 + 14."
-WITHOUT_PILLOW = "import sys; sys.modules['PIL'] = None; from dflash_hf.cli.main import app; app()"
-# The same for several commands, one behind the other: a start of Python loads torch for five seconds of a processor.
+# Several commands where there is no Pillow, one behind the other: a start of Python loads torch for five seconds of a
+# processor. The last one finds no pair in the package.
 SEVERAL = """
 import json, sys
 sys.modules["PIL"] = None
 from typer.testing import CliRunner
 from dflash_hf.cli.main import app
-for words in json.loads(sys.argv[1]):
+from dflash_hf.cli.pair import BUNDLED
+
+def run(words):
     done = CliRunner().invoke(app, words)
     print(json.dumps([done.exit_code, done.stdout, done.stderr]))
+
+*commands, last = json.loads(sys.argv[1])
+for words in commands:
+    run(words)
+away = BUNDLED.rename(BUNDLED.with_name("away"))
+run(last)
+away.rename(BUNDLED)
 """
 DEMO = ("demo", "--per-kind", "1", "--max-new-tokens", "8", "--json")
 ASKED = ("generate", PROMPT, "--compare")
 OF_A_CLONE = ("chat", "--pair", "vision")
+WITHOUT_PAIR = ("demo",)
 
 
 def wheel_paths() -> Iterator[tuple[Path, str]]:
@@ -64,22 +74,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
-    site: Path, cwd: Path, *arguments: str, code: str = WITHOUT_PILLOW
-) -> subprocess.CompletedProcess[str]:
-    """Runs `dflash-hf` of these packages where there is no Pillow."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(site),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
-
-
 class Ended(NamedTuple):
     """What a command has said, and its exit status."""
 
@@ -93,8 +87,22 @@ def ended(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[st
     """Commands of these packages in one process, which must leave them and its working folder as they were."""
     cwd = tmp_path_factory.mktemp("elsewhere")
     before = sizes(site)
-    commands = [DEMO, ASKED, OF_A_CLONE]
-    done = run(site, cwd, json.dumps(commands), code=SEVERAL)
+    commands = [DEMO, ASKED, OF_A_CLONE, WITHOUT_PAIR]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(site),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps(commands)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     assert sizes(site) == before
     assert list(cwd.iterdir()) == []
@@ -156,15 +164,14 @@ def test_so_it_is_for_every_pair_and_command(
     )
 
 
-def test_a_pair_that_is_missing_is_a_sentence(site: Path, tmp_path: Path) -> None:
-    code = tmp_path / "site" / "dflash_hf"
-    shutil.copytree(site / "dflash_hf", code, ignore=shutil.ignore_patterns("bundled_pair"))
-    (code.parent / "dflash_kernels").symlink_to(site / "dflash_kernels")
-    done = run(code.parent, tmp_path, "demo")
+def test_a_pair_that_is_missing_is_a_sentence(
+    site: Path, ended: dict[tuple[str, ...], Ended]
+) -> None:
+    done = ended[WITHOUT_PAIR]
     assert_refused(
         done.returncode,
         done.stderr,
-        f"expected held-out prompts in {code}/bundled_pair/held_out.jsonl",
+        f"expected held-out prompts in {site}/dflash_hf/bundled_pair/held_out.jsonl",
     )
 
 
