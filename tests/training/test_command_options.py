@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from dflash_hf import load_draft
 from dflash_hf.cli.train_settings import OPTIONS
-from helpers.training_command import SMALL, TOY, said, train, write_rows
+from helpers.training_command import SMALL, TOY, said, train, write_rows, write_shallow_target
 
 MOOD = "{%- if mood is defined -%}{{- '<|im_start|>system\\nBe ' + mood + '.<|im_end|>\\n' -}}{%- endif -%}"
 TOLD = ["--chat-template-kwargs", '{"mood": "brief"}']
@@ -20,11 +20,11 @@ TOLD = ["--chat-template-kwargs", '{"mood": "brief"}']
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled target, whose template can be told something; and beside it one whose template knows it."""
+    """A shallow target, whose template can be told something; and beside it one whose template knows it."""
     folder = tmp_path_factory.mktemp("targets")
     text = (TOY / "target" / "chat_template.jinja").read_text(encoding="utf-8")
     for name, before in (("told", ""), ("knows", "{%- set mood = 'brief' -%}")):
-        shutil.copytree(TOY / "target", folder / name)
+        write_shallow_target(folder / name)
         (folder / name / "chat_template.jinja").write_text(before + MOOD + text, encoding="utf-8")
     return folder / "told"
 

@@ -433,11 +433,11 @@ def test_a_draft_memorises_a_sequence(
     draft = make_draft(fresh=True, initializer_range=0.05, **kind)
     args = options(
         tmp_path,
-        max_steps=120,
+        max_steps=90,
         per_device_train_batch_size=4,
         num_anchors=16,
         learning_rate=5e-3,
-        logging_steps=20,
+        logging_steps=15,
     )
     trainer = DFlashTrainer(
         model=draft, target=target, args=args, train_dataset=data, eval_dataset=data
