@@ -130,6 +130,8 @@ def test_float32_is_rounded_alike(shape: tuple[int, ...]) -> None:
 def test_few_vectors_go_by_torchs_own_product(
     dtype: torch.dtype, most: int, products: list[Tensor]
 ) -> None:
+    if not packed_weights._computes_alike(dtype):
+        pytest.skip(f"this machine multiplies no copies in {dtype}")
     model = Model(dtype)
     packed = model.packed()
     with torch.no_grad():
