@@ -49,9 +49,15 @@ Run = Callable[[Tensor], Tensor]
 Parameters = dict[str, Any]
 Projection = Run | Parameters
 # What a decoder layer is called with in a prefill: with anything else its class knows what to do.
-PREFILL = {"attention_mask", "position_ids", CACHE_NAME, "use_cache", "position_embeddings"}
-# LLaVA hands it down to layers, where it has no meaning.
-PREFILL |= {"logits_to_keep"}
+# LLaVA-OneVision hands `logits_to_keep` down to layers, where it has no meaning.
+PREFILL = {
+    "attention_mask",
+    "position_ids",
+    CACHE_NAME,
+    "use_cache",
+    "position_embeddings",
+    "logits_to_keep",
+}
 _LINEAR = {"weight", "bias"}
 
 
