@@ -18,7 +18,7 @@ from dflash_hf.generation import buffers, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.static_step import StaticStep
-from dflash_hf.generation.widths import candidate_widths
+from dflash_hf.generation.widths import _kept, candidate_widths
 from helpers.half import pairs
 from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes
 from helpers.vision import shallow_vision_target, vision_prompts
@@ -445,6 +445,31 @@ def test_the_eager_loop_times_itself() -> None:
     widths = draft.last_stats.verify_widths
     assert widths[0] == 16
     assert set(widths) <= set(candidate_widths(16))
+
+
+class Interrupts(BaseStreamer):
+    """Stops a run at its fifth token, as a user who has read enough."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def put(self, value: Tensor) -> None:
+        self.num_tokens += value.numel()
+        if self.num_tokens > 10:
+            raise KeyboardInterrupt
+
+    def end(self) -> None: ...
+
+
+def test_a_run_that_is_stopped_leaves_what_its_widths_have_shown() -> None:
+    target, inputs = target_of("qwen3"), prompts([6], 0)
+    draft = tiny_draft(target, 8)
+    set_engine(draft, "eager")
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**inputs, **GREEDY, assistant_model=draft, streamer=Interrupts())
+    (chooser,) = _kept[draft][target].values()
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    assert [*_kept[draft][target].values()] == [chooser]
 
 
 # ---- where it is the default

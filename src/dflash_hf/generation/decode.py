@@ -71,13 +71,14 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
         finally:
             # Also of a run that was interrupted.
             draft.last_stats = run.stats
+            keep_chooser(run)
         # 3. The texts, and the cache that the call leaves behind.
         sequences = sequences_of(run)
         advance_user_cache(run, sequences)
         # A rank that failed says so here, while the user's cache can still be put back.
         request.ranks.meet()
     # Buffers of a run that failed are not kept: a graph may have stopped in the middle.
-    keep_for_next_call(run)
+    keep_buffers(run)
     # The streamer ends behind everything that may fail, as plain `generate` ends it.
     if request.streamer is not None:
         request.streamer.end()
@@ -235,10 +236,22 @@ def advance_user_cache(run: Run, sequences: Tensor) -> None:
 
 
 def keep_for_next_call(run: Run) -> None:
-    """Keeps a run's buffers, or what its widths have shown, for the next call."""
+    """Keeps what a run that has ended leaves for the next call."""
+    keep_chooser(run)
+    keep_buffers(run)
+
+
+def keep_chooser(run: Run) -> None:
+    """Keeps what a run's widths have shown; of captured steps the costs are kept with their graphs."""
     request = run.request
+    chooser = run.chooser
+    if run.keeps_buffers or not isinstance(chooser, WidthChooser):
+        return
+    if chooser.is_kept:
+        give_chooser(chooser, request.draft, request.target.model, len(request.input_ids))
+
+
+def keep_buffers(run: Run) -> None:
+    """Keeps the buffers of captured steps, with the graphs over them."""
     if run.keeps_buffers:
-        give_buffers(request.draft, request.target, run.buffers)
-    elif isinstance(run.chooser, WidthChooser) and run.chooser.is_kept:
-        # Of captured steps the costs are measured with their graphs, and kept there.
-        give_chooser(run.chooser, request.draft, request.target.model, len(request.input_ids))
+        give_buffers(run.request.draft, run.request.target, run.buffers)
