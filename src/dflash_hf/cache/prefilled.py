@@ -19,7 +19,6 @@ from transformers.cache_utils import StaticLayer
 
 from dflash_hf.cache.recurrence import Recurrence
 from dflash_hf.cache.size import LayerShape
-from dflash_hf.errors import require
 
 # ---- what the ordinary cache holds
 
@@ -66,12 +65,14 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
             f"layer {index}; this target has a layer without its own K/V and is not supported"
         )
     num_filled = int(source.get_seq_length())
-    what = f"keys of {num_columns} prompt tokens in layer {index} of the prefill cache"
-    reason = "does not keep the whole prompt in it"
-    if num_filled > num_columns:
-        reason = "adds tokens to the prompt"
-    action = f"the target {reason}, drop assistant_model"
-    require(num_filled == num_columns, what, num_filled, action)
+    if num_filled != num_columns:
+        reason = "does not keep the whole prompt in it"
+        if num_filled > num_columns:
+            reason = "adds tokens to the prompt"
+        raise ValueError(
+            f"expected keys of {num_columns} prompt tokens in layer {index} of the prefill cache, got {num_filled}; "
+            f"the target {reason}, drop assistant_model"
+        )
     keys, values = stored_columns(source)
     window = layer_window(source)
     if getattr(source, "record_past", False):

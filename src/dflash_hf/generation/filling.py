@@ -23,10 +23,9 @@ from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.packed_weights import PackedWeights
-from dflash_hf.target_model.fast_layers import in_whole_run
+from dflash_hf.target_model.fast_layers import has_own_code, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import outermost
-from dflash_hf.target_model.user_code import is_unmodified
 
 # Inputs of a forward that go along with the tokens, column by column.
 PER_TOKEN = {
@@ -78,7 +77,7 @@ class Filling:
         is_on = (
             ops.use_short_forwards(weight)
             and not self.request.calls_own_code
-            and is_unmodified(target.parts)
+            and not has_own_code(target)
         )
         self.packed = PackedWeights(target.parts, is_on)
 

@@ -23,8 +23,8 @@ from dflash_hf.devices import Inventory
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.fast_layers import has_own_code
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.user_code import is_unmodified
 
 # Criteria that the commit itself decides.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
@@ -68,7 +68,7 @@ class Request:
     @property
     def runs_own_code(self) -> bool:
         """Whether code that is neither torch's, Transformers' nor this package's runs in a forward or between two."""
-        return self.calls_own_code or not is_unmodified(self.target.parts)
+        return self.calls_own_code or has_own_code(self.target)
 
     @property
     def calls_out(self) -> bool:

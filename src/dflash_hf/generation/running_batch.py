@@ -41,8 +41,8 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.fast_layers import has_own_code
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.target_model.user_code import is_unmodified
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -281,7 +281,7 @@ class RunningBatch:
     def _with_forwards(self, work: Callable[[], None]) -> None:
         """Calls `work`, in which forwards run."""
         calls_own_code = any(row.calls_own_code for row in self._rows())
-        runs_own_code = calls_own_code or not is_unmodified(self._target.parts)
+        runs_own_code = calls_own_code or has_own_code(self._target)
         with_forwards(self._target, self._draft_parts, runs_own_code, work)
 
     # ---- requests that wait

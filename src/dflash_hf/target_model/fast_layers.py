@@ -211,6 +211,11 @@ def in_whole_run(target: Target) -> bool:
     return running.is_whole_run and running.model is target.model
 
 
+def has_own_code(target: Target) -> bool:
+    """Returns True if code of the user's may run in a forward of a target; a whole run has asked for all its calls."""
+    return not in_whole_run(target) and not is_unmodified(target.parts)
+
+
 def _plan_of(target: Target, dtype: torch.dtype, by_kernels: bool) -> Plan:
     """Returns a model's plan; a new one when modules were replaced, or what their classes compute."""
     plan = _plans.get(target.model)
