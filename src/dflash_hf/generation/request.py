@@ -30,6 +30,8 @@ from dflash_hf.target_model.parts import Target
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
 # Whose processors, criteria and streamers change no weights.
 OWN_PACKAGES = {"transformers", "dflash_hf"}
+# These are Transformers', and call a function of the user's, or criteria of any kind.
+CALLING_OTHERS = {PrefixConstrainedLogitsProcessor, StoppingCriteriaList}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,9 @@ class Request:
         called = [*self.processors.processors, *self.criteria]
         if self.streamer is not None:
             called.append(self.streamer)
-        # This one is Transformers', and calls a function of the user's.
         kinds = set(map(type, called))
         packages = {kind.__module__.partition(".")[0] for kind in kinds}
-        return not packages <= OWN_PACKAGES or PrefixConstrainedLogitsProcessor in kinds
+        return not packages <= OWN_PACKAGES or bool(kinds & CALLING_OTHERS)
 
     @property
     def runs_own_code(self) -> bool:
@@ -74,7 +75,7 @@ class Request:
     def calls_out(self) -> bool:
         """Whether something that runs between two forwards may want to use the target itself.
 
-        Code of the user's may, and guidance does. What else there is of Transformers' looks at tokens and scores.
+        Code of the user's may, and guidance does. What else Transformers makes of settings looks at tokens and scores.
         """
         kinds = set(map(type, self.processors.processors))
         return self.calls_own_code or UnbatchedClassifierFreeGuidanceLogitsProcessor in kinds

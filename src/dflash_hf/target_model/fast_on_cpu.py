@@ -58,6 +58,8 @@ PREFILL = {
     "position_embeddings",
     "logits_to_keep",
 }
+# Models with experts hand a switch for their routers' logits down to layers, which asks for nothing where it is off.
+ROUTERS = "output_router_logits"
 _LINEAR = {"weight", "bias"}
 
 
@@ -317,9 +319,10 @@ def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | Non
 def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | None:
     """Returns the cache of a prefill by Transformers' own attention, else `None`."""
     cache = kwargs.get(CACHE_NAME)
-    # A switch that is off asks for nothing: models with experts hand one down for their routers' logits.
-    asked = {name for name, value in kwargs.items() if value is not None and value is not False}
-    is_usual = type(cache) is DynamicCache and asked <= PREFILL
+    asked = kwargs.keys() - PREFILL
+    if not kwargs.get(ROUTERS):
+        asked -= {ROUTERS}
+    is_usual = type(cache) is DynamicCache and not asked
     if not is_usual or not _rotates_all(attention, kwargs):
         return None
     return cache
