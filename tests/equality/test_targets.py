@@ -78,12 +78,13 @@ def test_half_precision_differs_by_at_most_a_rounding(family: str, dtype: torch.
     """
     target = tiny_target(family).to(dtype)
     num_equal = num_rows = 0
+    acceptance_lengths: list[float] = []
     for seed in range(3):
         inputs = prompts([4, 11, 7], seed)
         ref = target.generate(**inputs, **GREEDY)
         draft = oracle_draft(target, truth_of(inputs, ref), seed)
         out = target.generate(**inputs, **GREEDY, assistant_model=draft)
-        assert draft.last_stats.acceptance_length > 1.5
+        acceptance_lengths.append(draft.last_stats.acceptance_length)
         for row, (ours, plain) in enumerate(zip(out, ref, strict=True)):
             num_rows += 1
             wrong = (ours != plain).nonzero()
@@ -96,6 +97,8 @@ def test_half_precision_differs_by_at_most_a_rounding(family: str, dtype: torch.
             gap = logits.max() - logits[ours[at]]
             assert gap < 8 * torch.finfo(dtype).eps * logits.abs().max(), (row, at)
     assert num_equal >= num_rows // 2
+    # Behind a tie the oracle says the plain text, which is none: a batch may be wrong from its first tokens on.
+    assert max(acceptance_lengths) > 1.5
 
 
 # ---- offloaded
