@@ -212,7 +212,10 @@ def in_whole_run(target: Target) -> bool:
 
 
 def has_own_code(target: Target) -> bool:
-    """Returns True if code of the user's may run in a forward of a target; a whole run has asked for all its calls."""
+    """Returns True if code of the user's may run in a forward of a target.
+
+    A whole run has asked this at its beginning.
+    """
     return not in_whole_run(target) and not is_unmodified(target.parts)
 
 

@@ -89,7 +89,7 @@ def is_library(name: str) -> bool:
 def is_harmless(hook: Any) -> bool:
     """Returns True for hooks that change nothing in a run: Transformers' own, and this package's, which listen.
 
-    Transformers' record outputs, or have gradients begin at the embedding: the latter stay behind a training.
+    Transformers' hooks record outputs, or have gradients begin at the embedding. They stay on a target for good.
     """
     # A hook of any other module may change what a layer returns.
     return getattr(hook, "__module__", None) in (
