@@ -27,7 +27,7 @@ from harness.report import show
 
 from dflash_hf import DFlashDraftModel, load_draft
 from dflash_hf.bench.sets import load_questions
-from dflash_hf.generation import prefill
+from dflash_hf.generation import decode
 from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training.anchors import all_anchors
@@ -135,7 +135,7 @@ def main(
             "expected a draft whose positions are independent, got DFlash 2; use --generate's number"
         )
     # Whole trees: what is simulated has no clock.
-    prefill.choose_widths = lambda generator, state, keeps_buffers: FixedWidth(
+    decode.choose_widths = lambda generator, state, keeps_buffers: FixedWidth(
         generator.verify_width
     )
     sizes = [int(num) for num in nodes.split(",")]

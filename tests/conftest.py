@@ -96,7 +96,7 @@ def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from helpers.whole_blocks import widest
 
-    monkeypatch.setattr("dflash_hf.generation.prefill.choose_widths", widest)
+    monkeypatch.setattr("dflash_hf.generation.decode.choose_widths", widest)
 
 
 @pytest.fixture(autouse=True)

@@ -149,6 +149,6 @@ def test_trees_of_64_nodes_take_one_word() -> None:
             return FixedWidth(generator.verify_width)
 
         with pytest.MonkeyPatch.context() as patches:
-            patches.setattr("dflash_hf.generation.prefill.choose_widths", note)
+            patches.setattr("dflash_hf.generation.decode.choose_widths", note)
             target.generate(**inputs, max_new_tokens=2, do_sample=False, assistant_model=draft)
     assert shapes == [(4, 1, 64), (5, 1, 65), (7, 1, 256)]

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf import DFlashDraftModel, iterate
+from dflash_hf import DFlashDraftModel, RunningBatch, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.generation import buffers, step
+from dflash_hf.generation import buffers, running_batch, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.static_step import StaticStep
@@ -470,6 +470,71 @@ def test_a_run_that_is_stopped_leaves_what_its_widths_have_shown() -> None:
     (chooser,) = _kept[draft][target].values()
     target.generate(**inputs, **GREEDY, assistant_model=draft)
     assert [*_kept[draft][target].values()] == [chooser]
+
+
+def failing_code(kind: str) -> dict[str, Any]:
+    """Code of the user's that raises an error at the first token."""
+
+    def fail(*given: Any) -> None:
+        raise KeyError("at the first token")
+
+    class Fails(BaseStreamer):
+        num_puts = 0
+
+        def put(self, value: Tensor) -> None:
+            self.num_puts += 1
+            # The first call has the prompt, the next one the first token.
+            if self.num_puts > 1:
+                fail()
+
+        def end(self) -> None: ...
+
+    if kind == "streamer":
+        return {"streamer": Fails()}
+    return {kind: [fail]}
+
+
+def a_pair_with_kept_widths() -> tuple[PreTrainedModel, DFlashDraftModel, dict[str, Tensor], Any]:
+    target, inputs = target_of("qwen3"), prompts([6], 0)
+    draft = tiny_draft(target, 8)
+    set_engine(draft, "eager")
+    # The shape of verifies that a call, a batch and `iterate` have in common.
+    draft.generation_config.num_tree_nodes = 0
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    (chooser,) = _kept[draft][target].values()
+    return target, draft, inputs, chooser
+
+
+@pytest.mark.parametrize("kind", ["streamer", "stopping_criteria", "logits_processor"])
+def test_a_run_that_fails_at_its_first_token_leaves_what_earlier_ones_have_kept(kind: str) -> None:
+    target, draft, inputs, chooser = a_pair_with_kept_widths()
+    with pytest.raises(KeyError, match="at the first token"):
+        target.generate(**inputs, **GREEDY, assistant_model=draft, **failing_code(kind))
+    assert [*_kept[draft][target].values()] == [chooser]
+
+
+def test_a_batch_whose_step_fails_leaves_what_earlier_runs_have_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft, inputs, chooser = a_pair_with_kept_widths()
+    batch = RunningBatch(target, draft)
+    batch.add(inputs["input_ids"][0], **GREEDY)
+
+    def fail(*given: Any) -> None:
+        raise KeyError("in a step")
+
+    monkeypatch.setattr(running_batch, "step", fail)
+    with pytest.raises(KeyError, match="in a step"):
+        batch.step()
+    assert [*_kept[draft][target].values()] == [chooser]
+
+
+def test_a_run_that_is_looked_at_leaves_what_earlier_ones_have_kept() -> None:
+    target, draft, inputs, chooser = a_pair_with_kept_widths()
+    for asked in (None, "auto"):
+        draft.generation_config.verify_width = asked
+        assert list(iterate(target, draft, **inputs, **GREEDY))
+        assert [*_kept[draft][target].values()] == [chooser]
 
 
 # ---- where it is the default

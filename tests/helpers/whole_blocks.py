@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import prefill
+from dflash_hf.generation import decode
 from dflash_hf.generation.widths import FixedWidth
 
 
@@ -34,5 +34,5 @@ def use_whole_blocks(draft: DFlashDraftModel) -> None:
 if __name__ == "__main__":
     from dflash_hf.cli.main import app
 
-    prefill.choose_widths = widest
+    decode.choose_widths = widest
     app(["chat", "--web", *sys.argv[1:]])

@@ -64,11 +64,11 @@ def nothing_computed_in_vain() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies chains of whole blocks where a test names neither trees nor a width: launches are counted by step."""
-    from dflash_hf.generation import prefill
+    from dflash_hf.generation import decode, prefill
     from dflash_hf.generation.widths import FixedWidth
 
     resolve = prefill.resolve
-    choose = prefill.choose_widths
+    choose = decode.choose_widths
 
     def resolved(request: Any, *args: Any) -> Any:
         options = request.draft.generation_config
@@ -85,7 +85,7 @@ def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         return choose(generator, *args) if is_named else FixedWidth(generator.verify_width)
 
     monkeypatch.setattr(prefill, "resolve", resolved)
-    monkeypatch.setattr(prefill, "choose_widths", chooser)
+    monkeypatch.setattr(decode, "choose_widths", chooser)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory, device_errors_explained, eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.cuda_graph import start_engine
-from dflash_hf.generation.options import choose_engine
+from dflash_hf.generation.options import choose_engine, choose_widths
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import (
@@ -66,6 +66,7 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
             run = prefill(request, inputs, user_cache, keeps_buffers=engine != "eager")
         # 2. The steps, until every row has ended: draft, verify, accept, report.
         try:
+            begin_widths(run)
             with no_gradients(target, request.runs_own_code):
                 advance(run, engine)
         finally:
@@ -235,10 +236,11 @@ def advance_user_cache(run: Run, sequences: Tensor) -> None:
     )
 
 
-def keep_for_next_call(run: Run) -> None:
-    """Keeps what a run that has ended leaves for the next call."""
-    keep_chooser(run)
-    keep_buffers(run)
+def begin_widths(run: Run) -> None:
+    """Has a run choose its widths, by what an earlier one has kept; see [`keep_chooser`]."""
+    run.chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
+    # The time that it took is no step's.
+    run.watch.lap("rest")
 
 
 def keep_chooser(run: Run) -> None:

@@ -22,14 +22,13 @@ from dflash_hf.errors import require
 from dflash_hf.generation.accept import Accept, BlockRule, CustomBlockRule
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.checks import check_iterated, check_rules
-from dflash_hf.generation.decode import no_gradients
+from dflash_hf.generation.decode import begin_widths, keep_chooser, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Run, look_at_models
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
-from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.undo import calling
@@ -140,9 +139,9 @@ def _start(
     # A run may be left half-way, so that no cache is advanced and no buffers are taken from the pool.
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
-    if request.draft.generation_config.asked_width is None:
-        # To be looked at, a run drafts at every step.
-        run.chooser = FixedWidth(run.generator.verify_width)
+    # To be looked at, a run drafts at every step, unless another width is asked for.
+    if request.draft.generation_config.asked_width is not None:
+        begin_widths(run)
     # The user may change weights in a pause.
     run.packed = PackedWeights(request.target.parts, is_on=False)
     if propose is not None:
@@ -205,7 +204,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             # By now the accepted proposals stand in `state.tokens`.
             tokens = run.rule.tokens
         yield _look(run, index, anchor, lengths, tokens, committed, optional)
-    # A run that is left half-way never gets here, and its streamer is not ended.
+    # A run that is left half-way never gets here: its widths are not kept, and its streamer is not ended.
+    keep_chooser(run)
     if run.request.streamer is not None:
         run.request.streamer.end()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dflash_hf.errors import require
 from dflash_hf.generation.buffers import else_freed
+from dflash_hf.generation.decode import begin_widths
 from dflash_hf.generation.options import by_table
 from dflash_hf.generation.row_rules import RowBlockRule, RowPositionRule
 from dflash_hf.generation.run import Reported, Rows, Run, drop_finished, grow
@@ -39,6 +40,7 @@ def begin_batch(run: Run, row: RowSettings) -> None:
     """Makes the run of one prompt the first row of a running batch."""
     # Its text already begins in the first column: a single prompt has no padding.
     run.room += run.state.host.columns
+    begin_widths(run)
     run.chooser = by_table(run.generator, run.chooser)
     # Ends are the rows' own.
     run.state.padded_eos_ids.fill_(-1)

@@ -21,7 +21,7 @@ from dflash_hf.generation.checks import check_padding, check_room
 from dflash_hf.generation.filling import PER_TOKEN, Filling, empty_cache
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.graphs import Graphs
-from dflash_hf.generation.options import Options, choose_widths, resolve
+from dflash_hf.generation.options import Options, resolve
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Reported, Rows, Run, first_room, taps_of_verifies
 from dflash_hf.generation.sampling import new_seed
@@ -29,6 +29,7 @@ from dflash_hf.generation.state import NUM_REPORTED, BufferShape
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.step import accept, record_progress
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
+from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import check_length, check_takes_positions
@@ -179,7 +180,8 @@ class Prefill:
             rule=rule,
             recorder=recorder,
             watch=self.watch,
-            chooser=choose_widths(generator, state, self.keeps_buffers),
+            # Until a caller says that widths are chosen: what was kept of them is not taken while this may fail.
+            chooser=FixedWidth(generator.verify_width),
             packed=self.filling.packed,
             user_cache=self.user_cache,
             taps=taps_of_verifies(request, cache),

@@ -25,7 +25,7 @@ from dflash_hf.devices import Inventory
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
-from dflash_hf.generation.decode import keep_for_next_call, no_gradients, with_forwards
+from dflash_hf.generation.decode import keep_chooser, no_gradients, with_forwards
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.generation.joining import begin_batch, failed_of, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
@@ -381,7 +381,6 @@ class RunningBatch:
         is_last = bool(run.rows.reported.done[0])
         # An answer of one token joins nothing.
         if is_last:
-            keep_for_next_call(run)
             self._answers.add(row, [first], is_last)
             return
         try:
@@ -412,8 +411,6 @@ class RunningBatch:
             begin_batch(run, row.settings)
             self._run = run
             return 0
-        # The row's run ends here: what its widths have shown is for the next one.
-        keep_for_next_call(run)
         if self._places is not None:
             place = self._places.add(run, row.settings)
             self._run = self._places.run
@@ -568,7 +565,7 @@ class RunningBatch:
         if self._places is not None:
             self._places.free(ended)
         elif run.finished:
-            keep_for_next_call(run)
+            keep_chooser(run)
         else:
             places = leave(run, [row.settings for row in self._running.values()])
             self._running = {new: self._running[old] for new, old in enumerate(places)}
@@ -580,6 +577,8 @@ class RunningBatch:
 
     def _end_all(self) -> None:
         """Lets go of everything that runs."""
+        if self._run is not None:
+            keep_chooser(self._run)
         self._run = None
         self._running = {}
         # Steps may have left them half-written.
