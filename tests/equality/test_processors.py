@@ -11,7 +11,15 @@ from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfi
 
 from helpers.half import half
 from helpers.static import Tape, tensor_oracle, use_tapes
-from tiny import VOCAB, oracle_draft, prompts, shallow_target, tiny_target, truth_of
+from tiny import (
+    VOCAB,
+    oracle_draft,
+    prompts,
+    shallow_target,
+    tiny_draft,
+    tiny_target,
+    truth_of,
+)
 
 NEW = 24
 LENGTHS = [6, 4, 9, 5]
@@ -26,6 +34,18 @@ class Shift(LogitsProcessor):
             1, (input_ids[:, -1:] + 1) % scores.shape[1], torch.full_like(scores[:, :1], 1.5)
         )
         return scores
+
+
+class Narrow(LogitsProcessor):
+    """One of the user's own, which returns the scores of the first tokens alone."""
+
+    def __init__(self, num_tokens: int, is_row_wise: bool, shapes_proposals: bool = False) -> None:
+        self.num_tokens = num_tokens
+        self.is_row_wise = is_row_wise
+        self.shapes_proposals = shapes_proposals
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores[:, : self.num_tokens]
 
 
 WARPERS: dict[str, dict[str, Any]] = {
@@ -74,6 +94,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         )
     },
     "own": {"logits_processor": LogitsProcessorList([Shift()])},
+    "narrower": {"logits_processor": [Narrow(40, is_row_wise=False)]},
+    "narrower by rows": {"logits_processor": [Shift(), Narrow(40, is_row_wise=True)]},
+    "narrower proposals": {
+        "logits_processor": [Narrow(40, is_row_wise=True, shapes_proposals=True)]
+    },
+    "one token": {"logits_processor": [Narrow(1, is_row_wise=True)]},
     "mixed": {
         "repetition_penalty": 1.2,
         "no_repeat_ngram_size": 3,
@@ -138,6 +164,39 @@ def test_a_warper_changes_what_is_sampled(case: str) -> None:
             )
         )
     assert not torch.equal(texts[0], texts[1])
+
+
+@pytest.mark.parametrize("is_row_wise", [True, False])
+def test_tokens_without_a_score_are_never_chosen(is_row_wise: bool) -> None:
+    target = shallow_target("qwen3")
+    settings = {
+        **prompts(LENGTHS, 8),
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "logits_processor": [Narrow(40, is_row_wise)],
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    ref = target.generate(**settings)
+    out = target.generate(**settings, assistant_model=tiny_draft(target))
+    assert torch.equal(out.sequences, ref.sequences)
+    for ours, theirs in zip(out.scores, ref.scores, strict=True):
+        assert ours[:, 40:].isneginf().all()
+        torch.testing.assert_close(ours[:, :40], theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_row_wise", [True, False])
+def test_scores_of_tokens_that_the_target_does_not_have_are_refused(is_row_wise: bool) -> None:
+    class Wide(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return torch.cat([scores, scores], dim=1)
+
+    wide = Wide()
+    wide.is_row_wise = is_row_wise
+    target = shallow_target("qwen3")
+    inputs = prompts(LENGTHS, 8)
+    with pytest.raises(ValueError, match=r"expected scores of at most 64 tokens .*, got 128; "):
+        target.generate(**inputs, logits_processor=[wide], assistant_model=tiny_draft(target))
 
 
 # Processors that go by the length of the text alone.

@@ -35,7 +35,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import ops
 from dflash_hf.generation.choose import accepted, choose_block, scores_of_block, walk_of
-from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row
+from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row, of_vocabulary
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 from dflash_hf.generation.stats import Recorder
 from dflash_hf.generation.synchronized_rows import SynchronizedRows, pads_ended_rows
@@ -242,6 +242,7 @@ class PositionRule:
         # A copy in float32, which processors expect: rows of another length may have float64 scores by now.
         raw = scores_BV.to(torch.float32, copy=True)
         processed = self.processors.at(prefix, raw, rows)
+        processed = of_vocabulary(processed, scores_BV.shape[-1])
         return torch.where(rows[:, None], processed, scores_BV)
 
     def _goes_on(self, state: DecodeState, position: int, chosen_B: Tensor) -> Tensor:

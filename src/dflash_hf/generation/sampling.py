@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
@@ -265,6 +265,21 @@ class BlockProcessors:
         # Stateless warpers get a prefix and look at none.
         no_ids = flat.new_empty(flat.shape[0], 0, dtype=torch.long)
         return self.warpers(no_ids, flat).view_as(scores)
+
+
+def of_vocabulary(scores: Tensor, vocab_size: int) -> Tensor:
+    """Returns scores `[B, vocab_size]` of what processors have returned: -inf for tokens that they left out.
+
+    A processor may return the scores of the first tokens alone. Raises `ValueError` if there are more than the target
+    has: such a token has no embedding.
+    """
+    num_given = scores.shape[-1]
+    if num_given == vocab_size:
+        return scores
+    what = f"scores of at most {vocab_size} tokens from logits processors"
+    action = "return no scores of tokens that the target does not have"
+    require(num_given < vocab_size, what, num_given, action)
+    return nn.functional.pad(scores, (0, vocab_size - num_given), value=-math.inf)
 
 
 class RowProcessors(BlockProcessors):

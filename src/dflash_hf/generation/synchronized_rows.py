@@ -11,7 +11,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.generation.choose import accepted, choose_block, scores_of_block, walk_of
-from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row
+from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row, of_vocabulary
 from dflash_hf.generation.state import DecodeState
 
 
@@ -172,6 +172,7 @@ class _ProcessedColumns:
         # A copy, because processors may write into the scores that they get while the raw ones may be asked for.
         raw = self.scores[:, column].to(torch.float32, copy=True)
         processed = self.processors.processors(prefix, raw)
+        processed = of_vocabulary(processed, self.scores.shape[-1])
         # A user processor may make float64 scores of float32 ones.
         self.scores = self.scores.to(torch.promote_types(self.scores.dtype, processed.dtype))
         self.scores[:, column] = processed
