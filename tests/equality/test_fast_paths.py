@@ -248,6 +248,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9},
     "with scores": {"return_dict_in_generate": True, "output_scores": True},
+    "with states": {"return_dict_in_generate": True, "output_hidden_states": True},
+    "with a cache": {"return_dict_in_generate": True, "output_logits": True},
     "static": {"cache_implementation": "static"},
     "in chunks": {"prefill_chunk_size": 4},
     "by prefixes": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3},

@@ -49,7 +49,8 @@ Run = Callable[[Tensor], Tensor]
 Parameters = dict[str, Any]
 Projection = Run | Parameters
 # What a decoder layer is called with in a prefill: with anything else its class knows what to do.
-# LLaVA-OneVision hands `logits_to_keep` down to layers, where it has no meaning.
+# LLaVA-OneVision hands `logits_to_keep` down to layers, and all models `output_hidden_states`: these have no meaning
+# there. Transformers records states by hooks, which are called behind a layer's fast form too.
 PREFILL = {
     "attention_mask",
     "position_ids",
@@ -57,6 +58,7 @@ PREFILL = {
     "use_cache",
     "position_embeddings",
     "logits_to_keep",
+    "output_hidden_states",
 }
 # Models with experts hand a switch for their routers' logits down to layers, which asks for nothing where it is off.
 ROUTERS = "output_router_logits"
