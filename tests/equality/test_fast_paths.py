@@ -322,6 +322,26 @@ def test_beside_another_thread(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> N
         assert {step.num_fast_layers for step in seen.steps} == {LAYERS}
 
 
+def set_put(streamer: Any) -> None:
+    streamer.put = Listening().put
+
+
+def set_on_finalized_text(streamer: Any) -> None:
+    streamer.on_finalized_text = lambda text, stream_end=False: None
+
+
+@pytest.mark.parametrize("set_one", [set_put, set_on_finalized_text])
+def test_a_function_on_a_streamer_of_transformers_is_the_users(
+    set_one: Callable[[Any], None], seen: Seen
+) -> None:
+    target, own_draft = pair_of()
+    streamer = TextIteratorStreamer(cast(Any, Words()))
+    set_one(streamer)
+    target.generate(**ROW, **GREEDY, streamer=streamer, assistant_model=own_draft)
+    is_on = ON._replace(is_inference=False, is_whole_run=False, has_copies=False)
+    assert seen.steps == {is_on}
+
+
 FAMILIES = ["qwen2", "qwen3-sliding", "qwen3-moe", "llama", "mistral"]
 
 

@@ -64,7 +64,8 @@ class Request:
             called.append(self.streamer)
         kinds = set(map(type, called))
         packages = {kind.__module__.partition(".")[0] for kind in kinds}
-        return not packages <= OWN_PACKAGES or bool(kinds & CALLING_OTHERS)
+        is_all_own = packages <= OWN_PACKAGES and not kinds & CALLING_OTHERS
+        return not is_all_own or any(map(_has_replaced_method, called))
 
     @property
     def runs_own_code(self) -> bool:
@@ -79,3 +80,10 @@ class Request:
         """
         kinds = set(map(type, self.processors.processors))
         return self.calls_own_code or UnbatchedClassifierFreeGuidanceLogitsProcessor in kinds
+
+
+def _has_replaced_method(called: object) -> bool:
+    """Returns True if a function was set on an object in the place of a method of its class."""
+    kind = type(called)
+    own = getattr(called, "__dict__", {})
+    return any(callable(getattr(kind, name, None)) for name in own)
