@@ -248,6 +248,61 @@ def test_a_template_that_rewrites_turns_gives_each_its_sequence(tmp_path: Path) 
     assert tokenizer.decode(example.input_ids).endswith("</think>\n\ntwo<|im_end|>\n")
 
 
+def weighted(*weights: Any) -> list[dict[str, Any]]:
+    """The chat with a weight of each answer."""
+    return [CHAT[0], {**CHAT[1], "weight": weights[0]}, CHAT[2], {**CHAT[3], "weight": weights[1]}]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("from_sharegpt", [False, True])
+def test_answers_of_weight_0_are_not_trained_on(
+    tmp_path: Path, name: str, from_sharegpt: bool
+) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+
+    def turns_of(*weights: Any, **options: Any) -> list[list[int]]:
+        row = {"messages": weighted(*weights)}
+        if from_sharegpt:
+            said = zip(SHAREGPT, row["messages"], strict=True)
+            # Such sets give weights to what the user says too.
+            row = {"conversations": [old | {"weight": new.get("weight", 0)} for old, new in said]}
+        rows, report = prepared(tmp_path, tokenizer, row, {"messages": CHAT[:2]}, **options)
+        assert all("weight" not in turn for row in rows for turn in row["messages"])
+        examples: Any = read_examples(tmp_path / "out.jsonl", tokenizer)
+        assert len(examples) == report.num_sequences
+        return [sequence["turns"] for sequence in rows[0]["sequences"]]
+
+    assert turns_of(0, 1.0) == [[3]]
+    assert turns_of(0.0, None) == [[3]]
+    assert turns_of(1, 0) == [[1]]
+    assert turns_of(1, 0.5) in ([[1, 3]], [[1], [3]])
+    assert turns_of(0, 1, turns="last") == [[3]]
+    for turns in ("all", "last"):
+        row = {"messages": weighted(0, 0)}
+        _, report = prepared(tmp_path, tokenizer, row, {"messages": CHAT[:2]}, turns=turns)
+        assert report.left_out == {
+            "no answer to train on and no question at its end": (
+                1,
+                f"line 1 of {tmp_path / 'in.jsonl'}",
+            )
+        }
+
+
+def test_a_prompt_has_no_weights(tmp_path: Path, smollm2: Any) -> None:
+    rows = [{"messages": weighted(0, 0)}, {"messages": CHAT}]
+    (row,), report = prepared(tmp_path, smollm2, *rows, turns="none")
+    assert row["messages"] == CHAT[:3]
+    assert list(report.left_out) == ["a duplicate"]
+
+
+def test_examples_of_rows_leave_answers_of_weight_0_out(smollm2: Any) -> None:
+    dataset = ChatDataset([{"messages": weighted(0, 1)}, {"messages": weighted(1, 0)}], smollm2)
+    assert dataset[:] == [Example.from_messages(smollm2, CHAT, turns=[at]) for at in (3, 1)]
+    assert list(dataset.lengths) == [len(example.input_ids) for example in dataset]
+    with pytest.raises(ValueError, match=r"expected turns of the assistant's, got \[\]; .*row 0"):
+        ChatDataset([{"messages": weighted(0, 0)}], smollm2)[0]
+
+
 def test_an_example_is_told_with_its_line(tmp_path: Path, smollm2: Any) -> None:
     prepared(tmp_path, smollm2, {"messages": QUESTION}, {"messages": CHAT}, turns="all")
     examples: Any = read_examples(tmp_path / "out.jsonl", smollm2)

@@ -13,7 +13,7 @@ from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.data.rows import without_filling
 from dflash_hf.errors import listed, require
 from dflash_hf.training.data import Example
-from dflash_hf.training.masks import assistant_turns
+from dflash_hf.training.masks import turns_to_train
 from dflash_hf.training.messages import ChatTemplate, check_messages, template_options
 
 
@@ -28,8 +28,9 @@ class ChatDataset(Sequence[Example]):
         rows (sequence of mappings): `messages` (contents are strings or lists of blocks) and, where there are images
             outside of the messages, `images` or `image`, `None` for none; a `datasets.Dataset` is one. See
             [`prepare_multimodal_messages`] for what an image may be and where it goes. Also read: `answer_ids`, the
-            target's own answer to the row; `trained_turns`, which messages count, default all of the assistant's;
-            `chat_template_kwargs`, what else the template reads; `prompt_date`, the day that it writes as today.
+            target's own answer to the row; `trained_turns`, which messages count, default all of the assistant's but
+            those of `weight` 0; `chat_template_kwargs`, what else the template reads; `prompt_date`, the day that it
+            writes as today.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
         answers (sequence of sequences of `int`, *optional*): The target's own answer to each row, its end token
             included, instead of the row's last assistant turn.
@@ -140,7 +141,7 @@ class ChatDataset(Sequence[Example]):
         else:
             messages = template.messages(messages, images)
             if not template.is_marked:
-                turns = row.get("trained_turns") or assistant_turns(messages)
+                turns = row.get("trained_turns") or turns_to_train(messages)
                 messages = messages[: _behind(turns, len(messages))]
             plain = len(template.tokens(template.render(messages)))
         length = self._expanded(plain, messages, lambda: len(self._build(row).input_ids))

@@ -177,7 +177,7 @@ def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
     require(isinstance(turn, Mapping), f"a role and a content in {where}", turn, FIX)
     turn = _without_none(turn)
     if "role" not in turn and "from" in turn:
-        turn = {"role": turn["from"], "content": turn.get("value")}
+        turn = {"role": turn["from"], "content": turn.get("value"), "weight": turn.get("weight")}
     role = turn.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(
@@ -188,6 +188,9 @@ def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
         content = ""
     message = {"role": ROLES[role], "content": _content(content, where, row, images)}
     others = {name: turn[name] for name in turn if name not in ("role", "content", "weight")}
+    # Which answers count; nothing else that a weight may say is known here.
+    if message["role"] == "assistant" and turn.get("weight") == 0:
+        others["weight"] = 0
     return with_read_calls(message | others, where)
 
 

@@ -107,7 +107,8 @@ class Example:
                 chats with and without images.
             messages (sequence of mappings): The conversation; see [`prepare_multimodal_messages`].
             images (sequence): Images of the image blocks that have none of their own.
-            turns (sequence of `int`, *optional*): Which messages count, in order; default all of the assistant's.
+            turns (sequence of `int`, *optional*): Which messages count, in order; default all of the assistant's
+                but those of `weight` 0.
             chat_template_kwargs (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
 
         Raises:

@@ -28,6 +28,11 @@ def assistant_turns(messages: Messages) -> list[int]:
     return [at for at, message in enumerate(messages) if message["role"] == "assistant"]
 
 
+def turns_to_train(messages: Messages) -> list[int]:
+    """Returns which messages are the assistant's and count: those of weight 0 do not, as in OpenAI's format."""
+    return [at for at in assistant_turns(messages) if messages[at].get("weight") != 0]
+
+
 def answer_spans(
     render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]
 ) -> list[Span]:

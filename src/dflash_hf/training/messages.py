@@ -19,7 +19,13 @@ from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.data.row_files import parsed
 from dflash_hf.errors import require, shown
 from dflash_hf.processing_qwen3_vl import check_pixels
-from dflash_hf.training.masks import MARKS, answer_spans, assistant_turns, token_mask
+from dflash_hf.training.masks import (
+    MARKS,
+    answer_spans,
+    assistant_turns,
+    token_mask,
+    turns_to_train,
+)
 
 FIX = "fix the row"
 PLACE = "@@place@@"  # a text that no template has
@@ -306,7 +312,7 @@ def encode_messages(
     """
     prepared = template.messages(messages, images)
     every = assistant_turns(prepared)
-    chosen = every
+    chosen = turns_to_train(prepared)
     if turns is not None:
         chosen = list(turns)
     is_good = bool(chosen) and chosen == [turn for turn in every if turn in chosen]

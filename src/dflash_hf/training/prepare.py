@@ -27,7 +27,7 @@ from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import NO_LIMIT, content_id, conversation_of, resolved
 from dflash_hf.training.examples import meta_path, read_meta
-from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
+from dflash_hf.training.masks import check_turns, groups_in_place, turns_to_train
 from dflash_hf.training.messages import ChatTemplate, Processing, template_options, today
 
 logger = logging.getLogger(__name__)
@@ -344,12 +344,12 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     max_pixels = settings.max_image_pixels or NO_LIMIT
     found = conversation_of(row, settings.template, folder / "images", options, max_pixels)
     messages = found["messages"]
+    turns = _chosen_turns(messages, settings.turns)
     if settings.turns == "none":
         while messages[-1]["role"] != "user":
             messages.pop()
         # Rows that differ in their answers alone have become the same prompt.
         found["id"] = content_id(found)
-    turns = _chosen_turns(messages, settings.turns)
     answers = [messages[turn] for turn in turns]
     if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
         return {"left_out": "an empty answer"}
@@ -363,7 +363,7 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     check_turns(template.render(prepared, ends_with_user), prepared)
     made: dict[str, Any] = {"id": found["id"]}
     if not turns and not ends_with_user:
-        return made | {"left_out": "no answer and no question at its end"}
+        return made | {"left_out": "no answer to train on and no question at its end"}
     limit = settings.max_length
     sequences: list[dict[str, Any]] = []
     if not turns:
@@ -387,11 +387,14 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     return made
 
 
-def _chosen_turns(messages: Sequence[Mapping[str, Any]], which: Turns) -> list[int]:
-    """The answers of a conversation that are trained on."""
+def _chosen_turns(messages: Sequence[dict[str, Any]], which: Turns) -> list[int]:
+    """The answers of a conversation that are trained on; their weights are taken away."""
+    turns = turns_to_train(messages)
+    # The sequences say what counts: no template and no server has to know a weight.
+    for message in messages:
+        message.pop("weight", None)
     if which == "none":
         return []
-    turns = assistant_turns(messages)
     if which == "all":
         return turns
     return [turn for turn in turns if turn == len(messages) - 1]
