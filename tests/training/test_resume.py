@@ -191,6 +191,22 @@ def test_records_before_the_first_checkpoint_are_dropped(
     assert rows[0].keys() >= {"step", "eval_acceptance_length"}
 
 
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_resumed_run_is_evaluated_at_its_start_once(
+    step: int, target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    """Killed before its first checkpoint the run begins anew, and later it has been evaluated by then."""
+    changes: dict[str, Any] = {"save_steps": 3, "eval_on_start": True}
+    with pytest.raises(Killed):
+        make(target, make_draft(), tmp_path, Kill(step, "step_end"), **changes).train()
+    again = make(target, make_draft(), tmp_path, **changes)
+    again.train(resume_from_checkpoint=step > 3)
+    assert again.args.eval_on_start
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    for rows in (map(json.loads, lines), again.state.log_history):
+        assert [row["step"] for row in rows if "eval_acceptance_length" in row] == [0, 4, 8]
+
+
 def test_the_best_draft_is_found_in_a_folder_that_moved(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

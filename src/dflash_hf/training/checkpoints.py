@@ -58,7 +58,9 @@ class Records(TrainerCallback, ExportableState):
         self.rows_per_batch = args.per_device_train_batch_size
         metrics = Path(str(args.output_dir)) / METRICS_FILE
         if state.is_world_process_zero and metrics.is_file():
-            _keep_records(metrics, state.global_step)
+            # A run that begins with an evaluation does that of step 0 again, too.
+            last_step = -1 if args.eval_on_start else state.global_step
+            _keep_records(metrics, last_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -192,7 +192,8 @@ class DFlashTrainer(Trainer):
         """Trains to the last step; the draft is trained in place and left in eval mode.
 
         Overrides: `args.resume_from_checkpoint` counts too, checkpoints that were not written to their end are passed
-        over, and the seed is set again, so that what happened before cannot matter.
+        over, `args.eval_on_start` is for a run that begins, and the seed is set again, so that what happened before
+        cannot matter.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): A `checkpoint-<step>` folder, or `True` for the
@@ -213,9 +214,13 @@ class DFlashTrainer(Trainer):
         self._window = {}
         self._throughput.reset()
         set_seed(self.args.seed)
+        # Transformers evaluates at the start of a resumed run too, which has been evaluated at its start.
+        evaluates_first = self.args.eval_on_start
+        self.args.eval_on_start = evaluates_first and checkpoint is None
         try:
             return super().train(checkpoint, *args, **kwargs)
         finally:
+            self.args.eval_on_start = evaluates_first
             self.draft.eval()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
