@@ -160,10 +160,11 @@ class Answer:
         turns: list[Turn] = []
         for choice in row["choices"]:
             for number, text in enumerate(choice["turns"]):
-                turns.append(
-                    Turn(
-                        text=text,
-                        **{name: choice[name][number] for name in _PER_TURN if name in choice},
-                    )
-                )
+                said = {name: choice[name][number] for name in _PER_TURN if name in choice}
+                turn = Turn(**fields_in({**said, "text": text}, Turn))
+                # A number of each verify.
+                of_verifies = [turn.accepted, turn.proposed, turn.checked]
+                if len({len(numbers) for numbers in of_verifies if numbers is not None}) > 1:
+                    raise TypeError("lists of verifies that are not as long as each other")
+                turns.append(turn)
         return cls(**fields_in(row, cls, turns=tuple(turns)))

@@ -6,10 +6,17 @@ SPEED-Bench have it, with `"images"`, `"history"`, `"reference"`, `"score"` and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from math import isfinite
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dflash_hf.errors import is_a, shown
+
+# Kept per class: to look them up takes longer than to check a value.
+_types_of = functools.cache(get_type_hints)
 Score = Literal["math", "code", "letter", "exact"]
 Key = tuple[str, int | str]
 
@@ -89,5 +96,33 @@ def fields_in(row: Mapping[str, Any], kind: Any, **others: Any) -> dict[str, Any
     """Returns what a row of a file says of a dataclass's fields, and others in place of what it says of them.
 
     Another version may have written more or less.
+
+    Raises:
+        TypeError: If a value is not of its field's type.
     """
-    return {item.name: row[item.name] for item in fields(kind) if item.name in row} | others
+    found = {item.name: row[item.name] for item in fields(kind) if item.name in row} | others
+    hints = _types_of(kind)
+    for name, value in found.items():
+        if not has_type(value, hints[name]):
+            raise TypeError(f"{shown(value)} as {name}")
+    return found
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Returns True if a value is of a type, and so are all that it holds; numbers are finite, and `True` is none."""
+    kind = get_origin(hint) or hint
+    parts = get_args(hint)
+    if kind in (Union, UnionType):
+        return any(has_type(value, part) for part in parts)
+    if kind is Literal:
+        return value in parts
+    if kind in (list, tuple):
+        return isinstance(value, kind) and all(has_type(part, parts[0]) for part in value)
+    if kind in (dict, Mapping):
+        values_type = parts[1] if parts else Any
+        return isinstance(value, Mapping) and all(
+            has_type(part, values_type) for part in value.values()
+        )
+    if kind is float:
+        return is_a(value, int, float) and isfinite(value)
+    return kind is Any or is_a(value, kind)

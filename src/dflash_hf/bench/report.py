@@ -11,9 +11,10 @@ from typing import Any
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.plots import Figure, figures
-from dflash_hf.bench.run_files import Run, read_run
+from dflash_hf.bench.run_files import RUN, Run, read_run
 from dflash_hf.bench.summary import read_scores, summarize
 from dflash_hf.data.row_files import parsed_object, write_whole
+from dflash_hf.errors import one_line, require
 
 MAX_DIFFERING = 50  # rows
 MAX_TEXT = 4000  # characters of an answer that is shown
@@ -32,24 +33,10 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         ImportError: Without jinja2.
     """
     try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
     except ImportError as error:
         sentence = "expected jinja2 for the report, got no module of that name; pip install 'dflash-hf[bench]'"
         raise ImportError(sentence) from error
-    run = read_run(folder)
-    path = run.folder / "summary.json"
-    if path.is_file():
-        summary = parsed_object(path.read_bytes(), str(path), "remove it to have it written again")
-    else:
-        summary = summarize(folder)
-    main = _main(summary)
-    notes = list(summary["notes"])
-    drawn: dict[str, Figure] = {}
-    try:
-        drawn = figures(summary, _one_text(run, main))
-    except ImportError as error:
-        logger.warning("The report has no figures: %s", error)
-        notes.append(f"There are no figures: {error}")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -65,8 +52,39 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         "words": _words,
     }
     environment.filters |= filters
+    run = read_run(folder)
+    path = run.folder / "summary.json"
+    again = "remove it to have it written again"
+    if path.exists():
+        require(path.is_file(), f"a file as {path}", "a folder", again)
+        summary = parsed_object(path.read_bytes(), str(path), again)
+    else:
+        summary = summarize(folder)
+    try:
+        page = _page(run, summary, environment)
+    # Nearly all of a summary is drawn or written down, and with it what the run says of itself: it is not checked
+    # field by field.
+    except (ValueError, LookupError, TypeError, AttributeError, UndefinedError) as error:
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(
+            f"expected {RUN} and {path.name} as a run writes them in {run.folder}, got something else ({what}); "
+            f"remove {path.name} to have it written again, or run the bench again"
+        ) from error
+    return write_whole(run.folder / "report.html", page)
+
+
+def _page(run: Run, summary: dict[str, Any], environment: Any) -> str:
+    """Returns the page of a run and its summary."""
+    main = _main(summary)
+    notes = list(summary["notes"])
+    drawn: dict[str, Figure] = {}
+    try:
+        drawn = figures(summary, _one_text(run, main))
+    except ImportError as error:
+        logger.warning("The report has no figures: %s", error)
+        notes.append(f"There are no figures: {error}")
     answering = [method for method in summary["methods"] if method["all"]["texts"]]
-    page = environment.get_template("report.html.jinja").render(
+    return environment.get_template("report.html.jinja").render(
         summary=summary,
         main=main,
         base=next(
@@ -88,10 +106,12 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         examples=_examples(run, main),
         max_differing=MAX_DIFFERING,
         harness=ratio(
-            *(sum(s[name] for s in summary["sessions"]) for name in ("harness_seconds", "seconds"))
+            *(
+                sum(s.get(name, 0.0) for s in summary["sessions"])
+                for name in ("harness_seconds", "seconds")
+            )
         ),
     )
-    return write_whole(run.folder / "report.html", page)
 
 
 def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:

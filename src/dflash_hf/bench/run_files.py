@@ -19,7 +19,7 @@ from typing import Any
 
 from dflash_hf.bench.answers import Answer, Which
 from dflash_hf.bench.cells import Cell
-from dflash_hf.bench.questions import Key, Question
+from dflash_hf.bench.questions import Key, Question, has_type
 from dflash_hf.data.row_files import (
     line_of,
     parsed,
@@ -28,7 +28,7 @@ from dflash_hf.data.row_files import (
     write_rows,
     write_whole,
 )
-from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.errors import is_a, listed, one_line, require, shown
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,12 @@ MARGINS = "margins.jsonl"
 # What is counted of the answers when all are there
 COUNTED = (MARGINS, "summary.json", "acceptance.csv", "scores.jsonl", "report.html")
 SECONDS_BETWEEN_SYNCS = 1.0
+# What `run.json` holds beside the methods.
+PARTS = {
+    "settings": dict[str, Any],
+    "provenance": dict[str, Any],
+    "sessions": list[dict[str, float]],
+}
 # What is asked together, and how often it had been asked before
 Batch = tuple[int, Sequence[Question]]
 
@@ -98,7 +104,14 @@ class RunFolder:
     def read_run(self) -> dict[str, Any]:
         """Returns what `run.json` says."""
         path = self.path / RUN
-        return parsed_object(path.read_bytes(), str(path), "name another --out")
+        record = parsed_object(path.read_bytes(), str(path), "name another --out")
+        try:
+            json.dumps(record, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(
+                f"expected finite numbers in {path}, got NaN or infinity; name another --out"
+            ) from error
+        return record
 
     def write_run(
         self,
@@ -255,6 +268,11 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             f"expected the methods of a run in {folder / RUN}, got something else ({type(error).__name__}: "
             f"{one_line(error)}); give the folder that `dflash-hf bench` had as --out"
         ) from error
+    for name, hint in PARTS.items():
+        is_good = has_type(record.get(name, hint()), hint)
+        require(is_good, f"{name} of a run in {folder / RUN}", record.get(name), "correct it")
+    repeats = record.get("settings", {}).get("repeats", 1)
+    require(is_a(repeats, int), f"repeats of a run in {folder / RUN}", repeats, "correct it")
     questions = {question.key: question for question in written.read_questions()}
     answers: dict[str, dict[Which, Answer]] = {cell.model_id: {} for cell in cells}
     for path in sorted(folder.glob("answers-*.jsonl")):
@@ -271,6 +289,10 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
                 answer.key,
                 "remove the line",
             )
+            num_turns = len(questions[answer.key].turns)
+            is_to_question = len(answer.turns) <= num_turns
+            what = f"an answer to {num_turns} turns at {place}"
+            require(is_to_question, what, len(answer.turns), "remove the line")
             known = answers[answer.model_id]
             which = answer.which
             require(
@@ -288,21 +310,27 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         cells=cells,
         questions=questions,
         answers=answers,
-        margins=by_answer(folder / MARGINS),
+        margins=by_answer(folder / MARGINS, "margin"),
     )
 
 
-def by_answer(path: Path) -> dict[tuple[str, Which], dict[str, Any]]:
+def by_answer(path: Path, number: str) -> dict[tuple[str, Which], dict[str, Any]]:
     """Returns the rows of a file about a run's answers by `model_id`, question and repeat; none without the file.
+
+    Args:
+        path (`Path`): The file.
+        number (`str`): What each row has as a number, or as `None`.
 
     Raises:
         ValueError: If a line is none that a run writes.
     """
     found: dict[tuple[str, Which], dict[str, Any]] = {}
-    if not path.is_file():
+    if not path.exists():
         return found
     for place, row in _lines(path):
         try:
+            if not has_type(row[number], float | None):
+                raise TypeError(f"{shown(row[number])} as {number}")
             which = ((row["dataset"], row["question_id"]), row["repeat"])
             found[row["model_id"], which] = row
         except (KeyError, TypeError) as error:
@@ -327,6 +355,7 @@ def _not_a_runs(place: str, error: Exception) -> ValueError:
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every line of a JSONL file, but a last one that was not written to its end."""
+    require(path.is_file(), f"a file at {path}", "a folder", "remove it")
     # As bytes, of which each line is decoded on its own: an error names the line.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         place = f"line {number} of {path}"

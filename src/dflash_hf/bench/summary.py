@@ -81,7 +81,7 @@ def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dic
 
 def read_scores(folder: Path) -> Scores:
     """Reads the scores that `summarize` left in a run's folder; none without the file."""
-    return {which: row["score"] for which, row in by_answer(folder / SCORES).items()}
+    return {which: row["score"] for which, row in by_answer(folder / SCORES, "score").items()}
 
 
 def _unfinished(run: Run) -> list[str]:

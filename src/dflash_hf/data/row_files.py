@@ -208,6 +208,7 @@ def write_whole(path: Path, text: str | Iterable[str]) -> Path:
             file.writelines((text,) if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
+        return part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
         sentence = f"expected to write {path}, got {one_line(error.strerror or error)}; make room and run it again"
@@ -215,4 +216,3 @@ def write_whole(path: Path, text: str | Iterable[str]) -> Path:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    return part.replace(path)
