@@ -173,7 +173,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (without_tokenizer, "expected a tokenizer in .*, got none with a vocabulary"),
     "no tokenizer.json": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
     "half a tokenizer": (with_bytes("tokenizer.json", b"{}"), "expected a tokenizer of a model in"),
-    "tokenizer_config": (with_bytes("tokenizer_config.json", b"["), "Error: "),
+    "tokenizer_config": (
+        with_bytes("tokenizer_config.json", b"["),
+        r"expected a tokenizer of a model in .*, got files that do not load \(JSONDecodeError",
+    ),
+    "no UTF-8": (
+        with_bytes("tokenizer.json", b'{"\xff": 1}'),
+        r"expected a tokenizer of a model in .*, got files that do not load \(UnicodeDecodeError",
+    ),
+    "another file as a template": (
+        with_bytes("chat_template.jinja", b"\x89PNG"),
+        r"expected a tokenizer of a model in .*, got files that do not load \(UnicodeDecodeError",
+    ),
     "template": (
         with_bytes("chat_template.jinja", b"{% for"),
         "expected a conversation that the chat template takes",

@@ -5,6 +5,7 @@ torch and Transformers are imported when something is loaded: `--help` and a wro
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -190,11 +191,15 @@ def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
 
     try:
         return load()
-    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        # What is no JSON or no UTF-8 is a `ValueError` of Python's, which names no file.
+        is_pythons = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        is_sentence = isinstance(error, ValueError) and not is_pythons
         # Newer than the oldest torch; no file's fault
-        if isinstance(error, getattr(torch, "AcceleratorError", ())):
+        is_of_device = isinstance(error, getattr(torch, "AcceleratorError", ()))
+        if is_sentence or is_of_device:
             raise
         raise ValueError(
             f"expected {what} of a model in {place}, got files that do not load ({type(error).__name__}: "
