@@ -18,7 +18,8 @@ from harness.plots import FIGURES
 
 def main(
     records: Annotated[
-        list[Path], typer.Argument(help="Records of step.py, kernel_times.py or objectives.py.")
+        list[Path],
+        typer.Argument(help="Records of step.py, kernel_times.py, objectives.py or peers.py."),
     ],
 ) -> None:
     """Draw figures from records."""
@@ -30,7 +31,7 @@ def main(
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise typer.BadParameter(
                 f"expected a record of {' or '.join(FIGURES)} in {path}, got {type(error).__name__}: {error}; give "
-                "what step.py, kernel_times.py or objectives.py wrote"
+                "what step.py, kernel_times.py, objectives.py or peers.py wrote"
             ) from error
         image = path.with_suffix(".png")
         draw(record).savefig(image, dpi=120)

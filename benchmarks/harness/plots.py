@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash_hf.plot_style import new_figure
+from dflash_hf.plot_style import BLUE, GREEN, MUTED, ORANGE, new_figure
 
 from .rows import Row
 
@@ -182,7 +182,67 @@ def objectives_figure(record: Record) -> Any:
     return figure
 
 
+def peers_figure(record: Record) -> Any:
+    """Draws tokens per second: above, each way one by one, the best on top; below, by the rows of a batch.
+
+    Returns:
+        `matplotlib.figure.Figure`: A column of two axes per dtype. This package is blue.
+    """
+    dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
+    figure = new_figure(9, 6)
+    panels = figure.subplots(2, len(dtypes), squeeze=False)
+    for column, dtype in enumerate(dtypes):
+        rows = [row for row in record["rows"] if row["dtype"] == dtype]
+        _ways(panels[0, column], dtype, rows)
+        _batches(panels[1, column], rows)
+    facts = record["provenance"][dtypes[0]]
+    versions = facts["versions"]
+    figure.suptitle(
+        f"SmolLM2-135M, {facts['machine']['cpu']}, {facts['threads']} thread, torch {versions['torch']}, "
+        f"Transformers {versions['transformers']}, {(facts['commit'] or 'no commit')[:9]}",
+        fontsize="medium",
+    )
+    return figure
+
+
+def _ways(axes: Any, dtype: str, rows: list[Row]) -> None:
+    """Bars of the ways one by one, all sets together, the fastest on top."""
+    speeds = {
+        row["way"]: row["tokens_per_second"]
+        for row in rows
+        if row["rows"] == 1 and row["set"] == "all"
+    }
+    names = sorted(speeds, key=lambda name: speeds[name])
+    values = [speeds[name] for name in names]
+    bars = axes.barh(names, values, color=[_colour(name) for name in names])
+    axes.bar_label(bars, fmt="%.0f", padding=2)
+    axes.set_title(f"{dtype}, one row, all sets")
+    axes.set_xlabel("tokens/s")
+    axes.margins(x=0.12)
+
+
+def _batches(axes: Any, rows: list[Row]) -> None:
+    """Lines of the ways that take batches, over the questions that batches have."""
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["rows"] > 1 and row["set"] == "all":
+            lines.setdefault(row["way"], {})[row["rows"]] = row["tokens_per_second"]
+    for (way, line), marker in zip(lines.items(), "osD^vP", strict=False):
+        axes.plot(list(line), list(line.values()), marker=marker, label=way, color=_colour(way))
+    axes.set(xlabel="rows of a batch", ylabel="tokens/s", ylim=(0, None))
+    axes.set_xticks(sorted({size for line in lines.values() for size in line}))
+    axes.legend(fontsize="small")
+
+
+def _colour(way: str) -> str:
+    """This package is blue, without the draft lighter; plain `generate` is grey, servers are green, others orange."""
+    own = {"dflash": BLUE, "undrafted": "#7fb8d8", "plain": MUTED, "plain-static": "#a3abb6"}
+    others = {"stock": ORANGE, "stock-static": ORANGE, "zlab": ORANGE, "lookup": ORANGE}
+    return {**own, **others}.get(way, GREEN)
+
+
 FIGURES: dict[str, Callable[[Record], Any]] = {
+    "peers": peers_figure,
     "kernels": kernel_figure,
     "step": step_figure,
     "objectives": objectives_figure,

@@ -33,6 +33,8 @@ NO_TEXT = {
     "refusal": {"refusal": "I will not."},
     "silent": {"content": ""},
 }
+# Servers with counters of speculation, by what the names of these begin with.
+COUNTERS = ("vllm", "llamacpp")
 # A server of the kind `SAYS` + text replies the text to all that it is asked.
 SAYS = "says "
 # More than the connections that httpx keeps by default.
@@ -80,16 +82,16 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(kind.removeprefix(SAYS))
         elif self.path == "/v1/models":
             self.reply(json.dumps({"data": [{"id": "small"}]}))
-        elif self.path == "/metrics" and kind == "vllm":
+        elif self.path == "/metrics" and kind in COUNTERS:
             names = {"drafts": 3 * calls, "draft_tokens": 21 * calls, "accepted_tokens": 6 * calls}
             lines = [
-                f'vllm:spec_decode_num_{name}_total{{engine="0"}} {100 + value}'
+                f'{kind}:spec_decode_num_{name}_total{{engine="0"}} {100 + value}'
                 for name, value in names.items()
             ]
             for position, count in enumerate((3, 2, 1)):
                 label = f'{{engine="0",position="{position}"}}'
                 lines.append(
-                    f"vllm:spec_decode_num_accepted_tokens_per_pos_total{label} {count * calls}.0"
+                    f"{kind}:spec_decode_num_accepted_tokens_per_pos_total{label} {count * calls}.0"
                 )
             self.reply("# HELP something\n" + "\n".join(lines), "text/plain")
         elif self.path == "/get_server_info" and kind == "sglang":
@@ -166,7 +168,7 @@ def small(request: pytest.FixtureRequest) -> Generator[Small]:
     server.server_close()
 
 
-@pytest.mark.parametrize("small", ["vllm", "sglang", "plain"], indirect=True)
+@pytest.mark.parametrize("small", [*COUNTERS, "sglang", "plain"], indirect=True)
 def test_an_answer_is_what_the_server_says(small: Small) -> None:
     server = server_method(OpenAIClient(f"{small.url}/v1/"), {"enable_thinking": False})
     options = Options(batch=3, max_new_tokens=3, temperature=0.5, top_p=0.9)
@@ -191,15 +193,16 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
     }
     assert body["messages"] == HELLO
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    counted = {
+        "num_drafts": 9,
+        "num_draft_tokens": 63,
+        "num_accepted_tokens": 18,
+        "num_accepted_tokens_at_pos_0": 9,
+        "num_accepted_tokens_at_pos_1": 6,
+        "num_accepted_tokens_at_pos_2": 3,
+    }
     counters = {
-        "vllm": {
-            "num_drafts": 9,
-            "num_draft_tokens": 63,
-            "num_accepted_tokens": 18,
-            "num_accepted_tokens_at_pos_0": 9,
-            "num_accepted_tokens_at_pos_1": 6,
-            "num_accepted_tokens_at_pos_2": 3,
-        },
+        **dict.fromkeys(COUNTERS, counted),
         "sglang": {"acceptance_length": 2.5},
         "plain": None,
     }

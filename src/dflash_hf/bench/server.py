@@ -1,8 +1,8 @@
 """A server with an OpenAI-style interface (vLLM, SGLang, others) as a way of decoding.
 
 Answers are streamed, for the time to their first token, and counted by the server's own `usage`. Conversations of a
-batch are asked at the same time. The server's own counters of speculation are read before and after them: vLLM's from
-`/metrics`, SGLang's from `/metrics` or `/get_server_info`. Nobody else should ask it meanwhile.
+batch are asked at the same time. The server's own counters of speculation are read before and after them: vLLM's and
+llama.cpp's from `/metrics`, SGLang's from `/metrics` or `/get_server_info`. Nobody else should ask it meanwhile.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from dflash_hf.data.openai_client import (
 # A line of Prometheus' text format: a name, labels, a value.
 _METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
-# vLLM's counters (vllm/v1/spec_decode/metrics.py) and the names they have here.
+# vLLM's counters (vllm/v1/spec_decode/metrics.py), which llama.cpp has too, and the names they have here.
+_OWNERS = ("vllm:", "llamacpp:")
 _COUNTERS = {
-    "vllm:spec_decode_num_drafts": "num_drafts",
-    "vllm:spec_decode_num_draft_tokens": "num_draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens": "num_accepted_tokens",
+    "spec_decode_num_drafts": "num_drafts",
+    "spec_decode_num_draft_tokens": "num_draft_tokens",
+    "spec_decode_num_accepted_tokens": "num_accepted_tokens",
 }
-_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 # SGLang's gauge: a mean over its latest batches, no counter.
 _GAUGE = "sglang:spec_accept_length"
 MEAN = "acceptance_length"
@@ -125,7 +126,9 @@ def _prometheus_counters(text: str) -> dict[str, float]:
         value = match.group(3)
         if name == _GAUGE:
             found[MEAN] = float(value)
-        elif name in _COUNTERS:
+        for owner in _OWNERS:
+            name = name.removeprefix(owner)
+        if name in _COUNTERS:
             _add(found, _COUNTERS[name], value)
         elif name == _PER_POSITION:
             for position in _POSITION.findall(match.group(2) or ""):
