@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Generator
@@ -118,7 +119,10 @@ class Handler(BaseHTTPRequestHandler):
             server.gathered.wait(timeout=30)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
+        if server.kind == "curt":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Connection", "close")
         self.end_headers()
         words = [] if server.kind in NO_TEXT else WORDS[: body["max_tokens"]]
         first = {**THOUGHTS, **NO_TEXT}.get(server.kind)
@@ -140,11 +144,20 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.calls += 1
             server.at_once -= 1
-        self.wfile.write(b"data: [DONE]\n\n")
+        self.piece(b"data: [DONE]\n\n")
+        if server.kind == "curt":
+            self.wfile.write(b"0\r\n\r\n")
+            # The next request, which it reads no more, or the end of the connection.
+            self.connection.recv(1, socket.MSG_PEEK)
         self.close_connection = True
 
     def event(self, event: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.piece(f"data: {json.dumps(event)}\n\n".encode())
+
+    def piece(self, text: bytes) -> None:
+        if self.server.kind == "curt":
+            text = b"%x\r\n%s\r\n" % (len(text), text)
+        self.wfile.write(text)
         self.wfile.flush()
 
 
@@ -208,6 +221,13 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
     }
     assert [turn.counters for turn in turns] == [counters[small.kind], None, None]
     assert server([HELLO], Options(max_new_tokens=9), 0)[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("small", ["curt"], indirect=True)
+def test_no_connection_is_used_again_behind_a_stream(small: Small) -> None:
+    """The server closes it without a word, as llama.cpp's at times does."""
+    turn = server_method(OpenAIClient(small.url), {})([HELLO], Options(max_new_tokens=9), 0)[0]
+    assert turn.text == "".join(WORDS)
 
 
 @pytest.mark.parametrize("small", ["gathering"], indirect=True)

@@ -183,7 +183,9 @@ class OpenAIClient:
         usage: Any = None
         ttft = None
         started = time.perf_counter()
-        async with self.http.stream("POST", CHAT, json=request) as response:
+        # llama.cpp's server at times closes a connection behind a stream without a word: none is used again.
+        headers = {"Connection": "close"}
+        async with self.http.stream("POST", CHAT, json=request, headers=headers) as response:
             if response.is_error:
                 await response.aread()
             _check_status(response)
