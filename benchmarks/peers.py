@@ -26,7 +26,6 @@ from typing import Annotated, Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import httpx
 import torch
 import typer
 from harness.machine import RESULTS, ROOT, LoadWatch, provenance
@@ -129,12 +128,7 @@ def ask_server(
     """Asks a server, whose process is `pid`."""
     method = server_method(client, {})
     before = seconds_of(pid)
-    try:
-        turns = method(conversations, options, 0)
-    except httpx.RemoteProtocolError:
-        # A server closes a connection that was silent while the machine paused this process.
-        before = seconds_of(pid)
-        turns = method(conversations, options, 0)
+    turns = method(conversations, options, 0)
     seconds = seconds_of(pid) - before
     counters = turns[0].counters or {}
     verifies = int(counters.get("num_drafts", 0))
@@ -225,7 +219,7 @@ class Comparison:
             for way, answered in found.items():
                 for total in (name, ALL):
                     self.totals[num_rows, total, way].add(answered, found[PLAIN])
-            logger.info("%s, %d rows: %d of %d", name, num_rows, first, len(conversations))
+            typer.echo(f"{name}, {num_rows} rows: {first} of {len(conversations)}", err=True)
 
     def rows(self, dtype: str) -> list[Row]:
         """Returns a row per number of rows, set and way."""
@@ -293,7 +287,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "peers.json",
 ) -> None:
     """Compare this package with other ways to decode the same prompts with the same weights."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     servers = servers_of(server or [])
     sizes = [int(size) for size in batch.split(",")]
     torch.set_num_threads(1)
