@@ -330,7 +330,11 @@ def set_on_finalized_text(streamer: Any) -> None:
     streamer.on_finalized_text = lambda text, stream_end=False: None
 
 
-@pytest.mark.parametrize("set_one", [set_put, set_on_finalized_text])
+def set_put_tree(streamer: Any) -> None:
+    streamer.put_tree = lambda **tree: None
+
+
+@pytest.mark.parametrize("set_one", [set_put, set_on_finalized_text, set_put_tree])
 def test_a_function_on_a_streamer_of_transformers_is_the_users(
     set_one: Callable[[Any], None], seen: Seen
 ) -> None:

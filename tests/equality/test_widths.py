@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, RunningBatch, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.generation import buffers, running_batch, step
+from dflash_hf.generation import buffers, joining, running_batch, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.generation.static_step import StaticStep
@@ -513,18 +513,21 @@ def test_a_run_that_fails_at_its_first_token_leaves_what_earlier_ones_have_kept(
     assert [*_kept[draft][target].values()] == [chooser]
 
 
-def test_a_batch_whose_step_fails_leaves_what_earlier_runs_have_kept(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("module", "name"), [(running_batch, "step"), (joining, "use_settings")], ids=["step", "row"]
+)
+def test_a_batch_that_fails_leaves_what_earlier_runs_have_kept(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, inputs, chooser = a_pair_with_kept_widths()
     batch = RunningBatch(target, draft)
     batch.add(inputs["input_ids"][0], **GREEDY)
 
     def fail(*given: Any) -> None:
-        raise KeyError("in a step")
+        raise KeyError("on the way")
 
-    monkeypatch.setattr(running_batch, "step", fail)
-    with pytest.raises(KeyError, match="in a step"):
+    monkeypatch.setattr(module, name, fail)
+    with pytest.raises(KeyError, match="on the way"):
         batch.step()
     assert [*_kept[draft][target].values()] == [chooser]
 

@@ -40,11 +40,12 @@ def begin_batch(run: Run, row: RowSettings) -> None:
     """Makes the run of one prompt the first row of a running batch."""
     # Its text already begins in the first column: a single prompt has no padding.
     run.room += run.state.host.columns
-    begin_widths(run)
-    run.chooser = by_table(run.generator, run.chooser)
     # Ends are the rows' own.
     run.state.padded_eos_ids.fill_(-1)
     use_settings(run, [row])
+    # At the end: an error before it leaves the widths that an earlier run has kept.
+    begin_widths(run)
+    run.chooser = by_table(run.generator, run.chooser)
 
 
 def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> None:
