@@ -3,7 +3,9 @@
 `torch.nn.functional.linear` lays a weight out anew in every call, which takes as long as the product itself where
 there are few tokens. Here this is done once, and the copy is kept as long as the model is. A product over it has the
 same bits in half precision; in float32 it adds in another order (docs/numerics.md). Prompts go by torch's own product:
-over their many tokens a copy saves little, and the look at its weight costs as much.
+over their many tokens a copy saves little, and the look at its weight costs as much. Layers that multiply the same
+states, such as those of queries, keys and values, share one copy and one product: a call costs some 20 us whatever it
+multiplies.
 
 A copy must not outlive its weight. The address, version and form of a weight are compared at each use. The sums of its
 rows and some of the rows are compared at the first use of a run, because libraries change weights by `weight.data`,
@@ -14,9 +16,10 @@ the same two operations.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +37,7 @@ logger: Any = logging.get_logger(__name__)
 
 # Numbers in a weight, by dtype, from which on a product is faster: oneDNN's own call takes some 10 us, and torch's
 # product in float32 hardly more for a small weight that is in the processor's cache (docs/log.md).
-MIN_SIZES = {torch.float32: 2**19, torch.bfloat16: 2**14, torch.float16: 2**14}
+MIN_SIZES = {torch.float32: 2**18, torch.bfloat16: 2**14, torch.float16: 2**14}
 # Vectors from which on a product is by a copy. With fewer, torch's own product is faster in float32, and adds in
 # another order in float16.
 MIN_VECTORS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 2}
@@ -45,31 +48,34 @@ SHARE_OF_MEMORY = 1 / 8
 
 # Address, version, shape, strides and dtype of a weight.
 _Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+# The ids of the weights that are copied together.
+_Key = tuple[int, ...]
+# A layer's weight and bias by name, as `torch.nn.functional.linear` takes them.
+Parameters = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Packed:
-    """A copy of a weight in oneDNN's layout, and what the weight was when it was made."""
+    """A copy of weights in oneDNN's layout, one below the other, and what the weights were when it was made."""
 
     copy: Tensor  # opaque
     num_bytes: int
-    place: _Place
-    fingerprint: tuple[Tensor, Tensor]
-    is_looked_at: bool = True  # whether the fingerprint has been compared in this run
+    places: list[_Place]
+    fingerprints: list[Tensor]
+    is_looked_at: bool = True  # whether the fingerprints have been compared in this run
 
-    def is_of(self, weight: Tensor) -> bool:
-        """Returns True if this is a copy of a weight as it is now."""
-        if self.place != _place_of(weight):
+    def is_of(self, weights: Sequence[Tensor]) -> bool:
+        """Returns True if this is a copy of weights as they are now."""
+        if self.places != _places_of(weights):
             return False
         if self.is_looked_at:
             return True
-        self.is_looked_at = all(map(torch.equal, self.fingerprint, _fingerprint_of(weight)))
+        self.is_looked_at = all(map(torch.equal, self.fingerprints, _fingerprints_of(weights)))
         return self.is_looked_at
 
 
-# The copies of each model, by the ids of the weights. Weights are not held: another one of the same id, place and
-# fingerprint is the same.
-_kept = weakref.WeakKeyDictionary[nn.Module, dict[int, _Packed]]()
+# The copies of each model. Weights are not held: another one of the same id, place and fingerprint is the same.
+_kept = weakref.WeakKeyDictionary[nn.Module, dict[_Key, _Packed]]()
 # Two threads may run models at once. What runs here may collect garbage, and with it what frees copies.
 _lock = threading.RLock()
 
@@ -94,10 +100,10 @@ class PackedWeights:
     def _forget_replaced(self, parts: Inventory) -> None:
         """Frees copies of weights that the model does not have any more, or that have another form now."""
         weights = {id(weight): weight for weight in parts.weights if weight is not None}
-        for number, packed in list(self._copies.items()):
-            weight = weights.get(number)
-            if weight is None or packed.place != _place_of(weight):
-                del self._copies[number]
+        for key, packed in list(self._copies.items()):
+            found = [weights[number] for number in key if number in weights]
+            if _places_of(found) != packed.places:
+                del self._copies[key]
 
     def look_again(self) -> None:
         """Has the fingerprint of each weight compared at its next use: a user may have changed weights."""
@@ -106,22 +112,43 @@ class PackedWeights:
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
-        if not _is_large(weight) or not _takes(states, weight, bias):
+        product = self._product(states, (weight,), (bias,))
+        if product is None:
             return nn.functional.linear(states, weight, bias)
-        packed = self._copies.get(id(weight))
-        if packed is None or not packed.is_of(weight):
-            packed = self._pack(weight)
-        if packed is None:
-            return nn.functional.linear(states, weight, bias)
-        return _product(states, packed.copy, bias)
+        return product
 
-    def _pack(self, weight: Tensor) -> _Packed | None:
-        """Copies a weight and keeps the copy; `None` where it stays as it is."""
-        self._copies.pop(id(weight), None)
-        if self._is_full or not _is_packable(weight):
+    def linears(self, states: Tensor, layers: Sequence[Parameters]) -> Sequence[Tensor]:
+        """Returns [`linear`] of the same states for each layer, by one product where that has the same numbers."""
+        weights = [layer["weight"] for layer in layers]
+        biases = [layer["bias"] for layer in layers]
+        product = self._product(states, weights, biases)
+        if product is None:
+            return list(map(self.linear, itertools.repeat(states), weights, biases))
+        sizes = [len(weight) for weight in weights]
+        return product.split(sizes, dim=-1)
+
+    def _product(
+        self, states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        """Returns the product with all weights, one below the other; `None` where torch's own has to be taken."""
+        if not _are_large(weights) or not _takes(states, weights, biases):
             return None
-        num_bytes = weight.numel() * weight.element_size()
-        memory = total_memory(weight.device)
+        key = tuple(map(id, weights))
+        packed = self._copies.get(key)
+        if packed is None or not packed.is_of(weights):
+            packed = self._pack(key, weights)
+        if packed is None:
+            return None
+        return _product(states, packed.copy, _joined(biases))
+
+    def _pack(self, key: _Key, weights: Sequence[Tensor]) -> _Packed | None:
+        """Copies weights and keeps the copy; `None` where they stay as they are."""
+        self._copies.pop(key, None)
+        if self._is_full or not all(map(_is_packable, weights)):
+            return None
+        first, *_ = weights
+        num_bytes = first.element_size() * sum(weight.numel() for weight in weights)
+        memory = total_memory(first.device)
         with _lock:
             every = [each for copies in list(_kept.values()) for each in list(copies.values())]
         num_kept = sum(each.num_bytes for each in every)
@@ -133,9 +160,10 @@ class PackedWeights:
                 "take an eighth of the memory at most"
             )
             return None
-        copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        packed = _Packed(copy, num_bytes, _place_of(weight), _fingerprint_of(weight))
-        self._copies[id(weight)] = packed
+        joint = _joined([weight.detach() for weight in weights])
+        copy = torch.ops.mkldnn._reorder_linear_weight(joint)
+        packed = _Packed(copy, num_bytes, _places_of(weights), _fingerprints_of(weights))
+        self._copies[key] = packed
         return packed
 
 
@@ -149,6 +177,15 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(states, weight, bias)
     packed: PackedWeights = scope[0]
     return packed.linear(states, weight, bias)
+
+
+def linears(states: Tensor, layers: Sequence[Parameters]) -> Sequence[Tensor]:
+    """Returns [`linear`] of the same states for each layer; within [`packing`] by one product."""
+    scope = _current.scope
+    if scope is None:
+        return [nn.functional.linear(states, **layer) for layer in layers]
+    packed: PackedWeights = scope[0]
+    return packed.linears(states, layers)
 
 
 @contextmanager
@@ -172,16 +209,35 @@ def forget_packed() -> None:
             copies.clear()
 
 
-def _takes(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _takes(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     """Returns True for operands over which both products have been compared, and over which ours is faster."""
     # Gradients need torch's own operation, and other strides another one of torch's.
-    is_tried = states.dtype == weight.dtype and states.is_contiguous()
-    if not is_tried or torch.is_grad_enabled():
+    if not states.is_contiguous() or torch.is_grad_enabled():
         return False
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
-        return False
-    num_vectors = states.numel() // weight.shape[-1]
-    return num_vectors >= MIN_VECTORS[weight.dtype]
+    width = states.shape[-1]
+    num_biases = 0
+    for weight, bias in zip(weights, biases, strict=True):
+        if weight.dtype != states.dtype or weight.shape[-1] != width:
+            return False
+        if bias is None:
+            continue
+        num_biases += 1
+        if bias.shape != weight.shape[:1] or not bias.is_contiguous():
+            return False
+    # One product adds a bias to all numbers or to none.
+    is_one_product = num_biases in (0, len(weights))
+    num_vectors = states.numel() // width
+    return is_one_product and num_vectors >= MIN_VECTORS[states.dtype]
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Returns tensors one below the other; a single one as it is, and `None` of nothing."""
+    tensors = [part for part in parts if part is not None]
+    if not tensors:
+        return None
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors)
 
 
 def _place_of(weight: Tensor) -> _Place:
@@ -193,20 +249,34 @@ def _place_of(weight: Tensor) -> _Place:
     return weight.data_ptr(), num_changes, weight.shape, weight.stride(), weight.dtype
 
 
-def _fingerprint_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sums of a weight's rows and a copy of some rows, read as whole numbers of 64 bits.
+def _places_of(weights: Sequence[Tensor]) -> list[_Place]:
+    """Returns the place of each weight."""
+    return list(map(_place_of, weights))
+
+
+def _fingerprints_of(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the sums of the rows of each weight and a copy of some rows, read as whole numbers of 64 bits.
 
     A row that changes or moves changes the sums. Columns that change places change the copied rows.
     """
-    words = weight.detach().view(torch.int64)
-    distance = max(1, len(words) // NUM_COMPARED_ROWS)
-    return words.sum(dim=1), words[::distance].clone()
+    found: list[Tensor] = []
+    for weight in weights:
+        words = weight.detach().view(torch.int64)
+        distance = max(1, len(words) // NUM_COMPARED_ROWS)
+        found += [words.sum(dim=1), words[::distance].clone()]
+    return found
 
 
-def _is_large(weight: Tensor) -> bool:
-    """Returns True for a weight that is large enough, in a dtype in which oneDNN multiplies."""
-    least = MIN_SIZES.get(weight.dtype)
-    return least is not None and weight.numel() >= least
+def _are_large(weights: Sequence[Tensor]) -> bool:
+    """Returns True for weights that are large enough together, in a dtype in which oneDNN multiplies."""
+    first, *others = weights
+    least = MIN_SIZES.get(first.dtype)
+    if least is None:
+        return False
+    size = first.numel()
+    for weight in others:
+        size += weight.numel()
+    return size >= least
 
 
 def _is_packable(weight: Tensor) -> bool:
@@ -231,10 +301,17 @@ def _computes_alike(dtype: torch.dtype) -> bool:
             weight = torch.randn(165, width, generator=source, device="cpu").to(dtype)
             states = torch.randn(num_vectors, width, generator=source, device="cpu").to(dtype)
             bias = torch.randn(165, generator=source, device="cpu").to(dtype)
+            # The products of 101 and 64 rows are one product of 165.
+            upper, lower = weight.split([101, 64])
             copy = torch.ops.mkldnn._reorder_linear_weight(weight)
-            found = torch.stack([_product(states, copy, each) for each in (None, bias)])
-            expected = torch.stack(
-                [nn.functional.linear(states, weight, each) for each in (None, bias)]
+            found = torch.cat([_product(states, copy, each) for each in (bias, None)], dim=1)
+            expected = torch.cat(
+                [
+                    nn.functional.linear(states, weight, bias),
+                    nn.functional.linear(states, upper),
+                    nn.functional.linear(states, lower),
+                ],
+                dim=1,
             )
             is_alike = torch.equal(found, expected)
             if dtype == torch.float32:

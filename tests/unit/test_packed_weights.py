@@ -154,6 +154,110 @@ def test_a_bias_of_another_form_goes_by_torchs_own_product(products: list[Tensor
     assert not products
 
 
+class Siblings(nn.Module):
+    """Three layers that multiply the same states, as those of queries, keys and values."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers: Any = nn.ModuleList(nn.Linear(192, size, bias=bias) for size in (160, 64, 64))
+        self.to(dtype).requires_grad_(False)
+
+    def states(self, *shape: int) -> Tensor:
+        """Returns states for the layers."""
+        return torch.randn(*shape, 192).to(self.first.weight.dtype)
+
+    @property
+    def first(self) -> Any:
+        """The first layer."""
+        return self.layers[0]
+
+    def packed(self) -> PackedWeights:
+        """Returns the copies of a run."""
+        return PackedWeights(Inventory.of(self), is_on=True)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that are kept of the model's weights."""
+        return len(packed_weights._kept.get(self, {}))
+
+    def are_products(self, packed: PackedWeights) -> bool:
+        """Returns True if a run's products are those of the layers as they are now."""
+        states = self.states(5)
+        with torch.no_grad():
+            expected = [layer(states) for layer in self.layers]
+            found = packed.linears(states, [layer._parameters for layer in self.layers])
+        return all(
+            torch.allclose(each, other, rtol=1e-4, atol=1e-4)
+            for each, other in zip(found, expected, strict=True)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 8), (70,)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_has_the_numbers_of_several(
+    dtype: torch.dtype, shape: tuple[int, ...], bias: bool
+) -> None:
+    model = Siblings(dtype, bias)
+    packed = model.packed()
+    for _ in range(5):
+        states = model.states(*shape)
+        with torch.no_grad():
+            found = packed.linears(states, [layer._parameters for layer in model.layers])
+            expected = [layer(states) for layer in model.layers]
+        for each, other in zip(found, expected, strict=True):
+            if dtype == torch.float32:
+                torch.testing.assert_close(each, other, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(each, other)
+
+
+def test_layers_of_the_same_states_have_one_copy(products: list[Tensor]) -> None:
+    model = Siblings()
+    assert model.are_products(model.packed())
+    assert model.num_copies == 1
+    assert len(products) == 1
+
+
+def test_layers_with_and_without_a_bias_are_multiplied_one_by_one(products: list[Tensor]) -> None:
+    model = Siblings()
+    model.first.bias = nn.Parameter(torch.randn(160), requires_grad=False)
+    assert model.are_products(model.packed())
+    # The two others are too small to be copied alone.
+    assert model.num_copies == 1
+    assert len(products) == 1
+
+
+def test_a_change_of_any_layer_is_seen_in_the_next_run() -> None:
+    model = Siblings()
+    for layer in model.layers:
+        assert model.are_products(model.packed())
+        layer.weight.data += 1.0
+        assert model.are_products(model.packed())
+        another_parameter(layer)
+        packed = model.packed()
+        assert model.num_copies == 0
+        assert model.are_products(packed)
+
+
+def test_a_counted_change_of_any_layer_is_seen_within_a_run() -> None:
+    model = Siblings()
+    packed = model.packed()
+    for layer in model.layers:
+        assert model.are_products(packed)
+        added_in_place(layer)
+        assert model.are_products(packed)
+
+
+def test_without_room_for_all_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Siblings()
+    room = int(1.1 * model.first.weight.nbytes / packed_weights.SHARE_OF_MEMORY)
+    monkeypatch.setattr(packed_weights, "total_memory", lambda device: room)
+    assert model.are_products(model.packed())
+    assert model.num_copies == 0
+
+
 def test_the_next_run_has_the_copies_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.warmed()
@@ -318,7 +422,7 @@ def test_an_inference_weight_may_have_the_id_of_a_copied_one() -> None:
     with torch.inference_mode():
         weight = nn.Parameter(torch.randn(160, 192), requires_grad=False)
     # As Python gives the id of a freed object to a new one.
-    copies[id(weight)] = copies.pop(id(model.layer.weight))
+    copies[id(weight),] = copies.pop((id(model.layer.weight),))
     model.layer.weight = weight
     assert model.is_product(model.packed())
     assert model.num_copies == 0

@@ -10,7 +10,7 @@ it to its class.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from dflash_hf.block.attention import attend, mask_repeats
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.layer_configs import layer_config
-from dflash_hf.packed_weights import linear
+from dflash_hf.packed_weights import Parameters, linear, linears
 from dflash_hf.target_model.known_layers import (
     attention_agrees,
     epsilon_of,
@@ -45,9 +45,9 @@ from dflash_hf.target_model.user_code import is_harmless, is_published, runs_its
 FastForward = Callable[..., Any]
 # From states to states.
 Run = Callable[[Tensor], Tensor]
-# A module's own parameters by name: where one is replaced, the new one is found here.
-Parameters = dict[str, Any]
 Projection = Run | Parameters
+# From states to what several layers make of them.
+RunAll = Callable[[Tensor], Sequence[Tensor]]
 # What a decoder layer is called with in a prefill: with anything else its class knows what to do.
 # LLaVA-OneVision hands `logits_to_keep` down to layers, and all models `output_hidden_states`: these have no meaning
 # there. Transformers records states by hooks, which are called behind a layer's fast form too.
@@ -141,9 +141,7 @@ def prepare(layer: Any, form: LayerForm, config: Any, is_unmodified: bool) -> Fa
 class FastAttention(NamedTuple):
     """An attention in a run: its projections, the parameters of its norms, if it has any, and settings."""
 
-    query: Projection
-    key: Projection
-    value: Projection
+    project: RunAll  # to queries, keys and values
     out: Projection
     norms: list[Parameters]  # of queries and of keys, or empty
     eps: float  # of both norms
@@ -155,10 +153,9 @@ class FastAttention(NamedTuple):
     def of(cls, module: Any, eps: float, is_unmodified: bool) -> FastAttention:
         """Looks up what a module computes with; `eps` is of its norms, if it has any."""
         parts = module._modules
+        query_key_value = [parts["q_proj"], parts["k_proj"], parts["v_proj"]]
         return cls(
-            _projection(parts["q_proj"], is_unmodified),
-            _projection(parts["k_proj"], is_unmodified),
-            _projection(parts["v_proj"], is_unmodified),
+            _projections(query_key_value, is_unmodified),
             _projection(parts["o_proj"], is_unmodified),
             [norm._parameters for norm in head_norms(module)],
             eps,
@@ -171,9 +168,10 @@ class FastAttention(NamedTuple):
         """Attends over a cache; heads stay where the projections put them, nothing is transposed for RoPE."""
         # Heads are [B, W, H, E] here, where Transformers' modules have [B, H, W, E].
         shape = (*states.shape[:-1], -1, self.size)
-        query = _project(states, self.query).view(shape)
-        key = _project(states, self.key).view(shape)
-        value = _project(states, self.value).view(shape)
+        query, key, value = self.project(states)
+        query = query.view(shape)
+        key = key.view(shape)
+        value = value.view(shape)
         if self.norms:
             query_norm, key_norm = self.norms
             query = rms_norm(query, query_norm["weight"], self.eps)
@@ -245,10 +243,10 @@ class FastLayer(NamedTuple):
         parts = layer._modules
         mlp = parts["mlp"]
         if form.is_gated:
-            gate = _projection(mlp._modules["gate_proj"], is_unmodified)
-            up = _projection(mlp._modules["up_proj"], is_unmodified)
+            gate_up = [mlp._modules["gate_proj"], mlp._modules["up_proj"]]
+            gate_and_up = _projections(gate_up, is_unmodified)
             down = _projection(mlp._modules["down_proj"], is_unmodified)
-            mlp = functools.partial(_run_gated_mlp, gate, up, down)
+            mlp = functools.partial(_run_gated_mlp, gate_and_up, down)
         # Parameters and no tensors: a weight that is replaced within a run is found at its next use.
         first, second = layer_norms(layer)
         # The last one is of the attention's norms or, without any, not used.
@@ -409,10 +407,20 @@ def _run_layer(layer: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -
     return fast.run(attention, states, cache, kwargs)
 
 
-def _run_gated_mlp(gate: Projection, up: Projection, down: Projection, states: Tensor) -> Tensor:
+def _run_gated_mlp(gate_and_up: RunAll, down: Projection, states: Tensor) -> Tensor:
     """`down(silu(gate(x)) * up(x))`."""
-    gated = nn.functional.silu(_project(states, gate))
-    return _project(gated * _project(states, up), down)
+    gate, up = gate_and_up(states)
+    gated = nn.functional.silu(gate)
+    return _project(gated * up, down)
+
+
+def _projections(layers: list[Any], is_unmodified: bool) -> RunAll:
+    """Returns what multiplies the same states by several layers: by one product where all are torch's own."""
+    found = [_projection(layer, is_unmodified) for layer in layers]
+    parameters = [each for each in found if isinstance(each, dict)]
+    if len(parameters) == len(found):
+        return functools.partial(linears, layers=parameters)
+    return functools.partial(_project_each, found)
 
 
 def _projection(layer: Any, is_unmodified: bool) -> Projection:
@@ -434,6 +442,10 @@ def _project(states: Tensor, by: Projection) -> Tensor:
     if isinstance(by, dict):
         return linear(states, **by)
     return by(states)
+
+
+def _project_each(projections: list[Projection], states: Tensor) -> list[Tensor]:
+    return [_project(states, by) for by in projections]
 
 
 def _all_norms(layer: Any) -> list[Any]:
