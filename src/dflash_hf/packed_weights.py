@@ -16,7 +16,6 @@ the same two operations.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Generator, Sequence
@@ -112,7 +111,10 @@ class PackedWeights:
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
-        product = self._product(states, (weight,), (bias,))
+        weights = (weight,)
+        product = None
+        if _are_large(weights):
+            product = self._product(states, weights, (bias,))
         if product is None:
             return nn.functional.linear(states, weight, bias)
         return product
@@ -121,17 +123,19 @@ class PackedWeights:
         """Returns [`linear`] of the same states for each layer, by one product where that has the same numbers."""
         weights = [layer["weight"] for layer in layers]
         biases = [layer["bias"] for layer in layers]
+        if not _are_large(weights):
+            return _each_by_torch(states, layers)
         product = self._product(states, weights, biases)
         if product is None:
-            return list(map(self.linear, itertools.repeat(states), weights, biases))
+            return [self.linear(states, **layer) for layer in layers]
         sizes = [len(weight) for weight in weights]
         return product.split(sizes, dim=-1)
 
     def _product(
         self, states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """Returns the product with all weights, one below the other; `None` where torch's own has to be taken."""
-        if not _are_large(weights) or not _takes(states, weights, biases):
+        """Returns the product with large weights, one below the other; `None` where torch's own has to be taken."""
+        if not _takes(states, weights, biases):
             return None
         key = tuple(map(id, weights))
         packed = self._copies.get(key)
@@ -183,9 +187,13 @@ def linears(states: Tensor, layers: Sequence[Parameters]) -> Sequence[Tensor]:
     """Returns [`linear`] of the same states for each layer; within [`packing`] by one product."""
     scope = _current.scope
     if scope is None:
-        return [nn.functional.linear(states, **layer) for layer in layers]
+        return _each_by_torch(states, layers)
     packed: PackedWeights = scope[0]
     return packed.linears(states, layers)
+
+
+def _each_by_torch(states: Tensor, layers: Sequence[Parameters]) -> list[Tensor]:
+    return [nn.functional.linear(states, **layer) for layer in layers]
 
 
 @contextmanager
