@@ -34,10 +34,11 @@ from tree_simulation import Levels, best_tree, levels_at_anchors
 
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.cli.pair import load_pair
+from dflash_hf.generation.choice_costs import KnownCosts, StepTimes
 from dflash_hf.generation.cost_table import CostTable
 from dflash_hf.generation.options import first_width
 from dflash_hf.generation.step_costs import StepCosts
-from dflash_hf.generation.widths import FixedWidth, KnownCostWidths, WidthChooser
+from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.data import Example
 
@@ -149,14 +150,15 @@ def simulated(
     firsts = range(0, len(answers) - rows + 1, rows)
     batches = [answers[first : first + rows] for first in firsts]
     # The rule by the run's own times goes on with what it has seen, the others begin anew with every call.
-    timed = WidthChooser(widest, True, first_width(widest, rows), chain=widest)
+    times = StepTimes(widest, chain=widest)
+    timed = WidthChooser(times, is_tree=True, first=first_width(widest, rows))
     totals: dict[str, float] = {}
     for batch in batches:
         rules: dict[str, Chooser] = {
             f"{width} tokens": FixedWidth(width) for width in sorted(table.steps[1])
         }
-        rules[MODELLED] = KnownCostWidths(modelled, widest, True, widest)
-        rules[MEASURED] = KnownCostWidths(table, widest, True, widest)
+        for name, known in ((MODELLED, modelled), (MEASURED, table)):
+            rules[name] = WidthChooser(KnownCosts(known, widest, chain=widest), is_tree=True)
         rules[TIMED] = timed
         timed.begin()
         for name, chooser in rules.items():

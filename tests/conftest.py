@@ -83,9 +83,9 @@ def certificates_read_once() -> Generator[None]:
 @pytest.fixture(autouse=True)
 def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has what a run chooses not depend on the machine: trees and their widths are chosen as ever, by equal times."""
-    from helpers.widths import SteadyWidths
+    from helpers.widths import SteadyTimes
 
-    monkeypatch.setattr("dflash_hf.generation.options.WidthChooser", SteadyWidths)
+    monkeypatch.setattr("dflash_hf.generation.options.StepTimes", SteadyTimes)
 
 
 @pytest.fixture

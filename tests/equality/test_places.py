@@ -258,7 +258,6 @@ def test_widths_that_change_beside_eager_steps(monkeypatch: pytest.MonkeyPatch) 
     class Widths:
         is_chain = False
         may_choose_chain = False
-        is_kept = False
 
         def next_width(self) -> int:
             return chance.choice([1, 1, 1, 2, 6])

@@ -132,7 +132,6 @@ def test_widths_that_change_between_joins() -> None:
     class Widths:
         is_chain = False
         may_choose_chain = False
-        is_kept = False
 
         def next_width(self) -> int:
             return chance.choice([1, 1, 1, 2, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.block.tree import TreeBuilder
-from dflash_hf.generation.widths import WidthChooser, _kept
+from dflash_hf.generation.kept_choosers import _kept
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.target_model.parts import find_target
 from fuzz.targets import Oracle
 from helpers.half import pairs
@@ -293,7 +295,12 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(
     observe = WidthChooser.observe
 
     def noted(
-        self: WidthChooser, width: int, accepted: Any, clock: float, nodes: Any, chains: Any
+        self: WidthChooser,
+        width: int,
+        accepted: Any,
+        clock: float,
+        nodes: Any = (),
+        chains: Any = (),
     ) -> None:
         seen.append((width == 1 and not nodes) or [len(row) for row in nodes] == list(accepted))
         observe(self, width, accepted, clock, nodes, chains)
@@ -321,11 +328,13 @@ def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.Mo
     draft = branching(target, truth_of(inputs, ref), 6, 16)
     draft.generation_config.num_tree_nodes, draft.generation_config.block_size = "auto", 6
     set_engine(draft, engine)
+    steps = itertools.count()
 
     def next_width(self: WidthChooser) -> int:
         tried(self)
-        if self._num_steps > 2:
-            self.current = self.widths[self._num_steps % 3]
+        step = next(steps)
+        if step > 2:
+            self.current = self.widths[step % 3]
         return self.current
 
     monkeypatch.setattr(WidthChooser, "next_width", next_width)

@@ -18,8 +18,8 @@ import dflash_hf
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.main import app
 from dflash_hf.generation import cost_table, options
+from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.cost_table import CostTable, read_table, table_path, write_table
-from dflash_hf.generation.widths import candidate_widths
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 NEW = 40

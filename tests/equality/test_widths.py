@@ -16,9 +16,10 @@ from dflash_hf import DFlashDraftModel, RunningBatch, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation import buffers, joining, running_batch, step
 from dflash_hf.generation.buffers import kept_buffers
+from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.host_reads import NoHostReads
+from dflash_hf.generation.kept_choosers import _kept
 from dflash_hf.generation.static_step import StaticStep
-from dflash_hf.generation.widths import _kept, candidate_widths
 from helpers.half import pairs
 from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes
 from helpers.vision import shallow_vision_target, vision_prompts
@@ -408,7 +409,7 @@ def test_a_run_verifies_as_wide_as_its_acceptance_is_worth(monkeypatch: pytest.M
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, max_new_tokens=90, do_sample=False)
     costs = {16: 11.0, 12: 10.5, 8: 8.0, 6: 6.0, 4: 4.0, 3: 3.5, 2: 3.0, 1: 1.0}
-    monkeypatch.setattr("dflash_hf.generation.widths.MIN_SAVING", 0.01)
+    monkeypatch.setattr("dflash_hf.generation.choice_costs.MIN_SAVING", 0.01)
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 256)  # one graph per width is enough here
     never_right = tiny_draft(target, 16)
     always_right = oracle(target, inputs, ref, 0, "cuda_graph", block_size=16)
@@ -589,6 +590,10 @@ def test_half_precision_chooses_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> 
         set_engine(rounded, "eager")
         half.generate(**inputs, **GREEDY, assistant_model=rounded)
         seen["half"].add(tuple(rounded.last_stats.verify_widths))
+        # A second run of one draft begins as the first did: nothing of a run is kept.
+        half.generate(**inputs, **GREEDY, assistant_model=rounded)
+        seen["half"].add(tuple(rounded.last_stats.verify_widths))
+        assert rounded not in _kept
         draft = tiny_draft(whole, 8)
         set_engine(draft, "eager")
         with torch.autocast("cpu", torch.bfloat16):

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dflash_hf.generation import options
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.choice_costs import StepTimes
 from fuzz import check, rounds
 from fuzz.__main__ import app
 from fuzz.faults import FAULTS
@@ -51,7 +51,7 @@ def fuzz(*options: str) -> Result:
 
 @pytest.mark.parametrize("kind", NUM_CASES)
 def test_new_cases_of_every_kind_hold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "WidthChooser", WidthChooser)  # by the clock, as `make fuzz` does
+    monkeypatch.setattr(options, "StepTimes", StepTimes)  # by the clock, as `make fuzz` does
     done = fuzz("--kind", kind, "--cases", str(NUM_CASES[kind]), "--seconds", "60")
     assert done.exit_code == 0, done.output
     assert f"{kind}: " in done.stdout

@@ -18,9 +18,9 @@ from torch import Tensor
 from dflash_hf import RunningBatch, free_buffers
 from dflash_hf.generation import buffers, cuda_graph, decode, widths
 from dflash_hf.generation.buffers import kept_buffers
+from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.cuda_graph import why_not
 from dflash_hf.generation.static_step import StaticStep
-from dflash_hf.generation.widths import candidate_widths
 from dflash_hf.target_model.parts import find_target
 from helpers.host_reads import no_host_reads
 from helpers.running import answer_alone, asked, drive, place_oracle

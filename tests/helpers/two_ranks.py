@@ -29,7 +29,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.generation.widths import CHAIN, WidthChooser
+from dflash_hf.generation.choice_costs import CHAIN
+from dflash_hf.generation.widths import WidthChooser
 from helpers.forked_ranks import run_ranks
 from helpers.static import tensor_oracle
 from helpers.vision import vision_prompts, vision_target
@@ -214,9 +215,13 @@ def widths(rank: Rank) -> int:
     assert set(draft.last_stats.verify_widths) == {8}
     # So is whether a step verifies a tree: the first one's are chains.
     draft.generation_config.verify_width, draft.generation_config.num_tree_nodes = None, "auto"
+
+    def next_width(chooser: WidthChooser) -> int:
+        chooser.current = (CHAIN, 8)[rank.number]
+        return chooser.current or chooser.chain
+
     with pytest.MonkeyPatch.context() as patch:
-        chosen = (CHAIN, 8)[rank.number]
-        patch.setattr(WidthChooser, "_choose", lambda chooser: setattr(chooser, "current", chosen))
+        patch.setattr(WidthChooser, "next_width", next_width)
         rank.check(shared.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert set(draft.last_stats.verify_widths) == {16}
     assert not draft.last_stats.num_tried_by_node

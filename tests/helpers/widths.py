@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 
 from dflash_hf.generation import options
-from dflash_hf.generation.widths import CHAIN, WidthChooser
+from dflash_hf.generation.choice_costs import CHAIN, KnownCosts, StepTimes
+from dflash_hf.generation.widths import WidthChooser
 
 
-class SteadyWidths(WidthChooser):
+class SteadyTimes(StepTimes):
     """The package's own, on a machine where every step takes as long as every other one."""
 
-    def observe(
-        self,
-        width: int,
-        accepted: Sequence[int],
-        clock: float,
-        nodes: Sequence[Sequence[int]] = (),
-        chains: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        """Takes in what a step did; `clock` is not looked at."""
-        super().observe(width, accepted, self._clock + 1.0, nodes, chains)
+    def book(self, choice: int, seconds: float) -> None:
+        """Takes in that a step was made; `seconds` is not looked at."""
+        super().book(choice, 1.0)
 
 
 class RandomWidths(WidthChooser):
     """Any width, and the chain where that may stand in a tree's place; among captured ones any of these."""
 
     def __init__(
-        self,
-        widest: int,
-        seed: int,
-        is_tree: bool = False,
-        first: int = 0,
-        chain: int = 0,
+        self, costs: StepTimes | KnownCosts, seed: int, is_tree: bool = False, first: int = 0
     ) -> None:
-        super().__init__(widest, is_tree, first, chain)
+        super().__init__(costs, is_tree, first)
+        widest = self.widths[0]
+        # Every width is timed, as every one may be drawn.
+        costs.widths = list(range(widest, 0, -1))
         self.random = random.Random(seed)
         # What is captured: few, and none of those that the package would choose.
         self.widths = sorted({widest, max(widest * 2 // 3, 2), 1}, reverse=True)
         # Runs without a draft now and then.
         self.among = [*range(1, widest + 1), *[1] * (widest // 3)]
-        self.among += [CHAIN] * (widest // 2 if chain else 0)
+        self.among += [CHAIN] * (widest // 2 if self.chain else 0)
         self.left = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
@@ -61,12 +53,13 @@ class RandomWidths(WidthChooser):
 
 
 def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
-    """Makes `verify_width="auto"` mean random widths."""
+    """Makes `verify_width="auto"` mean random widths; known costs decide as ever."""
 
-    class Seeded(RandomWidths):
-        def __init__(
-            self, widest: int, is_tree: bool = False, first: int = 0, chain: int = 0
-        ) -> None:
-            super().__init__(widest, seed, is_tree, first, chain)
+    def chooser(
+        costs: StepTimes | KnownCosts, is_tree: bool = False, first: int = 0
+    ) -> WidthChooser:
+        if not costs.by_clock:
+            return WidthChooser(costs, is_tree, first)
+        return RandomWidths(costs, seed, is_tree, first)
 
-    monkeypatch.setattr(options, "WidthChooser", Seeded)
+    monkeypatch.setattr(options, "WidthChooser", chooser)

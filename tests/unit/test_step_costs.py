@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from dflash_hf.generation.choice_costs import CHAIN, KnownCosts
 from dflash_hf.generation.step_costs import (
     TOKENS_PER_READING,
     TOKENS_PER_READING_BY_TILES,
     StepCosts,
     tokens_per_reading,
 )
-from dflash_hf.generation.widths import CHAIN, KnownCostWidths
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.target_model.parts import find_target
 from tiny import tiny_draft, tiny_target
 
@@ -31,7 +32,7 @@ SMOLLM2 = StepCosts(
 
 def play(rows: int, share: float, seed: int, steps: int = 60) -> tuple[list[int], float, float]:
     """Returns the choices of a run on a clock that lies, its tokens per row, and its cost in plain steps."""
-    chooser = KnownCostWidths(SMOLLM2, 8)
+    chooser = WidthChooser(KnownCosts(SMOLLM2, 8))
     chooser.use_rows(rows)
     texts = random.Random(1)
     clock = random.Random(seed)
@@ -84,14 +85,11 @@ def test_a_run_costs_hardly_more_than_plain_decoding(rows: int, share: float) ->
     assert tokens > 0.96 * cost
 
 
-def test_no_run_begins_with_what_another_has_seen() -> None:
-    assert not KnownCostWidths(SMOLLM2, 8).is_kept
-
-
 def test_a_chain_costs_what_a_tree_of_as_many_tokens_does() -> None:
-    chooser = KnownCostWidths(SMOLLM2, 16, is_tree=True, chain=8)
-    chooser.use_rows(3)
-    assert chooser.costs()[CHAIN] == chooser.costs()[8]
+    known = KnownCosts(SMOLLM2, 16, chain=8)
+    known.use_rows(3)
+    costs = known.of_choices()
+    assert costs[CHAIN] == costs[8]
 
 
 def test_weights_are_those_of_layers_and_heads() -> None:

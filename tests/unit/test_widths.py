@@ -15,27 +15,23 @@ import pytest
 from torch import nn
 
 from dflash_hf import DFlashGenerationConfig
+from dflash_hf.generation.acceptance_counts import along_chain, expected_tokens
+from dflash_hf.generation.choice_costs import (
+    CHAIN,
+    MIN_SAVING,
+    StepTimes,
+    candidate_widths,
+    fitted_costs,
+    useful_widths,
+)
+from dflash_hf.generation.kept_choosers import _kept, give_chooser, take_chooser
 from dflash_hf.generation.options import (
     CAPTURED_WIDTHS,
     WHOLE_BLOCK_ROWS,
     first_width,
     width_of_rows,
 )
-from dflash_hf.generation.widths import (
-    CHAIN,
-    FIRST_HOLD,
-    MIN_SAVING,
-    WidthChooser,
-    _kept,
-    along_chain,
-    candidate_widths,
-    choose_width,
-    expected_tokens,
-    fitted_costs,
-    give_chooser,
-    take_chooser,
-    useful_widths,
-)
+from dflash_hf.generation.widths import FIRST_HOLD, WidthChooser, choose_width
 
 
 def enumerated_tokens(shares: list[float], width: int) -> float:
@@ -253,14 +249,14 @@ def test_a_run_with_known_costs_is_close_to_the_best_width(
     share: float, knee: float, lag: int
 ) -> None:
     shares, costs = [share] * 15, knee_at(knee)
-    chooser = WidthChooser(16)
+    chooser = WidthChooser(StepTimes(16))
     chooser.set_costs({width: costs(width) for width in chooser.widths})
     widths = simulate(chooser, shares, costs, steps=300, lag=lag)
     assert rate_of(widths[20:], shares, costs) > 0.98 * best_rate(shares, costs)
 
 
 def test_the_whole_block_is_verified_where_it_is_cheapest() -> None:
-    chooser = WidthChooser(16)
+    chooser = WidthChooser(StepTimes(16))
     chooser.set_costs({16: 1.0})
     assert set(simulate(chooser, [0.3] * 15, knee_at(40.0), steps=300)) == {16}
 
@@ -277,7 +273,9 @@ def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope:
     for seed, hiccups in itertools.product(
         range(2), ({0: 50.0}, {1: 9.0}, {2: 9.0}, {3: 9.0}, {4: 9.0}, {5: 9.0})
     ):
-        widths = simulate(WidthChooser(16), shares, costs, steps=400, hiccups=hiccups, seed=seed)
+        widths = simulate(
+            WidthChooser(StepTimes(16)), shares, costs, steps=400, hiccups=hiccups, seed=seed
+        )
         assert widths[0] == 16
         assert rate_of(widths[20:], shares, costs) > max(0.97 * best_rate(shares, costs), 0.98)
 
@@ -289,7 +287,7 @@ def test_a_tree_grows_beyond_the_chain_where_that_costs_little(
     """Node `n` is accepted with probability `1 / (n + 1)`: ever more nodes bring ever less, but never nothing."""
     draw, chooser, clock, widths = (
         random.Random(1),
-        WidthChooser(64, is_tree=True, first=16),
+        WidthChooser(StepTimes(64), is_tree=True, first=16),
         0.0,
         list[int](),
     )
@@ -335,7 +333,7 @@ def test_a_chain_is_verified_where_branches_do_not_pay(
     for seed in range(4):
         draw, chooser, clock, seen = (
             random.Random(seed),
-            WidthChooser(16, True, chain=16),
+            WidthChooser(StepTimes(16, chain=16), is_tree=True),
             0.0,
             list[bool](),
         )
@@ -368,7 +366,11 @@ def test_a_chain_is_verified_where_branches_do_not_pay(
 
 def test_a_chain_may_be_what_is_tried_where_no_draft_pays() -> None:
     """Of a length that no tree has, and cheaper than any of them."""
-    chooser, clock, tried = WidthChooser(40, True, first=10, chain=10), 0.0, list[int]()
+    chooser, clock, tried = (
+        WidthChooser(StepTimes(40, chain=10), is_tree=True, first=10),
+        0.0,
+        list[int](),
+    )
     for right in [9] * 60 + [0] * 400:
         width = chooser.next_width()
         tried.append(chooser.current)
@@ -394,7 +396,9 @@ def test_a_draft_that_is_hardly_ever_right_costs_next_to_nothing(share: float, s
     def costs(width: int) -> float:
         return 1.0 if width == 1 else 1.65 + 0.04 * width
 
-    widths = simulate(WidthChooser(16), [share] * 15, costs, steps=255, rows=1, seed=seed)
+    widths = simulate(
+        WidthChooser(StepTimes(16)), [share] * 15, costs, steps=255, rows=1, seed=seed
+    )
     drafted = [step for step, width in enumerate(widths) if width > 1]
     gained = sum(expected_tokens([share] * 15)[width] for width in widths)
     assert sum(map(costs, widths)) < 1.035 * gained
@@ -406,7 +410,7 @@ def test_a_draft_that_is_hardly_ever_right_costs_next_to_nothing(share: float, s
 
 def test_a_run_holds_the_best_for_longer_and_longer() -> None:
     """With nothing to learn from, what is tried beside it comes half as often each time, at last after 128 steps."""
-    chooser = WidthChooser(16)
+    chooser = WidthChooser(StepTimes(16))
     chooser.set_costs({16: 2.0, 8: 1.9, 1: 1.0})
     widths = simulate(
         chooser, [0.99] * 15, lambda width: {16: 2.0, 8: 1.9, 1: 1.0}[width], steps=600, rows=8
@@ -422,7 +426,7 @@ def test_a_run_holds_the_best_for_longer_and_longer() -> None:
 
 
 def test_what_pays_once_is_tried_again_at_once() -> None:
-    chooser = WidthChooser(8)
+    chooser = WidthChooser(StepTimes(8))
     chooser.set_costs({8: 2.0, 1: 1.0})
     clock = 0.0
     for right in [0] * 120 + [7] * 40:
@@ -435,7 +439,7 @@ def test_what_pays_once_is_tried_again_at_once() -> None:
 def test_the_verdict() -> None:
     said: list[str] = []
     for right in (0, 5):
-        chooser = WidthChooser(8)
+        chooser = WidthChooser(StepTimes(8))
         chooser.set_costs({8: 2.0, 1: 1.0})
         assert not chooser.verdict(), "nothing is known yet"
         for _ in range(60):
@@ -448,7 +452,7 @@ def test_the_verdict() -> None:
 
 
 def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
-    chooser, clock = WidthChooser(8, True, chain=8), 0.0
+    chooser, clock = WidthChooser(StepTimes(8, chain=8), is_tree=True), 0.0
     for _ in range(200):
         width = chooser.next_width()
         clock += 1.0 if width == 1 else 1.3 if chooser.is_chain else 2.1
@@ -463,7 +467,7 @@ def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
 @pytest.mark.parametrize(("every", "tree_is_held"), [(8, False), (1, True)])
 def test_a_tree_has_to_be_clearly_faster_than_the_chain(every: int, tree_is_held: bool) -> None:
     """The chain commits 7 tokens in the same time, the tree 8 in one of so many steps."""
-    chooser, clock, trees = WidthChooser(8, True, chain=8), 0.0, list[bool]()
+    chooser, clock, trees = WidthChooser(StepTimes(8, chain=8), is_tree=True), 0.0, list[bool]()
     for step in range(200):
         width = chooser.next_width()
         clock += 1.0
@@ -482,7 +486,7 @@ def test_a_tree_has_to_be_clearly_faster_than_the_chain(every: int, tree_is_held
 
 def test_a_run_follows_a_text_that_changes() -> None:
     costs = knee_at(6.0)
-    chooser = WidthChooser(16)
+    chooser = WidthChooser(StepTimes(16))
     chooser.set_costs({width: costs(width) for width in chooser.widths})
     for seed, share in enumerate((0.97, 0.4, 0.97)):
         shares = [share] * 15
@@ -491,13 +495,13 @@ def test_a_run_follows_a_text_that_changes() -> None:
 
 
 def test_positions_that_were_not_tried_are_not_rejections() -> None:
-    chooser = WidthChooser(16)
+    chooser = WidthChooser(StepTimes(16))
     for _ in range(200):
         chooser.observe(4, [3, 3, 3], 0.0)
-    assert all(share > 0.95 for share in chooser.conditional_acceptance())
+    assert all(share > 0.95 for share in chooser.chains.shares())
     for _ in range(200):
         chooser.observe(16, [5, 5], 0.0)
-    found = chooser.conditional_acceptance()
+    found = chooser.chains.shares()
     assert min(found[:5]) > 0.97
     assert found[5] < 0.06, "reached and refused"
     pooled = 5 / 6
@@ -507,16 +511,16 @@ def test_positions_that_were_not_tried_are_not_rejections() -> None:
 
 
 def test_a_step_in_which_no_row_was_running_teaches_nothing() -> None:
-    chooser = WidthChooser(8)
-    before = chooser.conditional_acceptance()
+    chooser = WidthChooser(StepTimes(8))
+    before = chooser.chains.shares()
     chooser.observe(8, [], 1.0)
-    assert chooser.conditional_acceptance() == before
+    assert chooser.chains.shares() == before
 
 
 def test_what_a_width_does_once_is_not_its_cost() -> None:
     """Compiling for a new width must not lock it out for long."""
     costs = {16: 10.0, 12: 4.0, 8: 3.0, 6: 2.9, 4: 2.8, 3: 2.7, 2: 2.6, 1: 2.5}
-    chooser, clock, widths = WidthChooser(16), 0.0, list[int]()
+    chooser, clock, widths = WidthChooser(StepTimes(16)), 0.0, list[int]()
     for _ in range(200):
         width = chooser.next_width()
         clock += costs[width] + (20.0 if width not in widths else 0.0)
@@ -528,7 +532,7 @@ def test_what_a_width_does_once_is_not_its_cost() -> None:
 def test_short_answers_recover_from_a_disturbed_width() -> None:
     """Ten steps an answer: how long a width has been held is counted across answers, or no other is ever tried."""
     costs = {width: 10 + width / 8 for width in candidate_widths(16)}
-    chooser, draw = WidthChooser(16), random.Random(0)
+    chooser, draw = WidthChooser(StepTimes(16)), random.Random(0)
     chosen: list[list[int]] = []
     for answer, num_steps in enumerate([60] + [10] * 30):
         clock = 0.0
@@ -551,7 +555,7 @@ def test_short_answers_recover_from_a_disturbed_width() -> None:
 
 def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     draft, target = nn.Linear(1, 1), nn.Linear(1, 1)
-    chooser, clock = WidthChooser(16), 0.0
+    chooser, clock = WidthChooser(StepTimes(16)), 0.0
     for _ in range(40):  # never right, and dear
         width = chooser.next_width()
         clock += 1.0 if width == 1 else 2.0
@@ -577,7 +581,7 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     give_chooser(chooser, draft, target, 3)
     del target
     gc.collect()
-    give_chooser(WidthChooser(4), draft, other := nn.Linear(1, 1), 1)
+    give_chooser(WidthChooser(StepTimes(4)), draft, other := nn.Linear(1, 1), 1)
     assert list(_kept[draft]) == [other], "what belongs to a target that is no more is dropped"
     assert list(_kept[draft][other]) == [(1, 4, False, 0)]
 
@@ -585,7 +589,7 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(1, 2), (4, 1)])
 def test_a_draft_must_pay_for_the_slowest_row(rows: int, expected: int) -> None:
     """A verify of two tokens commits 1.5 in the mean, and costs 1.45 of a step without a draft."""
-    chooser = WidthChooser(2)
+    chooser = WidthChooser(StepTimes(2))
     chooser.use_rows(rows)
     chooser.set_costs({1: 1.0, 2: 1.45})
     chosen: list[int] = []
@@ -604,7 +608,7 @@ def test_many_rows_begin_with_a_narrow_verify() -> None:
 
 
 def test_what_steps_take_is_known_for_every_number_of_rows_apart() -> None:
-    chooser, clock = WidthChooser(8), 0.0
+    chooser, clock = WidthChooser(StepTimes(8)), 0.0
 
     def run(rows: int, seconds: float, steps: int) -> None:
         nonlocal clock
@@ -614,15 +618,15 @@ def test_what_steps_take_is_known_for_every_number_of_rows_apart() -> None:
             chooser.observe(chooser.next_width(), [7] * rows, clock)
 
     run(4, 0.4, 8)
-    assert chooser.costs()[8] == pytest.approx(0.4)
+    assert chooser.costs.of_choices()[8] == pytest.approx(0.4)
     chooser.use_rows(2)
-    assert chooser.costs()[8] == pytest.approx(0.2), "at first in proportion"
+    assert chooser.costs.of_choices()[8] == pytest.approx(0.2), "at first in proportion"
     run(2, 0.3, 8)
-    assert chooser.costs()[8] == pytest.approx(0.3)
+    assert chooser.costs.of_choices()[8] == pytest.approx(0.3)
     run(1, 0.25, 2)
     chooser.begin()
     clock = 0.0
     chooser.use_rows(4)
-    assert chooser.costs()[8] == pytest.approx(0.4), "as before the rows ended"
+    assert chooser.costs.of_choices()[8] == pytest.approx(0.4), "as before the rows ended"
     chooser.use_rows(2)
-    assert chooser.costs()[8] == pytest.approx(0.3)
+    assert chooser.costs.of_choices()[8] == pytest.approx(0.3)

@@ -30,11 +30,12 @@ from dflash_hf import joint_products, ops
 from dflash_hf.devices import Inventory, execution_devices, is_offloaded
 from dflash_hf.errors import first_line
 from dflash_hf.generation.capture import HostNeededError, NotCapturableError, capture
+from dflash_hf.generation.choice_costs import useful_widths
 from dflash_hf.generation.graphs import Captured, Graphs, Kept, Settings
 from dflash_hf.generation.host_reads import HostReadError, NoHostReads, counts_groups
 from dflash_hf.generation.run import Run
 from dflash_hf.generation.static_step import StaticStep
-from dflash_hf.generation.widths import WidthChooser, useful_widths
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_by_kernels import multiplies_in_tf32
 from dflash_hf.target_model.parts import Target

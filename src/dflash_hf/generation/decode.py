@@ -19,6 +19,7 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory, device_errors_explained, eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.cuda_graph import start_engine
+from dflash_hf.generation.kept_choosers import give_chooser
 from dflash_hf.generation.options import choose_engine, choose_widths
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
@@ -33,7 +34,7 @@ from dflash_hf.generation.run import (
 from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
-from dflash_hf.generation.widths import WidthChooser, give_chooser
+from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.generation_config import Engine
 from dflash_hf.target_model.fast_layers import fast_whole_run, in_whole_run
 from dflash_hf.target_model.parts import Target
@@ -249,7 +250,8 @@ def keep_chooser(run: Run) -> None:
     chooser = run.chooser
     if run.keeps_buffers or not isinstance(chooser, WidthChooser):
         return
-    if chooser.is_kept:
+    # Where the clock decides nothing, each run begins alike.
+    if chooser.costs.by_clock:
         give_chooser(chooser, request.draft, request.target.model, len(request.input_ids))
 
 

@@ -12,17 +12,14 @@ from dflash_hf import ops
 from dflash_hf.block.tree import max_nodes
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
+from dflash_hf.generation.choice_costs import KnownCosts, StepTimes
 from dflash_hf.generation.cost_table import CostTable, about_pair, has_tables, read_table
 from dflash_hf.generation.cuda_graph import EAGER, why_not
+from dflash_hf.generation.kept_choosers import take_chooser
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step_costs import StepCosts
-from dflash_hf.generation.widths import (
-    FixedWidth,
-    KnownCostWidths,
-    WidthChooser,
-    take_chooser,
-)
+from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
@@ -167,7 +164,8 @@ def choose_widths(
     if is_half and not keeps_buffers:
         costs = _known_costs(generator, choices, may_be_modelled=is_left_open and is_on_cpu)
     if costs is not None:
-        chooser = KnownCostWidths(costs, *choices)
+        known = KnownCosts(costs, choices.width, choices.chain)
+        chooser = WidthChooser(known, choices.is_tree)
     elif is_half and is_left_open:
         return FixedWidth(choices.width)
     else:
@@ -231,7 +229,8 @@ def _clocked_widths(
         return kept
     longest = generator.num_proposals + 1
     first = first_width(longest, rows)
-    return WidthChooser(choices.width, choices.is_tree, first, choices.chain)
+    times = StepTimes(choices.width, choices.chain)
+    return WidthChooser(times, choices.is_tree, first)
 
 
 def first_width(longest: int, rows: int) -> int:

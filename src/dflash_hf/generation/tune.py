@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from dflash_hf.devices import eagerly
 from dflash_hf.errors import require
+from dflash_hf.generation.choice_costs import CHAIN, candidate_widths
 from dflash_hf.generation.cost_table import CostTable, about_pair, write_table
 from dflash_hf.generation.decode import no_gradients, tapped_between_steps, whole_run
 from dflash_hf.generation.generate import answer_with, unwrapped
@@ -28,7 +29,7 @@ from dflash_hf.generation.run import Run
 from dflash_hf.generation.step import step
 from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.generation.user_cache import NoUserCache
-from dflash_hf.generation.widths import CHAIN, FixedWidth, candidate_widths
+from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 
