@@ -295,6 +295,49 @@ def test_a_prompt_has_no_weights(tmp_path: Path, smollm2: Any) -> None:
     assert list(report.left_out) == ["a duplicate"]
 
 
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+def test_a_prepared_file_that_is_prepared_again_trains_on_the_same_answers(
+    tmp_path: Path, name: str
+) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    asked = {"messages": [*weighted(0, 0), CHAT[0]]}
+    chats = [{"messages": weighted(*weights)} for weights in [(0, 1), (1, 0), (1, 1)]]
+    once, _ = prepared(tmp_path, tokenizer, *chats, asked)
+    again, _ = prepared(tmp_path, tokenizer, *once)
+    assert again == once
+    # A set of other data may have a column of this name.
+    (row,), _ = prepared(tmp_path, tokenizer, {"messages": CHAT, "sequences": ["MKV"]})
+    assert [at for sequence in row["sequences"] for at in sequence["turns"]] == [1, 3]
+
+
+def test_a_weight_that_decides_nothing_hides_no_duplicate(tmp_path: Path, smollm2: Any) -> None:
+    of_user = [{**CHAT[0], "weight": 0}, *CHAT[1:]]
+    for same in (weighted(1, 0.5), of_user):
+        _, report = prepared(tmp_path, smollm2, {"messages": CHAT}, {"messages": same})
+        assert list(report.left_out) == ["a duplicate"]
+    # Of the last answers alone, those before them decide nothing either.
+    rows = [{"messages": weighted(0, 1)}, {"messages": CHAT}]
+    _, report = prepared(tmp_path, smollm2, *rows, turns="last")
+    assert list(report.left_out) == ["a duplicate"]
+    # What is left out is no duplicate of what counts.
+    rows = [{"messages": weighted(1, 0)}, {"messages": CHAT}]
+    (row,), report = prepared(tmp_path, smollm2, *rows, turns="last")
+    assert row["messages"] == CHAT
+    assert list(report.left_out) == ["no answer to train on and no question at its end"]
+
+
+def test_an_answer_without_marks_beside_one_of_weight_0_says_what_is_wrong() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template, ("<|end|>",), "<|end|>")
+    rows = [{"messages": [*weighted(0, 1), {"role": "assistant", "content": ""}]}]
+    sentence = "as many marks as answers .3. where some of them do not count, got 2; .*weight"
+    with pytest.raises(ValueError, match=sentence):
+        ChatDataset(rows, tokenizer)[0]
+
+
 def test_examples_of_rows_leave_answers_of_weight_0_out(smollm2: Any) -> None:
     dataset = ChatDataset([{"messages": weighted(0, 1)}, {"messages": weighted(1, 0)}], smollm2)
     assert dataset[:] == [Example.from_messages(smollm2, CHAT, turns=[at]) for at in (3, 1)]

@@ -84,7 +84,9 @@ def conversation_of(
     kept = Images(folder=images, max_pixels=max_pixels)
     messages = [_message(turn, at, row, kept) for at, turn in enumerate(turns)]
     _place_videos(messages, row)
-    found: dict[str, Any] = {"messages": _from_first_user(messages, row)}
+    messages = _from_first_user(messages, row)
+    _weigh_as_prepared(messages, row)
+    found: dict[str, Any] = {"messages": messages}
     # A set of questions may have a text there that is no image's place.
     sources = row.own_images()
     if sources:
@@ -136,6 +138,20 @@ def _from_first_user(messages: list[dict[str, Any]], row: Row) -> list[dict[str,
     first = roles.index("user")
     system = [message for message in messages[:first] if message["role"] == "system"]
     return system + messages[first:]
+
+
+def _weigh_as_prepared(messages: list[dict[str, Any]], row: Row) -> None:
+    """Gives the answers of a row that was prepared before weight 0 that none of its sequences trains on."""
+    sequences = row.values.get("sequences")
+    is_prepared = isinstance(sequences, list) and all(
+        isinstance(sequence, Mapping) and "turns" in sequence for sequence in sequences
+    )
+    if not is_prepared:
+        return
+    trained = [turn for sequence in sequences for turn in sequence["turns"]]
+    for at, message in enumerate(messages):
+        if message["role"] == "assistant" and at not in trained:
+            message["weight"] = 0
 
 
 def _turns(row: Row, template: str | None) -> list[Any]:

@@ -363,9 +363,9 @@ def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list
     """The runs of a mask that belong to some of the assistant's turns."""
     found = itertools.groupby(range(len(mask)), mask.__getitem__)
     runs = [list(run) for marked, run in found if marked]
-    what = f"a chat template that marks each of the assistant's {len(every)} turns"
-    action = "take all turns, or leave the row out"
-    require(len(runs) == len(every), what, f"{len(runs)} marks", action)
+    what = f"as many marks as answers ({len(every)}) where some of them do not count"
+    action = "have all answers count (by turns and weight), or leave the row out"
+    require(len(runs) == len(every), what, len(runs), action)
     chosen = [0] * len(mask)
     for run, turn in zip(runs, every, strict=True):
         if turn in turns:

@@ -344,12 +344,7 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     max_pixels = settings.max_image_pixels or NO_LIMIT
     found = conversation_of(row, settings.template, folder / "images", options, max_pixels)
     messages = found["messages"]
-    turns = _chosen_turns(messages, settings.turns)
-    if settings.turns == "none":
-        while messages[-1]["role"] != "user":
-            messages.pop()
-        # Rows that differ in their answers alone have become the same prompt.
-        found["id"] = content_id(found)
+    turns = _chosen_turns(found, settings.turns)
     answers = [messages[turn] for turn in turns]
     if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
         return {"left_out": "an empty answer"}
@@ -387,8 +382,17 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     return made
 
 
-def _chosen_turns(messages: Sequence[dict[str, Any]], which: Turns) -> list[int]:
-    """The answers of a conversation that are trained on; their weights are taken away."""
+def _chosen_turns(found: dict[str, Any], which: Turns) -> list[int]:
+    """The answers of a row that are trained on; what decides nothing leaves its messages and its id, then weights."""
+    messages = found["messages"]
+    if which == "none":
+        while messages[-1]["role"] != "user":
+            messages.pop()
+    if which != "all":
+        # Only the last answer may count: rows that differ in the weights of others have become the same.
+        for message in messages[:-1]:
+            message.pop("weight", None)
+        found["id"] = content_id(found)
     turns = turns_to_train(messages)
     # The sequences say what counts: no template and no server has to know a weight.
     for message in messages:
