@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -197,6 +198,50 @@ def test_scores_of_tokens_that_the_target_does_not_have_are_refused(is_row_wise:
     inputs = prompts(LENGTHS, 8)
     with pytest.raises(ValueError, match=r"expected scores of at most 64 tokens .*, got 128; "):
         target.generate(**inputs, logits_processor=[wide], assistant_model=tiny_draft(target))
+
+
+class Remade(LogitsProcessor):
+    """One of the user's own, which returns scores of another shape."""
+
+    def __init__(self, remake: Any, is_row_wise: bool) -> None:
+        self.remake = remake
+        self.is_row_wise = is_row_wise
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.remake(scores)
+
+
+@pytest.mark.parametrize("is_row_wise", [True, False])
+def test_further_tokens_that_are_never_chosen_change_no_text(is_row_wise: bool) -> None:
+    def with_further(scores: Tensor) -> Tensor:
+        return torch.nn.functional.pad(scores, (0, 9), value=-math.inf)
+
+    target = shallow_target("qwen3")
+    settings = {**prompts(LENGTHS, 8), "max_new_tokens": NEW, "do_sample": False}
+    settings["logits_processor"] = [Remade(with_further, is_row_wise)]
+    ref = target.generate(**settings)
+    assert torch.equal(target.generate(**settings, assistant_model=tiny_draft(target)), ref)
+
+
+RESHAPED = {
+    "no token": (lambda scores: scores[:, :0], r"got torch.Size\(\[4, 0\]\)"),
+    "no row": (lambda scores: scores[:0], r"got torch.Size\(\[0, 64\]\)"),
+    "one row": (lambda scores: scores[:1], r"got torch.Size\(\[1, 64\]\)"),
+    "a row without rows": (lambda scores: scores[0], r"got torch.Size\(\[64\]\)"),
+    "more rows": (lambda scores: scores.repeat(2, 1), r"got torch.Size\(\[8, 64\]\)"),
+    "nothing": (lambda scores: None, "got 'NoneType'"),
+}
+
+
+@pytest.mark.parametrize("is_row_wise", [True, False])
+@pytest.mark.parametrize("case", RESHAPED)
+def test_scores_of_another_shape_are_refused(case: str, is_row_wise: bool) -> None:
+    remake, got = RESHAPED[case]
+    target = shallow_target("qwen3")
+    settings = {**prompts(LENGTHS, 8), "logits_processor": [Remade(remake, is_row_wise)]}
+    sentence = f"expected scores of 4 rows and at least one token .*, {got}; return"
+    with pytest.raises(ValueError, match=sentence):
+        target.generate(**settings, assistant_model=tiny_draft(target))
 
 
 # Processors that go by the length of the text alone.

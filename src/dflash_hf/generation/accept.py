@@ -242,7 +242,7 @@ class PositionRule:
         # A copy in float32, which processors expect: rows of another length may have float64 scores by now.
         raw = scores_BV.to(torch.float32, copy=True)
         processed = self.processors.at(prefix, raw, rows)
-        processed = of_vocabulary(processed, scores_BV.shape[-1])
+        processed = of_vocabulary(processed, *scores_BV.shape)
         return torch.where(rows[:, None], processed, scores_BV)
 
     def _goes_on(self, state: DecodeState, position: int, chosen_B: Tensor) -> Tensor:

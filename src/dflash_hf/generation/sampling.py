@@ -267,18 +267,25 @@ class BlockProcessors:
         return self.warpers(no_ids, flat).view_as(scores)
 
 
-def of_vocabulary(scores: Tensor, vocab_size: int) -> Tensor:
-    """Returns scores `[B, vocab_size]` of what processors have returned: -inf for tokens that they left out.
+def of_vocabulary(scores: Tensor, num_rows: int, vocab_size: int) -> Tensor:
+    """Returns scores `[num_rows, vocab_size]` of what processors have returned: -inf for tokens that they left out.
 
-    A processor may return the scores of the first tokens alone. Raises `ValueError` if there are more than the target
-    has: such a token has no embedding.
+    A processor may return the scores of the first tokens alone, and -inf for tokens that the target does not have.
+    Raises `ValueError` for another score of such a token, which has no embedding, and for scores of another shape.
     """
-    num_given = scores.shape[-1]
+    got: Any = getattr(scores, "shape", type(scores).__name__)
+    is_table = len(got) == 2 and got[0] == num_rows and got[1] > 0
+    what = f"scores of {num_rows} rows and at least one token from logits processors"
+    require(is_table, what, got, "return scores for each row of ids")
+    num_given = scores.shape[1]
+    if num_given > vocab_size:
+        has_none = bool(scores[:, vocab_size:].isneginf().all())
+        what = f"scores of at most {vocab_size} tokens from logits processors, all others -inf"
+        action = "return no scores of tokens that the target does not have"
+        require(has_none, what, num_given, action)
+        return scores[:, :vocab_size]
     if num_given == vocab_size:
         return scores
-    what = f"scores of at most {vocab_size} tokens from logits processors"
-    action = "return no scores of tokens that the target does not have"
-    require(num_given < vocab_size, what, num_given, action)
     return nn.functional.pad(scores, (0, vocab_size - num_given), value=-math.inf)
 
 

@@ -54,7 +54,7 @@ def shaped(
         for slot in range(logits_BDV.shape[1]):
             # Processors get float32, as they do for the target's tokens.
             scores = processors.shape(row, prefix, logits_BDV[one, slot].float())
-            scores = of_vocabulary(scores, logits_BDV.shape[-1])
+            scores = of_vocabulary(scores, 1, logits_BDV.shape[-1])
             # A draft of a reduced vocabulary may have none of the tokens that are left.
             if bool(scores.isneginf().all()):
                 break

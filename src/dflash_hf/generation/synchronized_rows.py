@@ -172,7 +172,7 @@ class _ProcessedColumns:
         # A copy, because processors may write into the scores that they get while the raw ones may be asked for.
         raw = self.scores[:, column].to(torch.float32, copy=True)
         processed = self.processors.processors(prefix, raw)
-        processed = of_vocabulary(processed, self.scores.shape[-1])
+        processed = of_vocabulary(processed, *raw.shape)
         # A user processor may make float64 scores of float32 ones.
         self.scores = self.scores.to(torch.promote_types(self.scores.dtype, processed.dtype))
         self.scores[:, column] = processed
