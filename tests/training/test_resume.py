@@ -202,6 +202,9 @@ def test_a_resumed_run_is_evaluated_at_its_start_once(
     again = make(target, make_draft(), tmp_path, **changes)
     again.train(resume_from_checkpoint=step > 3)
     assert again.args.eval_on_start
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        saved = torch.load(checkpoint / "training_args.bin", weights_only=False)
+        assert saved.eval_on_start, checkpoint
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     for rows in (map(json.loads, lines), again.state.log_history):
         assert [row["step"] for row in rows if "eval_acceptance_length" in row] == [0, 4, 8]

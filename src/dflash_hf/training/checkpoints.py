@@ -59,7 +59,8 @@ class Records(TrainerCallback, ExportableState):
         metrics = Path(str(args.output_dir)) / METRICS_FILE
         if state.is_world_process_zero and metrics.is_file():
             # A run that begins with an evaluation does that of step 0 again, too.
-            last_step = -1 if args.eval_on_start else state.global_step
+            begins_with_one = args.eval_on_start and state.global_step == 0
+            last_step = -1 if begins_with_one else state.global_step
             _keep_records(metrics, last_step)
 
     def on_step_end(

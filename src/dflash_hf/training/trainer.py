@@ -214,14 +214,19 @@ class DFlashTrainer(Trainer):
         self._window = {}
         self._throughput.reset()
         set_seed(self.args.seed)
-        # Transformers evaluates at the start of a resumed run too, which has been evaluated at its start.
-        evaluates_first = self.args.eval_on_start
-        self.args.eval_on_start = evaluates_first and checkpoint is None
         try:
             return super().train(checkpoint, *args, **kwargs)
         finally:
-            self.args.eval_on_start = evaluates_first
             self.draft.eval()
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Overrides: a resumed run has been evaluated at its start, where Transformers would do it again."""
+        # The scheduler is skipped at the start alone.
+        if skip_scheduler and self.state.global_step > 0:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Overrides: batches of similar length; accelerate's own division among processes would change them."""
