@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
 import dflash_hf
@@ -209,6 +210,124 @@ def test_damaged_targets_are_one_sentence(name: str, tmp_path: Path) -> None:
     shutil.copytree(TOY / "target", tmp_path / "target")
     damage(tmp_path / "target")
     assert_refused(run("generate", PROMPT, "--target", tmp_path / "target"), message)
+
+
+def in_shards(change: Callable[[dict[str, Any], Path], object]) -> Callable[[Path], object]:
+    """Damage of a target whose weights are in one shard, with an index."""
+
+    def damage(folder: Path) -> None:
+        shard = folder / "model-00001-of-00001.safetensors"
+        (folder / "model.safetensors").rename(shard)
+        with safe_open(shard, framework="pt") as opened:
+            names = dict.fromkeys(opened.keys(), shard.name)
+        index: dict[str, Any] = {"metadata": {}, "weight_map": names}
+        change(index, shard)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
+
+
+NO_OBJECT = "; download it again, or correct {}, which is no JSON object"
+NOT_WHOLE = "; download it again, or correct {}, which is not whole"
+MISSING = "; download it again, or correct {}, which is missing"
+SHARD = "model-00001-of-00001.safetensors"
+# What is damaged -> of which part, and what is said of which file
+NAMED: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "empty config": (with_bytes("config.json", b""), "config", NO_OBJECT.format("config.json")),
+    "cut config": (
+        with_bytes("config.json", b'{"model_type": "qw'),
+        "config",
+        NO_OBJECT.format("config.json"),
+    ),
+    "list as a config": (
+        with_bytes("config.json", b"[1]"),
+        "config",
+        NO_OBJECT.format("config.json"),
+    ),
+    "number as a config": (
+        with_bytes("config.json", b"3"),
+        "config",
+        NO_OBJECT.format("config.json"),
+    ),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "config",
+        MISSING.format("config.json"),
+    ),
+    "empty tokenizer": (
+        with_bytes("tokenizer.json", b""),
+        "tokenizer",
+        NO_OBJECT.format("tokenizer.json"),
+    ),
+    "cut tokenizer": (
+        with_bytes("tokenizer.json", b'{"version": "1.0", '),
+        "tokenizer",
+        NO_OBJECT.format("tokenizer.json"),
+    ),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "tokenizer",
+        MISSING.format("tokenizer.json"),
+    ),
+    "list as a tokenizer_config": (
+        with_bytes("tokenizer_config.json", b"[]"),
+        "tokenizer",
+        NO_OBJECT.format("tokenizer_config.json"),
+    ),
+    "list as a generation_config": (
+        with_bytes("generation_config.json", b"[1]"),
+        "weights",
+        NO_OBJECT.format("generation_config.json"),
+    ),
+    "empty weights": (
+        with_bytes("model.safetensors", b""),
+        "weights",
+        NOT_WHOLE.format("model.safetensors"),
+    ),
+    "cut weights": (cut, "weights", NOT_WHOLE.format("model.safetensors")),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "weights",
+        "no file named model.safetensors, .*; download it again",
+    ),
+    "list as an index": (
+        lambda folder: (
+            in_shards(lambda index, shard: None)(folder),
+            with_bytes("model.safetensors.index.json", b"[]")(folder),
+        ),
+        "weights",
+        NO_OBJECT.format("model.safetensors.index.json"),
+    ),
+    "no shard": (
+        in_shards(lambda index, shard: shard.unlink()),
+        "weights",
+        f"FileNotFoundError: .*{SHARD}.*; download it again",
+    ),
+    "empty shard": (
+        in_shards(lambda index, shard: shard.write_bytes(b"")),
+        "weights",
+        NOT_WHOLE.format(SHARD),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_of_a_damaged_target_the_file_is_named(name: str, tmp_path: Path) -> None:
+    damage, part, said = NAMED[name]
+    shutil.copytree(TOY / "target", tmp_path / "target")
+    damage(tmp_path / "target")
+    article = "" if part == "weights" else "a "
+    message = f"expected {article}{part} of a model in .*, got files that do not load .*{said}"
+    assert_refused(run("doctor", "--target", tmp_path / "target"), message)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_every_command_names_the_damaged_file(command: str, tmp_path: Path) -> None:
+    shutil.copytree(TOY / "target", tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text("")
+    given = [PROMPT] if command == "generate" else []
+    result = run(command, *given, "--target", tmp_path / "target", "--draft", TOY / "draft")
+    assert_refused(result, NO_OBJECT.format("config.json"))
 
 
 def test_without_pillow_a_vision_target_names_the_extra(

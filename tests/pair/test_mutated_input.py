@@ -94,7 +94,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(what: str, *_: Any) -> None:
         raise ValueError(f"expected nothing, got as far as {what}; enough")
 
-    monkeypatch.setattr(loading, "_loaded", stop)
+    monkeypatch.setattr(loading, "loaded", stop)
     monkeypatch.setattr("dflash_hf.bench.run.run", lambda settings: stop("bench"))
     monkeypatch.setattr("dflash_hf.bench.prepare.prepare", lambda *a, **k: stop("prepare"))
     monkeypatch.setattr("huggingface_hub.HfApi", None)

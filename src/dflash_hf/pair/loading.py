@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_hf.data.image_files import check_pillow
+from dflash_hf.data.row_files import parsed_object
 from dflash_hf.errors import one_line, require
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ Loaded = TypeVar("Loaded")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 # Of x86 and of ARM
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+# What Transformers reads of a folder beside the weights
+JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "model.safetensors.index.json",
+)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -78,21 +90,25 @@ def config_of_target(target: str) -> PreTrainedConfig:
 
     from dflash_hf.checkpoints.formats import is_draft
 
-    # As it stands in the file: Transformers refuses a config without a model_type, as drafts of speculators have.
-    written, _ = PreTrainedConfig.get_config_dict(target)
-    if is_draft(written):
-        raise ValueError(
-            f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft"
-        )
-    return AutoConfig.from_pretrained(target)
+    def read() -> PreTrainedConfig:
+        # As it stands in the file: Transformers refuses a config without a model_type, as drafts of speculators have.
+        written, _ = PreTrainedConfig.get_config_dict(target)
+        if is_draft(written):
+            raise ValueError(
+                f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft"
+            )
+        return AutoConfig.from_pretrained(target)
+
+    return loaded("a config", target, read)
 
 
 def load_processor(target: str) -> Processor:
     """Loads what encodes a target's prompts, a processor or a tokenizer, and no weights."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    encoder = AutoProcessor if takes_images(config_of_target(target)) else AutoTokenizer
-    return encoder.from_pretrained(target)
+    if takes_images(config_of_target(target)):
+        return loaded("a processor", target, lambda: AutoProcessor.from_pretrained(target))
+    return loaded("a tokenizer", target, lambda: AutoTokenizer.from_pretrained(target))
 
 
 def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]:
@@ -108,25 +124,16 @@ def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
-        AutoProcessor,
-        AutoTokenizer,
         PreTrainedTokenizerBase,
     )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = _loaded("a config", target, lambda: config_of_target(target))
-    with_images = takes_images(config)
-    if with_images:
-        check_pillow()
     model_class: Any = AutoModelForCausalLM
-    encoder: Any = AutoTokenizer
-    kind = "a tokenizer"
-    if with_images:
+    if takes_images(config_of_target(target)):
+        check_pillow()
         model_class = AutoModelForImageTextToText
-        encoder = AutoProcessor
-        kind = "a processor"
-    processor: Any = _loaded(kind, target, lambda: encoder.from_pretrained(target))
+    processor: Any = load_processor(target)
     tokenizer = processor
     if not isinstance(processor, PreTrainedTokenizerBase):
         tokenizer = processor.tokenizer
@@ -157,7 +164,7 @@ def load_target(
     import torch
 
     model_class, processor = checked_files(target, dtype, device)
-    model = _loaded(
+    model = loaded(
         "weights",
         target,
         lambda: model_class.from_pretrained(target, dtype=dtype, device_map=device),
@@ -185,26 +192,58 @@ def has_bfloat16_instructions() -> bool:
     return not BFLOAT16_FEATURES.isdisjoint(features)
 
 
-def _loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
-    """Loads something; what libraries raise for damaged files, no sentence of Transformers', becomes `ValueError`."""
+def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
+    """Loads something; what libraries raise for damaged files becomes a `ValueError` that names the file.
+
+    Sentences of Transformers' stay as they are where no file of a folder is at fault.
+    """
     import torch
 
     try:
         return load()
-    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        folder = Path(place)
+        fault = _fault(folder, what)
         # What is no JSON or no UTF-8 is a `ValueError` of Python's, which names no file.
         is_pythons = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
         is_sentence = isinstance(error, ValueError) and not is_pythons
+        is_ours = is_sentence and str(error).startswith("expected")
+        is_of_hub = isinstance(error, OSError) and not folder.is_dir()
         # Newer than the oldest torch; no file's fault
         is_of_device = isinstance(error, getattr(torch, "AcceleratorError", ()))
-        if is_sentence or is_of_device:
+        if is_ours or is_of_hub or is_of_device or (is_sentence and not fault):
             raise
         raise ValueError(
             f"expected {what} of a model in {place}, got files that do not load ({type(error).__name__}: "
-            f"{one_line(error)}); download it again, or correct what it names"
+            f"{one_line(error)}); download it again, or correct {fault or 'what it names'}"
         ) from error
+
+
+def _fault(folder: Path, what: str) -> str:
+    """Returns which file of a model's folder is damaged or missing, and how; an empty text where none is."""
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        return ""
+    for name in JSON_FILES:
+        file = folder / name
+        try:
+            if file.exists():
+                parsed_object(file.read_bytes(), name, "")
+        except (OSError, ValueError):
+            return f"{name}, which is no JSON object"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            return f"{file.name}, which is not whole"
+    needed = {"a config": "config.json", "a tokenizer": "tokenizer.json"}.get(what)
+    if needed is not None and not (folder / needed).is_file():
+        return f"{needed}, which is missing"
+    return ""
 
 
 def load_pair(
@@ -218,7 +257,7 @@ def load_pair(
     model, processor = load_target(target, dtype, device)
     from dflash_hf.modeling_dflash import DFlashDraftModel
 
-    assistant = _loaded(
+    assistant = loaded(
         "a draft",
         draft,
         lambda: DFlashDraftModel.from_pretrained(draft, dtype=model.dtype, device_map=device),
