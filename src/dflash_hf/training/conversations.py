@@ -143,10 +143,9 @@ def _from_first_user(messages: list[dict[str, Any]], row: Row) -> list[dict[str,
 def _weigh_as_prepared(messages: list[dict[str, Any]], row: Row) -> None:
     """Gives the answers of a row that was prepared before weight 0 that none of its sequences trains on."""
     sequences = row.values.get("sequences")
-    is_prepared = isinstance(sequences, list) and all(
-        isinstance(sequence, Mapping) and "turns" in sequence for sequence in sequences
-    )
-    if not is_prepared:
+    if not isinstance(sequences, list):
+        return
+    if not all(isinstance(sequence, Mapping) and "turns" in sequence for sequence in sequences):
         return
     trained = [turn for sequence in sequences for turn in sequence["turns"]]
     for at, message in enumerate(messages):
