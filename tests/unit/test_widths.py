@@ -280,6 +280,45 @@ def test_a_run_that_times_itself_is_close_to_the_best_width(share: float, slope:
         assert rate_of(widths[20:], shares, costs) > max(0.97 * best_rate(shares, costs), 0.98)
 
 
+@pytest.mark.parametrize("slow_first", [0.0, 445.0])
+def test_a_first_batch_soon_finds_that_plain_decoding_is_cheap(slow_first: float) -> None:
+    """Eight rows of SmolLM2 in float32: a step of eight tokens takes 4.5 times as long as a plain one."""
+    draw = random.Random(0)
+    chooser = WidthChooser(StepTimes(8, chain=8), is_tree=True)
+    chooser.use_rows(8)
+    clock = slow_first
+    widths: list[int] = []
+    for step in range(24):
+        width = chooser.next_width()
+        widths.append(width)
+        # Answers begin alike, and then they part.
+        share = 0.9 if step < 4 else 0.55
+        if width == 1:
+            clock += 66.0
+            chooser.observe(1, [0] * 8, clock)
+            continue
+        clock += 300.0
+        accepted = [next(n for n in range(8) if n == 7 or draw.random() > share) for _ in range(8)]
+        if chooser.is_chain:
+            chooser.observe(8, accepted, clock)
+        else:
+            nodes = [list(range(1, num + 1)) for num in accepted]
+            chains = [(num, min(num + 1, 7)) for num in accepted]
+            chooser.observe(8, accepted, clock, nodes, chains)
+    # A first answer of so few tokens may lose what some verifies take.
+    assert 1 in widths[:4]
+    assert sum(width > 1 for width in widths) <= 6
+
+
+def test_rows_that_are_named_before_any_step_are_scaled_too() -> None:
+    costs = StepTimes(8)
+    costs.use_rows(1)
+    costs.use_rows(2)
+    costs.book(8, 6.0)
+    costs.use_rows(1)
+    assert costs.of_choices()[8] == 3.0
+
+
 @pytest.mark.parametrize(("slope", "low", "high"), [(0.001, 48, 64), (0.3, 1, 16)])
 def test_a_tree_grows_beyond_the_chain_where_that_costs_little(
     slope: float, low: int, high: int

@@ -61,6 +61,10 @@ class ChoiceCosts(Protocol):
         """Returns the cost of a step of each choice there is, above 0."""
         ...
 
+    def is_guess(self, choice: int) -> bool:
+        """Returns True if nothing sure has told what a step of a choice costs."""
+        ...
+
 
 class StepTimes:
     """Costs by the clock: the seconds that the run's own steps take.
@@ -84,7 +88,8 @@ class StepTimes:
 
     def use_rows(self, rows: int) -> None:
         """Goes on with the times of steps of so many rows."""
-        if rows not in self._times_of:
+        # Rows may have been named before any step.
+        if not self._times_of.get(rows):
             # Where these are not known, steps are taken to cost in proportion to their rows.
             share = rows / self._rows
             scaled: dict[int, deque[float]] = {}
@@ -122,6 +127,10 @@ class StepTimes:
                 costs[1] = min(costs[1], costs[CHAIN] / 2)
         return costs
 
+    def is_guess(self, choice: int) -> bool:
+        """Returns True if fewer than two steps of a choice were timed: a single one may have been slow."""
+        return len(self._times.get(choice, ())) < 2
+
 
 class ReplayCosts:
     """Costs of captured steps: the seconds of replays before the first one, and of no choice that was not captured.
@@ -144,6 +153,10 @@ class ReplayCosts:
     def of_choices(self) -> dict[int, float]:
         """Returns the seconds of a step of each choice."""
         return self._costs
+
+    def is_guess(self, choice: int) -> bool:
+        """Returns False: each choice was replayed."""
+        return False
 
 
 class CostsOfSteps(Protocol):
@@ -189,6 +202,10 @@ class KnownCosts:
     def of_choices(self) -> dict[int, float]:
         """Returns the cost of a step of each choice."""
         return self._costs
+
+    def is_guess(self, choice: int) -> bool:
+        """Returns False: a table or a model has told all costs."""
+        return False
 
 
 def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int, float]:

@@ -18,6 +18,7 @@ from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.devices import Inventory, device_errors_explained, eagerly
 from dflash_hf.generation.buffers import give_buffers
+from dflash_hf.generation.choice_costs import StepTimes
 from dflash_hf.generation.cuda_graph import start_engine
 from dflash_hf.generation.kept_choosers import give_chooser
 from dflash_hf.generation.options import choose_engine, choose_widths
@@ -248,10 +249,10 @@ def keep_chooser(run: Run) -> None:
     """Keeps what a run's widths have shown; of captured steps the costs are kept with their graphs."""
     request = run.request
     chooser = run.chooser
-    if run.keeps_buffers or not isinstance(chooser, WidthChooser):
+    if not isinstance(chooser, WidthChooser):
         return
     # Where the clock decides nothing, each run begins alike.
-    if chooser.costs.by_clock:
+    if isinstance(chooser.costs, StepTimes):
         give_chooser(chooser, request.draft, request.target.model, len(request.input_ids))
 
 

@@ -28,6 +28,8 @@ from dflash_hf.generation.choice_costs import (
 FIRST_PAUSE = 2
 FIRST_HOLD = 16
 LONGEST_HOLD = 128
+# With several rows plain decoding is timed after so many steps with a draft: a guess may be twice what it costs.
+UNTIL_PLAIN = 2
 # A width that has been held for so many steps is looked at only once in so many: choosing takes time, too.
 SETTLED = 4
 # Without a draft, this share of the time may go into trying one: the less a try would lose, the sooner it comes. A try
@@ -160,7 +162,10 @@ class WidthChooser:
         is_plain = self._held == 1 and not self._pays
         is_settled = self.current == self._held and self._steps > SETTLED
         is_between_looks = is_settled and self._steps % SETTLED > 0
-        if is_held and (is_plain or is_between_looks):
+        asks_plain = self._rows > 1 and self._num_drafted == UNTIL_PLAIN
+        if asks_plain and self.costs.is_guess(1):
+            self.current = 1
+        elif is_held and (is_plain or is_between_looks):
             self.current = self._held
         else:
             self._look(is_held)
