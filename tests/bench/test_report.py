@@ -159,8 +159,11 @@ def test_nothing_that_was_written_is_markup(tmp_path: Path) -> None:
     assert "49" not in re.findall(r"onerror=f\(\)>(\S+)", page.text)
 
 
+ANSWERS = answers_of(questions(2))
+
+
 def only(*names: str) -> dict[str, list[Answer]]:
-    return {name: given for name, given in answers_of(questions(2)).items() if name in names}
+    return {name: given for name, given in ANSWERS.items() if name in names}
 
 
 def failed(name: str) -> list[Answer]:
