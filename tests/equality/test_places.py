@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import weakref
@@ -20,7 +21,7 @@ from dflash_hf.generation import running_batch
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.cuda_graph import why_not
 from helpers.float8 import use_emulation
-from helpers.running import END, answer_alone, asked, drive, make_infinite, place_oracle
+from helpers.running import END, Asked, answer_alone, asked, drive, make_infinite, place_oracle
 from helpers.static import Tape, TapeStep, set_engine, use_tapes
 from tiny import DFLASH2, DSPARK, VOCAB, shallow_target, tiny_draft, tiny_target
 
@@ -70,6 +71,25 @@ def eager_draft(target: Any) -> DFlashDraftModel:
     return draft
 
 
+def target_of(family: str) -> Any:
+    """A target of two layers; of two, qwen3.5 would end its texts early, so that few rows would run together."""
+    make = tiny_target if family == "qwen3.5" else shallow_target
+    target: Any = make(family, **LONG)
+    if family == "gpt-oss":
+        target.float().set_experts_implementation("batched_mm")
+    return target
+
+
+@functools.cache
+def answered_alone(
+    family: str, lengths: tuple[int, ...], seed: int, num_new: tuple[int, int]
+) -> list[Asked]:
+    """Returns greedy requests with what a family's target answers each alone, whatever engine a batch has."""
+    requests = asked(list(lengths), seed, num_new=num_new)
+    answer_alone(target_of(family), requests)
+    return requests
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "family", ["qwen3", "qwen3-sliding", "gemma2", "gpt-oss", "qwen3.5", "lfm2", "bamba"]
@@ -77,11 +97,8 @@ def eager_draft(target: Any) -> DFlashDraftModel:
 def test_texts_are_those_of_each_prompt_alone(
     family: str, engine: str, eager_steps: list[int]
 ) -> None:
-    target = tiny_target(family, **LONG)
-    if family == "gpt-oss":
-        target.float().set_experts_implementation("batched_mm")
-    requests = asked(lengths_of(14, 1), 1, num_new=(10, 40))
-    answer_alone(target, requests)
+    target = target_of(family)
+    requests = answered_alone(family, tuple(lengths_of(14, 1)), 1, (10, 40))
     batch = batch_of(target, place_oracle(target), engine)
     found = drive(batch, requests, 1, cancelled=0.2)
     assert found["most"] >= 3
@@ -228,9 +245,8 @@ def test_buffers_grow_where_they_are_full(
     monkeypatch.setattr(RaggedCache, "grow", noted)
     monkeypatch.setattr(run_module, "FIRST_ROOM", 2)
     monkeypatch.setattr(places_module, "FIRST_LENGTH", 2)
-    target = tiny_target(family, **LONG)
-    requests = asked([3, 60, 9, 150, 2], 7, num_new=(30, 60))
-    answer_alone(target, requests)
+    target = target_of(family)
+    requests = answered_alone(family, (3, 60, 9, 150, 2), 7, (30, 60))
     batch = batch_of(target, place_oracle(target), engine)
     drive(batch, requests, 7)
     # Both caches, a few times and not at every step.
