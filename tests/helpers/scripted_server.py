@@ -13,10 +13,13 @@ from typing import Any
 import httpx
 import uvicorn
 from openai import APIStatusError, OpenAI
+from transformers import AutoTokenizer
 
+from dflash_hf.cli.pair import named_pair
 from dflash_hf.serve.app import build_app
 from dflash_hf.serve.engine import Counts, Done, Job, Tokens
 from dflash_hf.serve.pair import Pair
+from tiny import shallow_target, tiny_draft
 
 
 class Script:
@@ -54,6 +57,24 @@ class Script:
 
     def stop(self) -> None:
         pass
+
+
+def random_pair(template: str, max_length: int) -> Pair:
+    """A pair of few random weights that knows the bundled tokenizer's tokens: for answers whose words do not matter.
+
+    Args:
+        template (`str`): The chat template.
+        max_length (`int`): Tokens of a prompt and its answer, at most.
+    """
+    folder, _ = named_pair("text")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    target: Any = shallow_target(
+        "qwen3", vocab_size=len(tokenizer), max_position_embeddings=max_length
+    ).float()
+    target.generation_config.eos_token_id = tokenizer.eos_token_id
+    draft = tiny_draft(target, mask_token_id=tokenizer.convert_tokens_to_ids("<|MASK|>"))
+    return Pair(target, draft, tokenizer, name="text", encoding={}, note=lambda line: None)
 
 
 @dataclass

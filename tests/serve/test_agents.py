@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_hf.cli.pair import load_pair, named_pair
-from dflash_hf.serve.pair import Pair
-from helpers.scripted_server import InProcess, Script
+from helpers.scripted_server import InProcess, Script, random_pair
 
 smolagents: Any = pytest.importorskip("smolagents")
 
@@ -26,11 +24,8 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[InProcess]:
-    target, draft, tokenizer = load_pair(*named_pair("text"))
-    tokenizer.chat_template = TEMPLATE
     # The agent's own prompt has some 4,000 of the bundled tokenizer's tokens.
-    target.config.max_position_embeddings = 16384
-    running = InProcess(Pair(target, draft, tokenizer, name="text", encoding={}, note=str))
+    running = InProcess(random_pair(TEMPLATE, 16384))
     yield running
     running.close()
 
