@@ -43,10 +43,11 @@ class Process(ForkServerProcess):
         """Returns the exit status, or `None` while it runs."""
         return self.exitcode
 
-    def wait(self, timeout: float) -> int:
-        """Returns the exit status once it has ended."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit status once it has ended, within so many seconds where they are given."""
         self.join(timeout)
         if self.exitcode is None:
+            assert timeout is not None
             raise subprocess.TimeoutExpired("python", timeout)
         return self.exitcode
 
