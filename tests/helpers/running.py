@@ -16,6 +16,8 @@ from helpers.static import TensorOracle
 from tiny import VOCAB, OracleDraft, draft_config
 
 END = 9
+# The settings of a greedy request that has no others.
+PLAIN = {"max_new_tokens", "eos_token_id", "do_sample"}
 
 
 @dataclass
@@ -102,14 +104,45 @@ def asked(
 
 
 def answer_alone(target: Any, requests: list[Asked], draft: DFlashDraftModel | None = None) -> None:
-    """Notes what each request is answered alone: by plain `generate`, or, for sampled texts, with a draft."""
+    """Notes what each request is answered alone: by plain `generate`, or, for sampled texts, with a draft.
+
+    Greedy requests of one length, without further settings, are rows of one call of plain `generate`, which pads none.
+    """
+    together: dict[tuple[int, tuple[int, ...]], list[Asked]] = {}
     for request in requests:
-        torch.manual_seed(request.seed)
-        given: dict[str, Any] = {"attention_mask": torch.ones_like(request.ids)}
-        if request.settings.get("do_sample"):
-            given["assistant_model"] = draft
-        text = target.generate(request.ids, **given, **request.images, **request.settings)
-        request.truth = text[0, request.ids.shape[1] :].tolist()
+        is_greedy = request.settings.keys() == PLAIN and not request.settings["do_sample"]
+        if is_greedy and not request.images:
+            ends = tuple(request.settings["eos_token_id"] or ())
+            together.setdefault((request.ids.shape[1], ends), []).append(request)
+        else:
+            _answer_one(target, request, draft)
+    for (_, ends), rows in together.items():
+        _answer_rows(target, rows, ends)
+
+
+def _answer_one(target: Any, request: Asked, draft: DFlashDraftModel | None) -> None:
+    torch.manual_seed(request.seed)
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(request.ids)}
+    if request.settings.get("do_sample"):
+        given["assistant_model"] = draft
+    text = target.generate(request.ids, **given, **request.images, **request.settings)
+    request.truth = text[0, request.ids.shape[1] :].tolist()
+
+
+def _answer_rows(target: Any, rows: list[Asked], ends: tuple[int, ...]) -> None:
+    """Answers prompts of one length, as far as the longest answer goes; each ends at its own end."""
+    ids = torch.cat([one.ids for one in rows])
+    longest = max(one.settings["max_new_tokens"] for one in rows)
+    texts = target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=longest,
+        eos_token_id=list(ends) or None,
+        do_sample=False,
+    )
+    for one, text in zip(rows, texts[:, ids.shape[1] :].tolist(), strict=True):
+        length = next((at + 1 for at, token in enumerate(text) if token in ends), longest)
+        one.truth = text[: min(length, one.settings["max_new_tokens"])]
 
 
 def drive(
