@@ -263,7 +263,7 @@ def test_forced_arguments_are_an_object(server: InProcess, parameters: Any) -> N
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     for seed in range(4):
         found = asked(
-            server, max_tokens=100, tools=[tool], tool_choice={"function": {"name": "f"}}, seed=seed
+            server, max_tokens=200, tools=[tool], tool_choice={"function": {"name": "f"}}, seed=seed
         )
         assert found.status == 200, found.error
         assert re.search(r'"arguments"\s*:\s*[^{\s]', found.content) is None, found
