@@ -164,6 +164,9 @@ class PackedWeights:
                 "take an eighth of the memory at most"
             )
             return None
+        # A weight is copied alone or together with others, as the last product wanted it.
+        for other in [other for other in list(self._copies) if not set(other).isdisjoint(key)]:
+            self._copies.pop(other, None)
         joint = _joined([weight.detach() for weight in weights])
         copy = torch.ops.mkldnn._reorder_linear_weight(joint)
         packed = _Packed(copy, num_bytes, _places_of(weights), _fingerprints_of(weights))

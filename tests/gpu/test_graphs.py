@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_hf import RunningBatch, free_buffers
-from dflash_hf.generation import buffers, cuda_graph, decode, widths
+from dflash_hf.generation import buffers, choice_costs, cuda_graph, decode
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.cuda_graph import why_not
@@ -122,7 +122,7 @@ def test_widths_that_change_give_the_plain_text(
     device: str, batch: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is compute-bound at this size: without this all widths but the widest would be dropped.
-    monkeypatch.setattr(widths, "MIN_SAVING", -1.0)
+    monkeypatch.setattr(choice_costs, "MIN_SAVING", -1.0)
     target = target_on(device, family, torch.float32)
     for seed, block_size in enumerate((5, 8, 16)):
         use_random_widths(monkeypatch, seed)
@@ -139,7 +139,7 @@ def test_widths_that_change_give_the_plain_text(
 def test_widths_are_measured_once_and_later_steps_wait_for_none(
     device: str, captured: list[int], num_guarded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widths, "MIN_SAVING", -1.0)
+    monkeypatch.setattr(choice_costs, "MIN_SAVING", -1.0)
     measured: list[float] = []
     captures: Any = cuda_graph.GraphStep
     measure = captures.measure

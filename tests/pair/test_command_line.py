@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
@@ -20,6 +21,7 @@ import dflash_hf
 from dflash_hf.cli.generate import read_prompt
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import ABOUT
+from dflash_hf.pair.loading import loaded
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"
@@ -319,6 +321,26 @@ def test_of_a_damaged_target_the_file_is_named(name: str, tmp_path: Path) -> Non
     article = "" if part == "weights" else "a "
     message = f"expected {article}{part} of a model in .*, got files that do not load .*{said}"
     assert_refused(run("doctor", "--target", tmp_path / "target"), message)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "Permission denied"),
+        OSError(12, "Cannot allocate memory"),
+        torch.distributed.DistBackendError("NCCL error"),
+        ValueError("The model contains custom code; pass trust_remote_code=True"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_are_no_files_fault_stay_as_they_are(error: Exception, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise error
+
+    (tmp_path / "tokenizer.model").write_bytes(b"words")
+    with pytest.raises(type(error)) as found:
+        loaded("a tokenizer", str(tmp_path), fail)
+    assert found.value is error
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])

@@ -229,6 +229,20 @@ def test_layers_with_and_without_a_bias_are_multiplied_one_by_one(products: list
     assert len(products) == 1
 
 
+def test_a_weight_has_one_copy_alone_or_with_others() -> None:
+    model = Siblings()
+    packed = model.packed()
+    first = model.first
+    states = model.states(5)
+    with torch.no_grad():
+        packed.linear(states, first.weight, None)
+        assert len(packed_weights._kept[model]) == 1
+        assert model.are_products(packed)
+        assert model.num_copies == 1
+        packed.linear(states, first.weight, None)
+        assert model.num_copies == 1
+
+
 def test_a_change_of_any_layer_is_seen_in_the_next_run() -> None:
     model = Siblings()
     for layer in model.layers:

@@ -249,7 +249,8 @@ def keep_chooser(run: Run) -> None:
     """Keeps what a run's widths have shown; of captured steps the costs are kept with their graphs."""
     request = run.request
     chooser = run.chooser
-    if not isinstance(chooser, WidthChooser):
+    # A run that was to be captured may have ended before.
+    if run.keeps_buffers or not isinstance(chooser, WidthChooser):
         return
     # Where the clock decides nothing, each run begins alike.
     if isinstance(chooser.costs, StepTimes):

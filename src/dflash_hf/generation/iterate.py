@@ -128,7 +128,7 @@ def iterate(
     # The object that the steps go on counting in, so that statistics are up to date at every pause.
     draft.last_stats = run.stats
     run.generator.iterated.keeps_logits = output_logits
-    return _with_widths(run, _steps(run, output_logits, output_hidden_states))
+    return _keeping_widths(run, _steps(run, output_logits, output_hidden_states))
 
 
 def _start(
@@ -139,6 +139,9 @@ def _start(
     # A run may be left half-way, so that no cache is advanced and no buffers are taken from the pool.
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
+    # To be looked at, a run drafts at every step, unless another width is asked for.
+    if request.draft.generation_config.asked_width is not None:
+        begin_widths(run)
     # The user may change weights in a pause.
     run.packed = PackedWeights(request.target.parts, is_on=False)
     if propose is not None:
@@ -151,13 +154,8 @@ def _start(
     return run
 
 
-def _with_widths(run: Run, steps: Generator[DFlashStep]) -> Generator[DFlashStep]:
-    """Yields the steps of a run that begins with kept widths, and keeps them again, also where it is left half-way."""
-    # To be looked at, a run drafts at every step, unless another width is asked for.
-    if run.request.draft.generation_config.asked_width is not None:
-        # The time before the first step is asked for is the user's.
-        run.watch.last = time.perf_counter()
-        begin_widths(run)
+def _keeping_widths(run: Run, steps: Generator[DFlashStep]) -> Generator[DFlashStep]:
+    """Yields the steps of a run, and keeps its widths, also where it is left half-way."""
     try:
         yield from steps
     finally:

@@ -5,6 +5,7 @@ torch and Transformers are imported when something is loaded: `--help` and a wro
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable
@@ -37,6 +38,16 @@ JSON_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "model.safetensors.index.json",
+)
+CONFIG_FILES = ("config.json",)
+# A tokenizer needs one of them, beside code of its own perhaps.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
 )
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -205,15 +216,22 @@ def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
         raise
     except Exception as error:
         folder = Path(place)
-        fault = _fault(folder, what)
+        damaged = _damaged_file(folder)
         # What is no JSON or no UTF-8 is a `ValueError` of Python's, which names no file.
         is_pythons = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
         is_sentence = isinstance(error, ValueError) and not is_pythons
         is_ours = is_sentence and str(error).startswith("expected")
         is_of_hub = isinstance(error, OSError) and not folder.is_dir()
-        # Newer than the oldest torch; no file's fault
+        # Transformers' own have no number, and those of the system say what it lacks.
+        numbers = (None, errno.ENOENT)
+        is_of_system = isinstance(error, OSError) and error.errno not in numbers
+        # No file's fault either; newer than the oldest torch, and missing in builds without processes.
         is_of_device = isinstance(error, getattr(torch, "AcceleratorError", ()))
-        if is_ours or is_of_hub or is_of_device or (is_sentence and not fault):
+        is_of_ranks = isinstance(error, getattr(torch.distributed, "DistError", ()))
+        if is_ours or is_of_hub or is_of_system or is_of_device or is_of_ranks:
+            raise
+        fault = damaged or _missing_file(folder, what)
+        if is_sentence and not fault:
             raise
         raise ValueError(
             f"expected {what} of a model in {place}, got files that do not load ({type(error).__name__}: "
@@ -221,8 +239,8 @@ def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
         ) from error
 
 
-def _fault(folder: Path, what: str) -> str:
-    """Returns which file of a model's folder is damaged or missing, and how; an empty text where none is."""
+def _damaged_file(folder: Path) -> str:
+    """Returns which file of a model's folder is damaged, and how; an empty text where none is."""
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
@@ -240,10 +258,15 @@ def _fault(folder: Path, what: str) -> str:
                 pass
         except (OSError, SafetensorError):
             return f"{file.name}, which is not whole"
-    needed = {"a config": "config.json", "a tokenizer": "tokenizer.json"}.get(what)
-    if needed is not None and not (folder / needed).is_file():
-        return f"{needed}, which is missing"
     return ""
+
+
+def _missing_file(folder: Path, what: str) -> str:
+    """Returns which file of a model's folder is missing; an empty text where none is, or no folder."""
+    found = {"a config": CONFIG_FILES, "a tokenizer": TOKENIZER_FILES}.get(what, ())
+    if not folder.is_dir() or not found or any((folder / name).is_file() for name in found):
+        return ""
+    return f"{found[0]}, which is missing"
 
 
 def load_pair(

@@ -85,7 +85,6 @@ def conversation_of(
     messages = [_message(turn, at, row, kept) for at, turn in enumerate(turns)]
     _place_videos(messages, row)
     messages = _from_first_user(messages, row)
-    _weigh_as_prepared(messages, row)
     found: dict[str, Any] = {"messages": messages}
     # A set of questions may have a text there that is no image's place.
     sources = row.own_images()
@@ -140,14 +139,18 @@ def _from_first_user(messages: list[dict[str, Any]], row: Row) -> list[dict[str,
     return system + messages[first:]
 
 
-def _weigh_as_prepared(messages: list[dict[str, Any]], row: Row) -> None:
+def weigh_as_prepared(messages: list[dict[str, Any]], row: Row) -> None:
     """Gives the answers of a row that was prepared before weight 0 that none of its sequences trains on."""
     sequences = row.values.get("sequences")
     if not isinstance(sequences, list):
         return
-    if not all(isinstance(sequence, Mapping) and "turns" in sequence for sequence in sequences):
-        return
-    trained = [turn for sequence in sequences for turn in sequence["turns"]]
+    trained: list[int] = []
+    for sequence in sequences:
+        turns = sequence.get("turns") if isinstance(sequence, Mapping) else None
+        # A set of somebody else's may have a column of this name.
+        if not isinstance(turns, list):
+            return
+        trained += turns
     for at, message in enumerate(messages):
         if message["role"] == "assistant" and at not in trained:
             message["weight"] = 0

@@ -25,7 +25,13 @@ from dflash_hf.data.rows import Row
 from dflash_hf.data.sources import Origin, RowMap, full_name, is_no_room, open_source
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.conversations import NO_LIMIT, content_id, conversation_of, resolved
+from dflash_hf.training.conversations import (
+    NO_LIMIT,
+    content_id,
+    conversation_of,
+    resolved,
+    weigh_as_prepared,
+)
 from dflash_hf.training.examples import meta_path, read_meta
 from dflash_hf.training.masks import check_turns, groups_in_place, turns_to_train
 from dflash_hf.training.messages import ChatTemplate, Processing, template_options, today
@@ -344,6 +350,8 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     max_pixels = settings.max_image_pixels or NO_LIMIT
     found = conversation_of(row, settings.template, folder / "images", options, max_pixels)
     messages = found["messages"]
+    weigh_as_prepared(messages, row)
+    found["id"] = content_id(found)
     turns = _chosen_turns(found, settings.turns)
     answers = [messages[turn] for turn in turns]
     if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
