@@ -47,7 +47,7 @@ def test_texts_are_those_of_each_prompt_alone(family: str) -> None:
     assert found["most"] > 2
 
 
-@pytest.mark.parametrize(("seed", "family"), half([0, 1, 3], ["qwen3-sliding", "qwen3.5"]))
+@pytest.mark.parametrize(("seed", "family"), half([0, 4, 3], ["qwen3-sliding", "qwen3.5"]))
 def test_rows_that_are_broken_off_change_no_other(seed: int, family: str) -> None:
     target = shallow_target(family, **LONG)
     requests = asked(lengths_of(24, seed), seed, num_new=(20, 60))
