@@ -4,8 +4,7 @@
 there are few tokens. Here this is done once, and the copy is kept as long as the model is. A product over it has the
 same bits in half precision; in float32 it adds in another order (docs/numerics.md). Prompts go by torch's own product:
 over their many tokens a copy saves little, and the look at its weight costs as much. Layers that multiply the same
-states, such as those of queries, keys and values, share one copy and one product: a call costs some 20 us whatever it
-multiplies.
+states, such as those of queries, keys and values, share one copy and one product, which takes less time than several.
 
 A copy must not outlive its weight. The address, version and form of a weight are compared at each use. The sums of its
 rows and some of the rows are compared at the first use of a run, because libraries change weights by `weight.data`,
@@ -165,8 +164,10 @@ class PackedWeights:
             )
             return None
         # A weight is copied alone or together with others, as the last product wanted it.
-        for other in [other for other in list(self._copies) if not set(other).isdisjoint(key)]:
-            self._copies.pop(other, None)
+        for other in list(self._copies):
+            shares_a_weight = not set(other).isdisjoint(key)
+            if shares_a_weight:
+                self._copies.pop(other, None)
         joint = _joined([weight.detach() for weight in weights])
         copy = torch.ops.mkldnn._reorder_linear_weight(joint)
         packed = _Packed(copy, num_bytes, _places_of(weights), _fingerprints_of(weights))
