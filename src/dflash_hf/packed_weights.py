@@ -36,9 +36,11 @@ logger: Any = logging.get_logger(__name__)
 # Numbers in a weight, by dtype, from which on a product is faster: oneDNN's own call takes some 10 us, and torch's
 # product in float32 hardly more for a small weight that is in the processor's cache (docs/log.md).
 MIN_SIZES = {torch.float32: 2**18, torch.bfloat16: 2**14, torch.float16: 2**14}
-# Vectors from which on a product is by a copy. With fewer, torch's own product is faster in float32, and adds in
-# another order in float16.
-MIN_VECTORS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 2}
+# Vectors from which on a product is by a copy. With fewer, torch's own product adds in another order in float16.
+MIN_VECTORS = {torch.float32: 1, torch.bfloat16: 1, torch.float16: 2}
+# Vectors of a product by a copy, at least. Fewer are filled up with zeros: oneDNN reads a weight fastest with 4 to 6
+# vectors, and takes 1.2 to 1.5 times as long with 2 (docs/log.md). In half precision the bits could be other ones.
+FILLED_UP = {torch.float32: 4}
 # At least so many rows of a weight are compared number by number.
 NUM_COMPARED_ROWS = 8
 # Copies take at most this share of the machine's memory.
@@ -339,5 +341,12 @@ def _computes_alike(dtype: torch.dtype) -> bool:
 
 
 def _product(states: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the product with a copy."""
-    return torch.ops.mkldnn._linear_pointwise(states, copy, bias, "none", [], "")
+    """Returns the product with a copy; `states` `[..., H]` are contiguous."""
+    num_vectors = states.numel() // states.shape[-1]
+    num_missing = FILLED_UP.get(states.dtype, 0) - num_vectors
+    if num_missing <= 0:
+        return torch.ops.mkldnn._linear_pointwise(states, copy, bias, "none", [], "")
+    vectors = states.view(num_vectors, -1)
+    filled_up = nn.functional.pad(vectors, (0, 0, 0, num_missing))
+    product = torch.ops.mkldnn._linear_pointwise(filled_up, copy, bias, "none", [], "")
+    return product[:num_vectors].view(*states.shape[:-1], -1)

@@ -115,30 +115,49 @@ def test_other_strides_go_by_torchs_own_product(dtype: torch.dtype, products: li
     assert not products
 
 
-@pytest.mark.parametrize("shape", [(1,), (4,), (2, 8), (70,)])
-def test_float32_is_rounded_alike(shape: tuple[int, ...]) -> None:
-    model = Model(bias=True)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (1, 3), (4,), (2, 8), (70,)])
+def test_float32_is_rounded_alike(shape: tuple[int, ...], bias: bool) -> None:
+    model = Model(bias=bias)
     packed = model.warmed()
     states = model.states(*shape)
     layer = model.layer
     with torch.no_grad():
         found = packed.linear(states, layer.weight, layer.bias)
         torch.testing.assert_close(found, layer(states), rtol=1e-5, atol=1e-5)
+    assert found.is_contiguous()
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 3), (torch.float16, 1)])
-def test_few_vectors_go_by_torchs_own_product(
-    dtype: torch.dtype, most: int, products: list[Tensor]
+@pytest.mark.parametrize(("num_vectors", "multiplied"), [(1, 4), (3, 4), (4, 4), (5, 5)])
+def test_few_vectors_of_float32_are_filled_up(
+    num_vectors: int, multiplied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not packed_weights._computes_alike(dtype):
-        pytest.skip(f"this machine multiplies no copies in {dtype}")
-    model = Model(dtype)
+    """A weight is read fastest with four to six vectors."""
+    model = Model()
+    packed = model.warmed()
+    shapes: list[torch.Size] = []
+    multiply = torch.ops.mkldnn._linear_pointwise
+
+    def watched(states: Tensor, *args: Any) -> Tensor:
+        shapes.append(states.shape)
+        return multiply(states, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched)
+    with torch.no_grad():
+        packed.linear(model.states(num_vectors), model.layer.weight, None)
+    assert shapes == [(multiplied, 192)]
+
+
+def test_one_vector_of_float16_goes_by_torchs_own_product(products: list[Tensor]) -> None:
+    if not packed_weights._computes_alike(torch.float16):
+        pytest.skip("this machine multiplies no copies in torch.float16")
+    model = Model(torch.float16)
     packed = model.packed()
     with torch.no_grad():
-        for shape in ((1,), (1, 1), (most,)):
+        for shape in ((1,), (1, 1)):
             packed.linear(model.states(*shape), model.layer.weight, None)
         assert not products
-        packed.linear(model.states(most + 1), model.layer.weight, None)
+        packed.linear(model.states(2), model.layer.weight, None)
     assert len(products) == 1
 
 
