@@ -1,4 +1,4 @@
-"""Products of linear layers with one input in one launch, on GPUs and for few tokens, where that was measured faster.
+"""Products of linear layers with one input: on a GPU in one launch, where that was measured faster; on a CPU by copies.
 
 cuBLAS multiplies by one weight after the other, and for few tokens it cuts a product into parts that it sums in a
 launch of their own. The kernels `linears` and `gated_linear` read the weights of queries, keys and values, or of both
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf import ops
+from dflash_hf.packed_weights import is_packing, linear
 from dflash_hf.target_model.user_code import runs_its_class
 
 # Numbers of rows that are measured. A launch makes room for the next larger one.
@@ -56,11 +57,15 @@ def forget_products() -> None:
 def linears(states: Tensor, *layers: Any) -> list[Tensor]:
     """Returns the products of up to three linear layers with states `[..., K]`, `[..., N]` each.
 
-    One launch makes them if that was measured to be faster. Otherwise each layer is called as the module that it is.
+    One launch makes them if that was measured to be faster. On a CPU a run multiplies by copies of weights
+    (`packed_weights.py`). Otherwise each layer is called as the module that it is.
     """
     if _is_joint(states, layers, is_gated=False):
         weights = [layer.weight for layer in layers]
         return ops.linears(states, weights, biases_of(layers), None)
+    if is_packing() and all(map(is_a_product, layers)):
+        # One by one: the same layer is called with others in another forward, and has one copy.
+        return [linear(states, **layer._parameters) for layer in layers]
     return [layer(states) for layer in layers]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from dflash_hf import ops
+from dflash_hf import joint_products, ops
 from dflash_hf.block.attention import CombinedMasks, Mask
 from dflash_hf.block.cache_name import CACHE_NAME, one_cache
 from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
@@ -158,7 +158,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             taps = context_hidden_states.chunk(len(self.aux_hidden_norms), dim=-1)
             normed = [norm(tap) for norm, tap in zip(self.aux_hidden_norms, taps, strict=True)]
             context_hidden_states = torch.cat(normed, dim=-1)
-        return self.hidden_norm(self.fc(context_hidden_states))
+        [features] = joint_products.linears(context_hidden_states, self.fc)
+        return self.hidden_norm(features)
 
     def stack_weights(
         self, cache: RaggedCache, into: ContextWeights | None = None

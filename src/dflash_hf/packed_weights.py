@@ -81,27 +81,30 @@ _lock = threading.RLock()
 
 
 class PackedWeights:
-    """The copies of a model's weights in a run.
+    """The copies of the weights in a run.
 
     Args:
-        parts (`Inventory`): The model and its weights.
+        models (`Inventory`): The models and their weights. Copies are kept as long as the first model is, and those
+            of another one until a run with the first model goes without it.
         is_on (`bool`): Whether there are to be any.
     """
 
-    def __init__(self, parts: Inventory, is_on: bool) -> None:
+    def __init__(self, *models: Inventory, is_on: bool) -> None:
         self.is_on = is_on and torch.backends.mkldnn.is_available()
         self._is_full = False
+        self._weights = dict[int, Tensor]()
+        for parts in models:
+            self._weights |= {id(weight): weight for weight in parts.weights if weight is not None}
+        first, *_ = models
         with _lock:
-            self._copies = _kept.setdefault(parts.modules[0], {})
-            if self._copies:
-                self._forget_replaced(parts)
+            self._copies = _kept.setdefault(first.modules[0], {})
+            self._forget_replaced()
         self.look_again()
 
-    def _forget_replaced(self, parts: Inventory) -> None:
-        """Frees copies of weights that the model does not have any more, or that have another form now."""
-        weights = {id(weight): weight for weight in parts.weights if weight is not None}
+    def _forget_replaced(self) -> None:
+        """Frees copies of weights that the models do not have any more, or that have another form now."""
         for key, packed in list(self._copies.items()):
-            found = [weights[number] for number in key if number in weights]
+            found = [self._weights[number] for number in key if number in self._weights]
             if _places_of(found) != packed.places:
                 del self._copies[key]
 
@@ -149,7 +152,9 @@ class PackedWeights:
     def _pack(self, key: _Key, weights: Sequence[Tensor]) -> _Packed | None:
         """Copies weights and keeps the copy; `None` where they stay as they are."""
         self._copies.pop(key, None)
-        if self._is_full or not all(map(_is_packable, weights)):
+        # Weights of other models than the run's may change within the run.
+        is_own = self._weights.keys() >= set(key)
+        if self._is_full or not is_own or not all(map(_is_packable, weights)):
             return None
         first, *_ = weights
         num_bytes = first.element_size() * sum(weight.numel() for weight in weights)
@@ -178,6 +183,11 @@ class PackedWeights:
 
 
 _current = Current()
+
+
+def is_packing() -> bool:
+    """Returns True within [`packing`], in this thread."""
+    return _current.scope is not None
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

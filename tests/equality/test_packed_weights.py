@@ -56,6 +56,48 @@ def test_texts_are_plain_generates(family: str, lengths: list[int]) -> None:
     assert is_packed(target)
 
 
+def copied_of(draft: DFlashDraftModel, target: Any) -> set[str]:
+    """Returns the names of those weights of a draft that were copied in runs with a target."""
+    copied = {number for key in packed_weights._kept[target] for number in key}
+    return {name for name, weight in draft.named_parameters() if id(weight) in copied}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_multiplies_by_copies_too(dtype: torch.dtype) -> None:
+    target = target_of("qwen3", dtype)
+    draft = tiny_draft(target, 8).to(dtype)
+    inputs = prompts([4, 11, 7], seed=1)
+    text = drafted(target, draft, inputs)
+    matrices = {name for name, weight in draft.named_parameters() if weight.dim() == 2}
+    assert copied_of(draft, target) == matrices
+    # An adapter that is merged: no version counts it.
+    projection: Any = draft.layers[0].mlp.down_proj
+    copies = packed_weights._kept[target]
+    before = copies[(id(projection.weight),)]
+    projection.weight.data += 0.5
+    assert torch.equal(drafted(target, draft, inputs), text)
+    assert copies[(id(projection.weight),)] is not before
+
+
+def test_a_draft_with_hooks_computes_by_its_own_weights() -> None:
+    target = target_of("qwen3")
+    draft = tiny_draft(target, 8)
+    inputs = prompts([4, 11, 7], seed=1)
+    text = drafted(target, draft, inputs)
+    assert copied_of(draft, target)
+    num_calls = 0
+
+    def hook(*args: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    draft.layers[0].mlp.down_proj.register_forward_hook(hook)
+    assert torch.equal(drafted(target, draft, inputs), text)
+    assert num_calls > 0
+    assert not copied_of(draft, target)
+    assert is_packed(target)
+
+
 def test_a_first_token_waits_for_no_weight() -> None:
     target = target_of("qwen3")
     inputs = prompts([4, 11, 7], seed=1)

@@ -521,6 +521,30 @@ def test_gradients_go_by_torchs_own_operation(products: list[Tensor]) -> None:
     assert not products
 
 
+def test_weights_of_another_model_are_not_copied(products: list[Tensor]) -> None:
+    model = Model()
+    packed = PackedWeights(Inventory.of(Model()), is_on=True)
+    states = model.states(5)
+    with torch.no_grad():
+        found = packed.linear(states, model.layer.weight, None)
+        assert torch.equal(found, model.layer(states))
+    assert not products
+
+
+def test_copies_of_a_second_model_are_freed_by_a_run_without_it() -> None:
+    first = Model()
+    second = Model()
+    both = PackedWeights(Inventory.of(first), Inventory.of(second), is_on=True)
+    with torch.no_grad():
+        for model in (first, second):
+            both.linear(model.states(5), model.layer.weight, None)
+    copies = packed_weights._kept[first]
+    assert copies.keys() == {(id(first.layer.weight),), (id(second.layer.weight),)}
+    assert second not in packed_weights._kept
+    PackedWeights(Inventory.of(first), is_on=True)
+    assert copies.keys() == {(id(first.layer.weight),)}
+
+
 def test_a_model_takes_its_copies_along() -> None:
     model = Model()
     packed = model.warmed()

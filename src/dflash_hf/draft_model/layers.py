@@ -152,8 +152,7 @@ class DFlashMLP(nn.Module):
             return self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
         if joint_products.is_gated_jointly(hidden_states, self.gate_proj, self.up_proj):
             return ops.gated_linear(hidden_states, self.gate_proj.weight, self.up_proj.weight)
-        gate = self.gate_proj(hidden_states)
-        up = self.up_proj(hidden_states)
+        gate, up = joint_products.linears(hidden_states, self.gate_proj, self.up_proj)
         if ops.use_kernel(ops.silu_mul, gate, up):
             return ops.silu_mul(gate, up)
         return self.act_fn(gate) * up
@@ -200,14 +199,15 @@ class DFlashAttention(nn.Module):
 
     def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
-        query = self._by_head(self.q_proj(hidden_states))
+        [projected] = joint_products.linears(hidden_states, self.q_proj)
+        query = self._by_head(projected)
         return rotate(self.q_norm(query), cos_sin)
 
     def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
-        key = self._by_head(self.k_proj(hidden_states))
+        projected = joint_products.linears(hidden_states, self.k_proj, self.v_proj)
+        key, value = map(self._by_head, projected)
         key = rotate(self.k_norm(key), cos_sin)
-        value = self._by_head(self.v_proj(hidden_states))
         return key, value
 
     def context_states(self, features: Tensor) -> Tensor:

@@ -79,7 +79,11 @@ class Filling:
             and not self.request.calls_own_code
             and not has_own_code(target)
         )
-        self.packed = PackedWeights(target.parts, is_on)
+        models = [target.parts]
+        # Hooks on a part of the draft may change its weights, too.
+        if not self.request.draft_parts.altered:
+            models.append(self.request.draft_parts)
+        self.packed = PackedWeights(*models, is_on=is_on)
 
     @property
     def request(self) -> Request:
