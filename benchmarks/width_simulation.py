@@ -9,9 +9,9 @@ The target answers the first turn of each question alone. Behind every token of 
 guesses is searched best first by a heap (`tree_simulation.py`), and it is noted which of its nodes the answer goes
 along. From this record a batch can be decoded in thought: its steps advance each row as the record says, and cost the
 seconds that `dflash-hf tune` has measured for so many rows and tokens. Every rule decodes the same batches: fixed
-widths, the rule by modelled costs (the default in half precision on a CPU), the rule by the measured costs, and the
-rule by the run's own times (the default in float32). The record of the answers is written beside the result and read
-again. Writes `width_simulation.json`. No time is measured: other load does not matter.
+widths, the rule by modelled costs (the default on a CPU), the rule by the measured costs, and the rule by the run's
+own times (`verify_width="auto"`). The record of the answers is written beside the result and read again. Writes
+`width_simulation.json`. No time is measured: other load does not matter.
 """
 
 from __future__ import annotations

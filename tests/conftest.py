@@ -42,6 +42,13 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_search() -> None:
+    """Leaves what earlier files hold for good out of searches for garbage: Transformers' trainer makes one per run."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where torch sees no CUDA device."""
     import torch
@@ -84,12 +91,37 @@ def certificates_read_once() -> Generator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_seeds_for_devices() -> Generator[None]:
+    """Without a device each `manual_seed` keeps two texts of the whole stack for when there is one, for 0.5 ms."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda, torch.xpu):
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has what a run chooses not depend on the machine: trees and their widths are chosen as ever, by equal times."""
-    from helpers.widths import SteadyTimes
+    """Has what a run chooses not depend on the machine: trees and their widths are chosen by equal times.
+
+    So most steps have a draft, of changing width. By modelled costs a run on a CPU, as a user has it (`users_costs`),
+    would decode tiny models without a draft: their layers are too few.
+    """
+    from helpers.widths import SteadyTimes, known_in_half
 
     monkeypatch.setattr("dflash_hf.generation.options.StepTimes", SteadyTimes)
+    monkeypatch.setattr("dflash_hf.generation.options._known_costs", known_in_half)
+
+
+@pytest.fixture
+def users_costs(steady_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a run choose as a user's does, in every dtype."""
+    from helpers.widths import known_costs
+
+    monkeypatch.setattr("dflash_hf.generation.options._known_costs", known_costs)
 
 
 @pytest.fixture

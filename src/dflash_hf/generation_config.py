@@ -135,10 +135,10 @@ class DFlashGenerationConfig(GenerationConfig):
             anchor); 1 is plain decoding. Exact at any width. `"auto"` chooses anew before each step, by what was
             accepted so far and by what steps of each width take, down to decoding without the draft while it does not
             pay. A table goes by the rows of the call: `{8: 16, 32: 8}` is 16 tokens for up to 8 rows and 8 for more.
-            Left out, it is `"auto"` where that cannot change a text. In half precision it follows the costs that
-            [`~dflash_hf.tune`] has measured; without these, modelled costs on a CPU, and on a GPU it is the whole
-            block. It is the whole block under `"sample"` and in [`~dflash_hf.iterate`]. Captured steps go by a table
-            of their own (docs/widths.md): many rows of a whole block make a GPU compute more than it reads.
+            Left out, it follows the costs that [`~dflash_hf.tune`] has measured; without these, on a CPU modelled
+            costs, and on a GPU it is `"auto"` in float32 and the whole block in half precision. It is the whole block
+            under `"sample"` and in [`~dflash_hf.iterate`]. Captured steps go by a table of their own
+            (docs/widths.md): many rows of a whole block make a GPU compute more than it reads.
         num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of so many tokens, the anchor included, at most
             256: the draft's most likely paths, branching where it is unsure, and what followed the last few tokens
             earlier in the text. 0 is a chain, the draft's first choice alone. Exact under `"argmax"` and

@@ -1,4 +1,4 @@
-"""Products of linear layers with one input: on a GPU in one launch, where that was measured faster; on a CPU by copies.
+"""Products of linear layers with one input: on GPUs in one launch, where that was measured faster; on CPUs by copies.
 
 cuBLAS multiplies by one weight after the other, and for few tokens it cuts a product into parts that it sums in a
 launch of their own. The kernels `linears` and `gated_linear` read the weights of queries, keys and values, or of both

@@ -1,4 +1,4 @@
-"""Costs that `tune` has measured decide how much is verified in half precision, and no clock does."""
+"""Costs that `tune` has measured decide how much is verified, and no clock does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import dflash_hf
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.main import app
 from dflash_hf.generation import cost_table, options
+from dflash_hf.generation import tune as tuning
 from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.cost_table import CostTable, read_table, table_path, write_table
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
@@ -167,9 +169,39 @@ def test_tune_leaves_models_as_they_were() -> None:
     assert draft.generation_config.verify_width is None
 
 
-def test_float32_needs_no_table(cache_folder: Path) -> None:
+def test_float32_on_a_cpu_has_a_table_too(monkeypatch: pytest.MonkeyPatch) -> None:
     target = shallow_target("qwen3").float()
-    with pytest.raises(ValueError, match="expected a target in half precision, got"):
+    draft = tiny_draft(target, 8)
+    dflash_hf.tune(target, draft, rows=(1,))
+    asked: list[bool] = []
+    read = options.read_table
+
+    def watched(*args: Any) -> Any:
+        table = read(*args)
+        asked.append(table is not None)
+        return table
+
+    monkeypatch.setattr(options, "read_table", watched)
+    inputs = prompts([5], seed=0)
+    text = target.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=draft)
+    plain = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(text, plain)
+    assert asked == [True]
+
+
+def test_a_gpu_in_float32_needs_no_table(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = shallow_target("qwen3").float()
+    check = tuning._check
+
+    def on_a_gpu(request: Any, engine: str) -> None:
+        there = SimpleNamespace(device=torch.device("cuda"), model=target)
+        check(SimpleNamespace(target=there, draft=request.draft), engine)
+
+    monkeypatch.setattr(tuning, "_check", on_a_gpu)
+    monkeypatch.setattr(tuning, "computes_in_half", lambda _: False)
+    with pytest.raises(ValueError, match="expected a target on a CPU or in half precision, got"):
         dflash_hf.tune(target, tiny_draft(target, 8))
     assert not list(cache_folder.iterdir())
 
@@ -208,7 +240,6 @@ def test_the_command_writes_the_table(tmp_path: Path) -> None:
     [
         (["--rows", "1,x"], "expected numbers separated by commas as --rows"),
         (["--rows", "0"], "expected numbers of rows from 1 to 4096"),
-        (["--dtype", "float32"], "expected a target in half precision"),
         (["--pair", "text", "--target", "x"], "expected --pair, or --target and --draft"),
     ],
 )

@@ -440,6 +440,7 @@ def test_the_eager_loop_times_itself() -> None:
     target, inputs = target_of("qwen3"), prompts([4, 11, 7], 0)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
     draft = oracle(target, inputs, ref, 0, "eager", block_size=16)
+    draft.generation_config.verify_width = "auto"
     assert torch.equal(
         target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref
     )
@@ -465,6 +466,7 @@ class Interrupts(BaseStreamer):
 def test_a_run_that_is_stopped_leaves_what_its_widths_have_shown() -> None:
     target, inputs = target_of("qwen3"), prompts([6], 0)
     draft = tiny_draft(target, 8)
+    draft.generation_config.verify_width = "auto"
     set_engine(draft, "eager")
     with pytest.raises(KeyboardInterrupt):
         target.generate(**inputs, **GREEDY, assistant_model=draft, streamer=Interrupts())
@@ -501,6 +503,7 @@ def a_pair_with_kept_widths() -> tuple[PreTrainedModel, DFlashDraftModel, dict[s
     set_engine(draft, "eager")
     # The shape of verifies that a call, a batch and `iterate` have in common.
     draft.generation_config.num_tree_nodes = 0
+    draft.generation_config.verify_width = "auto"
     target.generate(**inputs, **GREEDY, assistant_model=draft)
     (chooser,) = _kept[draft][target].values()
     return target, draft, inputs, chooser
@@ -565,7 +568,7 @@ def follows(target: Any, draft: Any, inputs: dict[str, Tensor], **settings: Any)
     return len(set(stats.verify_widths)) > 1
 
 
-def test_auto_is_the_default_where_no_text_follows_the_clock(
+def test_widths_follow_the_run_where_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_random_widths(monkeypatch, 1)
@@ -587,12 +590,13 @@ def test_auto_is_the_default_where_no_text_follows_the_clock(
     assert {step.tokens.shape[1] for step in steps[1:]} == {8}, "to be looked at"
 
 
-def test_half_precision_chooses_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near ties turn with the width: two runs of a call have the same widths, on whatever clocks."""
+@pytest.mark.usefixtures("users_costs")
+def test_nothing_said_chooses_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision near ties turn with the width: runs of a call have the same widths, on whatever clocks."""
     inputs = prompts([4, 11, 7], 0)
     half: Any = shallow_target("qwen3").to(torch.bfloat16)
     whole = target_of("qwen3")
-    seen: dict[str, set[tuple[int, ...]]] = {"half": set(), "autocast": set()}
+    seen: dict[str, set[tuple[int, ...]]] = {"half": set(), "whole": set(), "autocast": set()}
     for seed in range(3):
         # Clocks that lie, each in its own way.
         clock = random.Random(seed)
@@ -610,6 +614,10 @@ def test_half_precision_chooses_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> 
         with torch.autocast("cpu", torch.bfloat16):
             whole.generate(**inputs, **GREEDY, assistant_model=draft)
         seen["autocast"].add(tuple(draft.last_stats.verify_widths))
+        for _ in range(2):
+            whole.generate(**inputs, **GREEDY, assistant_model=draft)
+            seen["whole"].add(tuple(draft.last_stats.verify_widths))
+        assert draft not in _kept
     for widths in seen.values():
         assert len(widths) == 1
         assert len(set(next(iter(widths)))) > 1

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from dflash_hf.generation import options
 from dflash_hf.generation.choice_costs import CHAIN, KnownCosts, StepTimes
 from dflash_hf.generation.widths import WidthChooser
+
+# The package's own, whatever a test has put in its place.
+known_costs = options._known_costs
+
+
+def known_in_half(generator: Any, choices: Any, may_be_modelled: bool) -> Any:
+    """Returns the known costs of a pair's steps, modelled ones in half precision alone."""
+    is_half = options.computes_in_half(generator.target)
+    return known_costs(generator, choices, may_be_modelled and is_half)
 
 
 class SteadyTimes(StepTimes):
@@ -28,8 +38,9 @@ class RandomWidths(WidthChooser):
     ) -> None:
         super().__init__(costs, is_tree, first)
         widest = self.widths[0]
-        # Every width is timed, as every one may be drawn.
+        # Every width has a cost, as every one may be drawn.
         costs.widths = list(range(widest, 0, -1))
+        costs.use_rows(1)
         self.random = random.Random(seed)
         # What is captured: few, and none of those that the package would choose.
         self.widths = sorted({widest, max(widest * 2 // 3, 2), 1}, reverse=True)
@@ -53,13 +64,11 @@ class RandomWidths(WidthChooser):
 
 
 def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
-    """Makes `verify_width="auto"` mean random widths; known costs decide as ever."""
+    """Makes every width that follows a run a random one."""
 
     def chooser(
         costs: StepTimes | KnownCosts, is_tree: bool = False, first: int = 0
     ) -> WidthChooser:
-        if not costs.by_clock:
-            return WidthChooser(costs, is_tree, first)
         return RandomWidths(costs, seed, is_tree, first)
 
     monkeypatch.setattr(options, "WidthChooser", chooser)

@@ -33,14 +33,14 @@ def tune(
         str, typer.Option(help="Batch sizes to measure, separated by commas.")
     ] = DEFAULT_ROWS,
     dtype: Annotated[
-        str, typer.Option(help="torch dtype of the models: bfloat16, float16, or auto.")
+        str, typer.Option(help="torch dtype of the models: bfloat16, float16, float32, or auto.")
     ] = "bfloat16",
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Measure how long steps take in half precision, and keep the result for later calls.
+    """Measure how long steps take, and keep the result for later calls.
 
     The result decides how many tokens a step verifies.
     Stop other programs first, because they make the measured times longer.

@@ -94,18 +94,19 @@ def about_pair(
 ) -> dict[str, Any]:
     """Returns what the costs of a pair's steps depend on; a table is for this and nothing else."""
     device = target.device
+    sizes = asdict(costs)
+    # What the model takes the machine to be plays no part where it was measured.
+    del sizes["speed"], sizes["layer_overhead"]
     return {
         "version": VERSION,
         "target_class": type(target.model).__name__,
-        "num_layers": len(target.layers),
         "target_parts": _kinds_in(target.model),
         "attention": target.config._attn_implementation,
-        "draft_layers": len(draft.layers),
         "draft_parts": _kinds_in(draft),
         "is_dflash2": draft.config.is_dflash2,
         "is_tree": is_tree,
         "autocast": _autocast_dtype(device.type),
-        **asdict(costs),
+        **sizes,
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

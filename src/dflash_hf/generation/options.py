@@ -144,11 +144,12 @@ def choose_widths(
 ) -> WidthChooser | FixedWidth:
     """Returns what chooses the width of each verify.
 
-    Where nothing is said about it, the width follows the run, unless steps are to be captured, a graph per width.
-    In half precision near ties turn with the width, so the clock of the run decides only where `"auto"` is asked for:
-    measured costs do where there are any ([`CostTable`]), else on a CPU modelled ones ([`StepCosts`]), and on a GPU
-    every verify is as wide as may be. So it is by rejection, which draws another text at another width: a row's text
-    does not depend on the rows beside it.
+    Where nothing is said about it, the width follows the run, unless steps are to be captured, a graph per width. On a
+    CPU measured costs decide where there are any ([`CostTable`]), else modelled ones ([`StepCosts`]). On a GPU the
+    clock of the run decides in float32 and float64; in half precision, where near ties turn with the width, measured
+    costs do, and without any every verify is as wide as may be. So it is by rejection, which draws another text at
+    another width: a row's text does not depend on the rows beside it. The clock also decides where `"auto"` is asked
+    for.
     """
     draft = generator.draft
     options = draft.generation_config
@@ -160,9 +161,10 @@ def choose_widths(
     choices = choices_of(generator, keeps_buffers)
     if choices.width < 2 or not (asked == "auto" or is_left_open):
         return FixedWidth(choices.width)
+    may_be_modelled = is_left_open and is_on_cpu
     costs = None
-    if is_half and not keeps_buffers:
-        costs = _known_costs(generator, choices, may_be_modelled=is_left_open and is_on_cpu)
+    if (is_half or may_be_modelled) and not keeps_buffers:
+        costs = _known_costs(generator, choices, may_be_modelled)
     if costs is not None:
         known = KnownCosts(costs, choices.width, choices.chain)
         chooser = WidthChooser(known, choices.is_tree)

@@ -1,16 +1,19 @@
-"""Costs of steps by what they read and multiply, where the clock may not decide how much is verified.
+"""Costs of steps by what they read and multiply.
 
 In half precision two widths may give two texts: a near tie turns. A width that followed the clock would make a text
-follow the machine's load. So there the width follows from these costs and from the tokens that the text has accepted,
-and two runs of one call give the same text.
+follow the machine's load. On a CPU the width follows from these costs and from the tokens that the text has accepted,
+in every dtype. So two runs of one call verify alike, and the first call knows as much as a later one.
 
-A linear layer reads its weights once for all tokens of a step, and multiplies them with each. A step of few tokens
-takes the time of the reading; from some number of tokens on it takes twice that.
+A linear layer reads its weights once for all tokens of a step, and multiplies them with each. Few tokens are
+multiplied while the weights are read; each one beyond these takes time of its own. Around its products a layer runs
+small operations, which take the same time however small the layer is.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,35 +21,52 @@ from torch import nn
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
-# Tokens of all rows for which a step takes twice the time, in half precision. Fitted to whole steps of SmolLM2 in
-# bfloat16 with its draft over laid-out weights, with one thread (docs/log.md): 4 to 16 rows of 1 to 8 tokens on an AMD
-# EPYC with avx512_bf16, and 1 to 32 rows on an Intel Xeon that multiplies tiles of bfloat16 (AMX). CPUs differ;
-# threads change little, since they read and multiply faster alike.
-TOKENS_PER_READING = 24.0
-TOKENS_PER_READING_BY_TILES = 64.0
+
+class Speed(NamedTuple):
+    """How fast a machine multiplies, beside how fast it reads."""
+
+    free_tokens: float  # tokens of all rows that are multiplied while the weights are read
+    tokens_per_reading: float  # further tokens that are multiplied in the time of one more reading
+
+
+# Chosen by what the steps that follow from them would have cost over recorded answers of SmolLM2, by measured costs of
+# steps of 1 to 16 rows and 1 to 8 tokens with one thread (docs/log.md): on an AMD EPYC with avx512_bf16, and on an
+# Intel Xeon that multiplies tiles of bfloat16 (AMX). CPUs differ; threads change little, since they read and multiply
+# faster alike.
+FULL_PRECISION = Speed(free_tokens=6.0, tokens_per_reading=8.0)
+HALF_PRECISION = Speed(free_tokens=6.0, tokens_per_reading=10.0)
+HALF_PRECISION_BY_TILES = Speed(free_tokens=12.0, tokens_per_reading=32.0)
+# Bytes that are read in the time of a layer's small operations: 0.45 ms at 20 GB/s.
+LAYER_OVERHEAD = 9_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step costs, in weights read; products count as the weights that could have been read meanwhile.
+    """What a step costs, in weights read; products beyond the free ones count as weights that could have been read.
 
     Args:
         target (`int`): Weights of the target's forward, its head included.
+        target_layers (`int`): Layers of the target.
         draft (`int`): Weights of the draft's layers.
+        draft_layers (`int`): Layers of the draft.
         head (`int`): Weights of the head that the draft's states go through.
         block_size (`int`): Tokens of the draft's block.
         num_proposals (`int`): Slots of the block that propose.
         markov (`int`): Weights that each slot goes through behind the one before it; 0 without a Markov head.
-        tokens_per_reading (`float`): Tokens that are multiplied with a weight in the time of reading it.
+        speed ([`Speed`]): How fast the machine multiplies.
+        layer_overhead (`float`): Weights that are read in the time of a layer's small operations.
     """
 
     target: int
+    target_layers: int
     draft: int
+    draft_layers: int
     head: int
     block_size: int
     num_proposals: int
     markov: int = 0
-    tokens_per_reading: float = TOKENS_PER_READING
+    speed: Speed = HALF_PRECISION
+    layer_overhead: float = LAYER_OVERHEAD / 2
 
     @classmethod
     def of(cls, target: Target, draft: DFlashDraftModel, block_size: int) -> StepCosts:
@@ -60,21 +80,27 @@ class StepCosts:
             markov = draft.markov_head.markov_w2.numel()
         # Embeddings are looked up, not read, and a vision tower runs in the prefill alone.
         layers = sum(_num_weights(layer) for layer in target.layers)
+        dtype = target.model.dtype
         return cls(
             target=layers + _num_weights(target.head),
+            target_layers=len(target.layers),
             draft=_num_weights(draft.layers),
+            draft_layers=len(draft.layers),
             head=_num_weights(head),
             block_size=block_size,
             num_proposals=draft.config.num_proposals(block_size),
             markov=markov,
-            tokens_per_reading=tokens_per_reading(target.model.dtype),
+            speed=speed_of(dtype),
+            layer_overhead=LAYER_OVERHEAD / dtype.itemsize,
         )
 
     def of_step(self, width: int, rows: int) -> float:
         """Returns the cost of a step that verifies `width` tokens in each of `rows` rows; one token is not drafted."""
         cost = self._of_products(self.target, rows * width)
+        cost += self.layer_overhead * self.target_layers
         if width == 1:
             return cost
+        cost += self.layer_overhead * self.draft_layers
         num_heads = min(width - 1, self.num_proposals)
         cost += self._of_products(self.draft, rows * self.block_size)
         cost += self._of_products(self.head, rows * num_heads)
@@ -88,20 +114,36 @@ class StepCosts:
 
     def _of_products(self, num_weights: int, num_tokens: int) -> float:
         """Returns the cost of multiplying `num_weights` weights with each of `num_tokens` tokens."""
-        return num_weights * (1.0 + num_tokens / self.tokens_per_reading)
+        num_beyond = max(num_tokens - self.speed.free_tokens, 0.0)
+        return num_weights * (1.0 + num_beyond / self.speed.tokens_per_reading)
 
 
-def tokens_per_reading(dtype: torch.dtype) -> float:
-    """Returns the tokens that this machine's CPU multiplies with a weight of a dtype in the time of reading it."""
+def speed_of(dtype: torch.dtype) -> Speed:
+    """Returns how fast this machine's CPU multiplies with weights of a dtype."""
+    if dtype.itemsize > 2:
+        return FULL_PRECISION
     # A function that older builds of torch may lack.
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)
     if dtype == torch.bfloat16 and has_tiles():
-        return TOKENS_PER_READING_BY_TILES
-    return TOKENS_PER_READING
+        return HALF_PRECISION_BY_TILES
+    return HALF_PRECISION
+
+
+# To count the weights of a model takes a millisecond, which no call should wait for twice.
+_counted = weakref.WeakKeyDictionary[nn.Module, int]()
 
 
 def _num_weights(module: nn.Module) -> int:
-    """Returns how many weights a module computes with, at least 1.
+    """Returns how many weights a module computes with, at least 1."""
+    num = _counted.get(module)
+    if num is None:
+        num = _count_weights(module)
+        _counted[module] = num
+    return num
+
+
+def _count_weights(module: nn.Module) -> int:
+    """Counts the weights of a module.
 
     A linear layer counts by its sizes: quantised weights are packed, and may be buffers.
     """

@@ -1,7 +1,7 @@
 """Measuring what steps of a pair cost on this machine: `dflash_hf.tune(target, draft)`.
 
-In half precision the width of a verify may not follow the clock of the run (`step_costs.py`). What is measured here
-stands in a table, which later calls of the same pair read (`cost_table.py`).
+On a CPU and in half precision the width of a verify does not follow the clock of the run (`step_costs.py`). What is
+measured here stands in a table, which later calls of the same pair read (`cost_table.py`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def tune(
     should run on the machine meanwhile. SmolLM2-135M takes about a minute on one core.
 
     Args:
-        model (`PreTrainedModel`): The target, in half precision.
+        model (`PreTrainedModel`): The target, on a CPU or in half precision.
         draft (`DFlashDraftModel`): Its draft.
         rows (sequence of `int`): Numbers of rows to measure.
         on_progress (callable, *optional*): Called with a sentence before each number of rows.
@@ -88,8 +88,9 @@ def tune(
         [`Tuned`]: What was measured, and its file, in the cache folder of Hugging Face (`HF_HOME`).
 
     Raises:
-        ValueError: For a pair that `generate` refuses; for a target in float32 or float64, whose runs time their own
-            steps; where steps are captured; for a draft whose settings fix the width; if the file cannot be written.
+        ValueError: For a pair that `generate` refuses; for a target in float32 or float64 on a GPU, whose runs time
+            their own steps; where steps are captured; for a draft whose settings fix the width; if the file cannot be
+            written.
     """
     draft = unwrapped(draft)
     rows = sorted(set(rows))
@@ -149,11 +150,12 @@ def _measure(request: Request, inputs: dict[str, Any]) -> _Measured:
 
 def _check(request: Request, engine: str) -> None:
     """Raises `ValueError` for a pair whose widths would not follow from a table."""
+    target = request.target
     require(
-        computes_in_half(request.target),
-        "a target in half precision",
-        str(request.target.model.dtype),
-        "load it in bfloat16; in float32 a run times its own steps, and nothing has to be measured before",
+        target.device.type == "cpu" or computes_in_half(target),
+        "a target on a CPU or in half precision",
+        f"{target.model.dtype} on {target.device}",
+        "load it in bfloat16; in float32 a run times its own steps there, and nothing has to be measured before",
     )
     require(
         engine == "eager",

@@ -38,7 +38,7 @@ TRYING = 0.005
 OPTIMISM = 0.5
 # A batch ends with its slowest row, for which a draft is right less often than on average: that row has this share of
 # what a verify brings the mean of several rows. Chosen over recorded answers of SmolLM2 (docs/log.md).
-SLOWEST_ROW = 0.8
+SLOWEST_ROW = 0.7
 # By the clock the chain is compared with trees at this share of its cost, so that a tree has to be clearly faster:
 # trees are judged by few times and few tokens, and noise of the clock must not choose them (docs/log.md).
 CHAIN_CHARGE = 0.95

@@ -1,0 +1,68 @@
+"""Runs whose widths follow modelled costs, as a user has them on a CPU: the text of plain `generate`, each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.generation import step_costs
+from dflash_hf.generation.kept_choosers import _kept
+from tiny import FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+
+SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+
+pytestmark = pytest.mark.usefixtures("users_costs")
+
+
+@pytest.fixture
+def large_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of tiny models cost what they read, as those of real ones do, and their operations nothing."""
+    monkeypatch.setattr(step_costs, "LAYER_OVERHEAD", 0)
+
+
+def widths_of(target: Any, draft: DFlashDraftModel, inputs: Any) -> tuple[Any, list[int]]:
+    """Returns the text of a call, and the width of each of its verifies."""
+    text = target.generate(**inputs, **SETTINGS, assistant_model=draft)
+    return text, draft.last_stats.verify_widths
+
+
+@pytest.mark.usefixtures("large_layers")
+@pytest.mark.parametrize("lengths", [[9], [4, 11, 7], [5, 6, 3, 9, 4, 8, 7, 2]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_plain_generates_and_widths_the_same(family: str, lengths: list[int]) -> None:
+    target = tiny_target(family)
+    inputs = prompts(lengths, seed=3)
+    plain = target.generate(**inputs, **SETTINGS)
+    draft = oracle_draft(target, truth_of(inputs, plain), seed=3)
+    text, widths = widths_of(target, draft, inputs)
+    assert torch.equal(text, plain)
+    again, same_widths = widths_of(target, draft, inputs)
+    assert torch.equal(again, plain)
+    assert draft not in _kept, "nothing that a call has seen decides in the next one"
+    assert len(same_widths) > 0
+    assert max(widths) > 1
+
+
+@pytest.mark.usefixtures("large_layers")
+def test_a_draft_that_is_never_right_is_hardly_asked() -> None:
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 11, 7], seed=4)
+    draft = tiny_draft(target, 8)
+    text, widths = widths_of(target, draft, inputs)
+    assert torch.equal(text, target.generate(**inputs, **SETTINGS))
+    assert widths.count(1) > 0.7 * len(widths)
+    _, same_widths = widths_of(target, draft, inputs)
+    assert same_widths == widths
+
+
+def test_a_target_of_few_small_layers_is_decoded_without_a_draft_of_as_many() -> None:
+    """One more forward of as many layers would take as long as the target's."""
+    target = tiny_target("qwen3")
+    inputs = prompts([4, 11, 7], seed=4)
+    draft = tiny_draft(target, 8)
+    text, widths = widths_of(target, draft, inputs)
+    assert torch.equal(text, target.generate(**inputs, **SETTINGS))
+    assert widths.count(1) > 0.7 * len(widths)
