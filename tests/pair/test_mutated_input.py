@@ -5,6 +5,7 @@ Nothing is drawn anew from run to run: the seed of a case is its number.
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ def assert_sentence(result: Result, case: object) -> None:
     assert isinstance(result.exception, SystemExit | None), (case, result.exception)
 
 
+@functools.cache
 def options_of(path: str) -> list[str]:
     command: Any = typer.main.get_command(app)
     for name in path.split():

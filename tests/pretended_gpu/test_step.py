@@ -78,9 +78,9 @@ def _lfm2() -> Lfm2Config:
     sizes: dict[str, Any] = {
         "hidden_size": 2048,
         "intermediate_size": 12288,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 4,
     }
-    return Lfm2Config(**sizes, layer_types=["conv", "conv", FULL] * 2)
+    return Lfm2Config(**sizes, layer_types=["conv", "conv", FULL, "conv"])
 
 
 def _granite() -> GraniteMoeHybridConfig:
@@ -102,17 +102,17 @@ def _granite() -> GraniteMoeHybridConfig:
         "mamba_d_head": 64,
         "mamba_d_state": 128,
     }
-    return GraniteMoeHybridConfig(**sizes, num_hidden_layers=6, layer_types=[LINEAR] * 5 + [FULL])
+    return GraniteMoeHybridConfig(**sizes, num_hidden_layers=3, layer_types=[LINEAR, LINEAR, FULL])
 
 
 TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: published("qwen3-8b"),
-    "qwen3-8b-short": lambda: published("qwen3-8b", 4),
+    "qwen3-8b-short": lambda: published("qwen3-8b", 3),
     "qwen3-30b-a3b": lambda: published("qwen3-30b-a3b", 2),
     # Its DeepStack adds to the first three layers.
     "qwen3-vl-8b": lambda: published("qwen3-vl-8b", 5),
-    "llama-3.1-8b": lambda: published("llama-3.1-8b", 4),
-    "gpt-oss-20b": lambda: GptOssConfig(num_hidden_layers=4, num_local_experts=32),
+    "llama-3.1-8b": lambda: published("llama-3.1-8b", 3),
+    "gpt-oss-20b": lambda: GptOssConfig(num_hidden_layers=3, num_local_experts=32),
     "qwen3.5-9b": lambda: Qwen3_5TextConfig(num_hidden_layers=4),
     "qwen3.5-35b-a3b": lambda: Qwen3_5MoeTextConfig(num_hidden_layers=4),
     "qwen3.5-vl": lambda: Qwen3_5Config(
@@ -124,7 +124,7 @@ TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-next-80b-a3b": lambda: Qwen3NextConfig(num_hidden_layers=4),
     "lfm2-1.2b": _lfm2,
     "lfm2-8b-a1b": lambda: Lfm2MoeConfig(
-        num_hidden_layers=6, layer_types=["conv", "conv", FULL] * 2
+        num_hidden_layers=4, layer_types=["conv", "conv", FULL, "conv"]
     ),
     "bamba-9b": lambda: BambaConfig(num_hidden_layers=4, attn_layer_indices=[2]),
     "granite-4.0-h-tiny": _granite,

@@ -115,6 +115,12 @@ def generated(
     return str(tokenizer_of(processor).decode(ids, skip_special_tokens=True)), len(ids)
 
 
+@cache
+def sum_said() -> str:
+    """What plain `generate` answers to `ADDS`."""
+    return generated("text", ADDS)[0]
+
+
 # ---- what is answered
 
 
@@ -197,7 +203,7 @@ def test_sampling_is_that_of_generate_with_draft_and_seed(text: Served) -> None:
     # All at once: a seed is that of its own request.
     with ThreadPoolExecutor(3) as clients:
         assert list(clients.map(sampled, range(3))) == texts
-    assert both_ways(text, ADDS, temperature=0, seed=1)[0] == generated("text", ADDS)[0]
+    assert both_ways(text, ADDS, temperature=0, seed=1)[0] == sum_said()
     free = [
         ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content for _ in range(2)
     ]
@@ -241,7 +247,7 @@ def test_parts_nulls_and_fields_without_effect(text: Served) -> None:
         "stop": None,
         "logprobs": False,
     }
-    assert both_ways(text, parts, **neutral)[0] == generated("text", ADDS)[0]
+    assert both_ways(text, parts, **neutral)[0] == sum_said()
 
 
 def test_several_at_once_get_their_own_answers(text: Served) -> None:
@@ -290,7 +296,7 @@ def test_top_k_and_min_p_are_those_of_generate(text: Served) -> None:
         sent = {"temperature": 1.8, "seed": 4, "max_tokens": 20, "extra_body": dict(options)}
         assert both_ways(text, hello, **sent)[0] == expected
     greedy = {"temperature": 0, "extra_body": {"top_k": -1, "min_p": 0}}
-    assert both_ways(text, ADDS, **greedy)[0] == generated("text", ADDS)[0]
+    assert both_ways(text, ADDS, **greedy)[0] == sum_said()
 
 
 # ---- images
@@ -557,7 +563,7 @@ def test_bad_requests_are_refused_in_a_sentence(text: Served) -> None:
         found, error = refusal(text, "chat/completions", content=sent, headers=headers)
         assert (found, error["type"]) == (status, "invalid_request_error"), (body, error)
         assert sentence in error["message"], (body, error)
-    assert joined(ask(text, ADDS, stream=True))[0] == generated("text", ADDS)[0]
+    assert joined(ask(text, ADDS, stream=True))[0] == sum_said()
 
 
 def test_what_is_no_request_is_refused(text: Served) -> None:
@@ -618,7 +624,7 @@ def test_a_client_that_goes_away_ends_its_answer(text: Served) -> None:
         httpx.post(f"{text.url}/chat/completions", json=body, timeout=0.3)
     held.close()
     text.waited_for(lambda log: log[start:].count("the client has gone") == 3)
-    assert joined(ask(text, ADDS, stream=True))[0] == generated("text", ADDS)[0]
+    assert joined(ask(text, ADDS, stream=True))[0] == sum_said()
 
 
 def test_a_second_server_finds_no_place(text: Served, tmp_path: Path) -> None:
