@@ -33,6 +33,8 @@ class Products(NamedTuple):
     device: torch.device
 
 
+# The parameters of torch's own linear layer, by name.
+_LINEAR = {"weight", "bias"}
 # Those that one launch makes, in this process.
 _chosen: set[Products] = set()
 
@@ -108,7 +110,9 @@ def can_be_joint(states: Tensor, layers: Sequence[Any], is_gated: bool) -> bool:
 def is_a_product(layer: Any) -> bool:
     """Returns True if a call of a layer is a product with its weight and nothing else."""
     # Exact types: an adapter's or a quantised layer computes something else, and so does a sharded weight.
-    if type(layer) is not nn.Linear or not all(map(_is_plain, layer._parameters.values())):
+    if type(layer) is not nn.Linear or layer._parameters.keys() != _LINEAR:
+        return False
+    if not all(map(_is_plain, layer._parameters.values())):
         return False
     has_hooks = bool(layer._forward_hooks)
     is_compiled = layer._compiled_call_impl is not None

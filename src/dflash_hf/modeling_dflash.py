@@ -342,8 +342,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             a reduced draft vocabulary leaves out.
         """
         if self.lm_head is not None:
-            head = self.lm_head
-        logits = head(hidden_states)
+            [logits] = joint_products.linears(hidden_states, self.lm_head)
+        else:
+            logits = head(hidden_states)
         # A product by 1 would copy the largest tensor of a step.
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier

@@ -81,37 +81,34 @@ _lock = threading.RLock()
 
 
 class PackedWeights:
-    """The copies of the weights in a run.
+    """The copies of the weights in a run; those of each model are kept as long as it is.
 
     Args:
-        models (`Inventory`): The models and their weights. Copies are kept as long as the first model is, and those
-            of another one until a run with the first model goes without it.
+        models (`Inventory`): The models and their weights.
         is_on (`bool`): Whether there are to be any.
     """
 
     def __init__(self, *models: Inventory, is_on: bool) -> None:
         self.is_on = is_on and torch.backends.mkldnn.is_available()
         self._is_full = False
-        self._weights = dict[int, Tensor]()
+        # The copies of each model, and those of the model that has a weight, by the weight's id.
+        self._copies = list[dict[_Key, _Packed]]()
+        self._copies_with = dict[int, dict[_Key, _Packed]]()
         for parts in models:
-            self._weights |= {id(weight): weight for weight in parts.weights if weight is not None}
-        first, *_ = models
-        with _lock:
-            self._copies = _kept.setdefault(first.modules[0], {})
-            self._forget_replaced()
+            weights = {id(weight): weight for weight in parts.weights if weight is not None}
+            with _lock:
+                copies = _kept.setdefault(parts.modules[0], {})
+                _forget_replaced(copies, weights)
+            self._copies.append(copies)
+            # A weight of two models has its copy with the first.
+            self._copies_with = dict.fromkeys(weights, copies) | self._copies_with
         self.look_again()
-
-    def _forget_replaced(self) -> None:
-        """Frees copies of weights that the models do not have any more, or that have another form now."""
-        for key, packed in list(self._copies.items()):
-            found = [self._weights[number] for number in key if number in self._weights]
-            if _places_of(found) != packed.places:
-                del self._copies[key]
 
     def look_again(self) -> None:
         """Has the fingerprint of each weight compared at its next use: a user may have changed weights."""
-        for packed in list(self._copies.values()):
-            packed.is_looked_at = False
+        for copies in self._copies:
+            for packed in list(copies.values()):
+                packed.is_looked_at = False
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
@@ -142,25 +139,29 @@ class PackedWeights:
         if not _takes(states, weights, biases):
             return None
         key = tuple(map(id, weights))
-        packed = self._copies.get(key)
+        copies = self._copies_with.get(key[0])
+        if copies is None:
+            # Weights of other models than the run's may change within the run.
+            return None
+        packed = copies.get(key)
         if packed is None or not packed.is_of(weights):
-            packed = self._pack(key, weights)
+            packed = self._pack(key, weights, copies)
         if packed is None:
             return None
-        return _product(states, packed.copy, _joined(biases))
+        return _product(states.contiguous(), packed.copy, _joined(biases))
 
-    def _pack(self, key: _Key, weights: Sequence[Tensor]) -> _Packed | None:
-        """Copies weights and keeps the copy; `None` where they stay as they are."""
-        self._copies.pop(key, None)
-        # Weights of other models than the run's may change within the run.
-        is_own = self._weights.keys() >= set(key)
-        if self._is_full or not is_own or not all(map(_is_packable, weights)):
+    def _pack(
+        self, key: _Key, weights: Sequence[Tensor], copies: dict[_Key, _Packed]
+    ) -> _Packed | None:
+        """Copies weights and keeps the copy with those of their model; `None` where they stay as they are."""
+        copies.pop(key, None)
+        if self._is_full or not all(map(_is_packable, weights)):
             return None
         first, *_ = weights
         num_bytes = first.element_size() * sum(weight.numel() for weight in weights)
         memory = total_memory(first.device)
         with _lock:
-            every = [each for copies in list(_kept.values()) for each in list(copies.values())]
+            every = [each for kept in list(_kept.values()) for each in list(kept.values())]
         num_kept = sum(each.num_bytes for each in every)
         if memory is None or num_kept + num_bytes > SHARE_OF_MEMORY * memory:
             # Asked once in a run: later weights would find as little room.
@@ -171,15 +172,23 @@ class PackedWeights:
             )
             return None
         # A weight is copied alone or together with others, as the last product wanted it.
-        for other in list(self._copies):
+        for other in list(copies):
             shares_a_weight = not set(other).isdisjoint(key)
             if shares_a_weight:
-                self._copies.pop(other, None)
+                copies.pop(other, None)
         joint = _joined([weight.detach() for weight in weights])
         copy = torch.ops.mkldnn._reorder_linear_weight(joint)
         packed = _Packed(copy, num_bytes, _places_of(weights), _fingerprints_of(weights))
-        self._copies[key] = packed
+        copies[key] = packed
         return packed
+
+
+def _forget_replaced(copies: dict[_Key, _Packed], weights: dict[int, Tensor]) -> None:
+    """Frees copies of weights that their model does not have any more, or that have another form now."""
+    for key, packed in list(copies.items()):
+        found = [weights[number] for number in key if number in weights]
+        if _places_of(found) != packed.places:
+            copies.pop(key, None)
 
 
 _current = Current()
@@ -235,8 +244,8 @@ def forget_packed() -> None:
 
 def _takes(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     """Returns True for operands over which both products have been compared, and over which ours is faster."""
-    # Gradients need torch's own operation, and other strides another one of torch's.
-    if not states.is_contiguous() or torch.is_grad_enabled():
+    # Gradients need torch's own operation.
+    if torch.is_grad_enabled():
         return False
     width = states.shape[-1]
     num_biases = 0
@@ -248,8 +257,8 @@ def _takes(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
         num_biases += 1
         if bias.shape != weight.shape[:1] or not bias.is_contiguous():
             return False
-    # One product adds a bias to all numbers or to none.
-    is_one_product = num_biases in (0, len(weights))
+    # One product adds a bias to all numbers or to none. With other strides torch adds a bias in another order.
+    is_one_product = num_biases == 0 or (num_biases == len(weights) and states.is_contiguous())
     num_vectors = states.numel() // width
     return is_one_product and num_vectors >= MIN_VECTORS[states.dtype]
 

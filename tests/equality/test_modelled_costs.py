@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("users_costs")
 @pytest.fixture
 def large_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of tiny models cost what they read, as those of real ones do, and their operations nothing."""
-    monkeypatch.setattr(step_costs, "LAYER_OVERHEAD", 0)
+    monkeypatch.setattr(step_costs, "LAYER_OVERHEAD_BYTES", 0)
 
 
 def widths_of(target: Any, draft: DFlashDraftModel, inputs: Any) -> tuple[Any, list[int]]:

@@ -169,9 +169,13 @@ def test_tune_leaves_models_as_they_were() -> None:
     assert draft.generation_config.verify_width is None
 
 
-def test_float32_on_a_cpu_has_a_table_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_float32_on_a_cpu_has_a_table_too(
+    asked: Any, users_costs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = shallow_target("qwen3").float()
     draft = tiny_draft(target, 8)
+    draft.generation_config.num_tree_nodes = asked
     dflash_hf.tune(target, draft, rows=(1,))
     asked: list[bool] = []
     read = options.read_table

@@ -103,6 +103,23 @@ def test_half_precision_has_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_strides_without_a_bias_have_the_same_numbers(
+    dtype: torch.dtype, products: list[Tensor]
+) -> None:
+    """Those of a block's proposals, which the head multiplies: its anchor stands before them in every row."""
+    model = Model(dtype)
+    packed = model.packed()
+    wide = model.states(4, 9)
+    layer = model.layer
+    with torch.no_grad():
+        for states in (wide[:, 1:], wide.transpose(0, 1)):
+            found = packed.linear(states, layer.weight, None)
+            torch.testing.assert_close(found, layer(states), rtol=1e-5, atol=1e-5)
+            assert dtype == torch.float32 or torch.equal(found, layer(states))
+    assert len(products) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_strides_go_by_torchs_own_product(dtype: torch.dtype, products: list[Tensor]) -> None:
     model = Model(dtype, bias=True)
     packed = model.packed()
@@ -451,7 +468,8 @@ def test_parameters_that_were_replaced_free_their_copies() -> None:
 
 def test_an_inference_weight_may_have_the_id_of_a_copied_one() -> None:
     model = Model()
-    copies = model.warmed()._copies
+    model.warmed()
+    copies = packed_weights._kept[model]
     with torch.inference_mode():
         weight = nn.Parameter(torch.randn(160, 192), requires_grad=False)
     # As Python gives the id of a freed object to a new one.
@@ -531,18 +549,25 @@ def test_weights_of_another_model_are_not_copied(products: list[Tensor]) -> None
     assert not products
 
 
-def test_copies_of_a_second_model_are_freed_by_a_run_without_it() -> None:
+def test_each_of_two_models_has_its_own_copies(products: list[Tensor]) -> None:
     first = Model()
     second = Model()
-    both = PackedWeights(Inventory.of(first), Inventory.of(second), is_on=True)
+    parts = [Inventory.of(first), Inventory.of(second)]
+    both = PackedWeights(*parts, is_on=True)
     with torch.no_grad():
         for model in (first, second):
             both.linear(model.states(5), model.layer.weight, None)
-    copies = packed_weights._kept[first]
-    assert copies.keys() == {(id(first.layer.weight),), (id(second.layer.weight),)}
-    assert second not in packed_weights._kept
-    PackedWeights(Inventory.of(first), is_on=True)
-    assert copies.keys() == {(id(first.layer.weight),)}
+        copies = [packed_weights._kept[model] for model in (first, second)]
+        assert [list(each) for each in copies] == [
+            [(id(model.layer.weight),)] for model in (first, second)
+        ]
+        # A run of the first one alone leaves those of the second one, which are compared in its next run.
+        PackedWeights(parts[0], is_on=True)
+        second.layer.weight.data += 1.0
+        found = PackedWeights(*parts, is_on=True).linear(
+            states := second.states(5), second.layer.weight, None
+        )
+        torch.testing.assert_close(found, second.layer(states), rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_takes_its_copies_along() -> None:

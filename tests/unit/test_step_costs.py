@@ -14,7 +14,7 @@ from dflash_hf.generation.step_costs import (
     FULL_PRECISION,
     HALF_PRECISION,
     HALF_PRECISION_BY_TILES,
-    LAYER_OVERHEAD,
+    LAYER_OVERHEAD_BYTES,
     StepCosts,
     speed_of,
 )
@@ -89,7 +89,7 @@ def test_few_tokens_cost_what_reading_the_weights_does() -> None:
 
 
 def test_small_layers_cost_what_their_operations_do() -> None:
-    """The bundled pair on an AMD EPYC, 8 rows: 1.9, 2.6 and 3.5 plain steps were measured."""
+    """The bundled pair's steps of 8 rows over plain ones, as measured on an AMD EPYC (docs/log.md)."""
     bundled = StepCosts(
         target=5_018_880,
         target_layers=12,
@@ -99,11 +99,11 @@ def test_small_layers_cost_what_their_operations_do() -> None:
         block_size=16,
         num_proposals=15,
         speed=FULL_PRECISION,
-        layer_overhead=LAYER_OVERHEAD / 4,
+        layer_overhead=LAYER_OVERHEAD_BYTES / 4,
     )
     plain = bundled.of_step(1, rows=8)
-    found = [round(bundled.of_step(width, rows=8) / plain, 1) for width in (2, 8, 16)]
-    assert found == [1.9, 2.9, 4.2]
+    for width, measured in ((2, 1.93), (8, 2.58), (16, 3.48)):
+        assert 0.8 < bundled.of_step(width, rows=8) / plain / measured < 1.25
 
 
 @pytest.mark.parametrize("rows", [1, 8])

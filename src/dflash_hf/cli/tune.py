@@ -34,7 +34,7 @@ def tune(
     ] = DEFAULT_ROWS,
     dtype: Annotated[
         str, typer.Option(help="torch dtype of the models: bfloat16, float16, float32, or auto.")
-    ] = "bfloat16",
+    ] = "auto",
     device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")

@@ -148,12 +148,13 @@ class DFlashMLP(nn.Module):
 
     def _gated(self, hidden_states: Tensor) -> Tensor:
         # The kernels know one activation.
-        if not self.is_silu:
-            return self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
-        if joint_products.is_gated_jointly(hidden_states, self.gate_proj, self.up_proj):
+        is_joint = self.is_silu and joint_products.is_gated_jointly(
+            hidden_states, self.gate_proj, self.up_proj
+        )
+        if is_joint:
             return ops.gated_linear(hidden_states, self.gate_proj.weight, self.up_proj.weight)
         gate, up = joint_products.linears(hidden_states, self.gate_proj, self.up_proj)
-        if ops.use_kernel(ops.silu_mul, gate, up):
+        if self.is_silu and ops.use_kernel(ops.silu_mul, gate, up):
             return ops.silu_mul(gate, up)
         return self.act_fn(gate) * up
 

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf import ops
 from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.devices import Inventory
 from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.prompt_images import PromptImages
@@ -80,8 +81,7 @@ class Filling:
             and not has_own_code(target)
         )
         models = [target.parts]
-        # Hooks on a part of the draft may change its weights, too.
-        if not self.request.draft_parts.altered:
+        if not _may_change(self.request.draft_parts):
             models.append(self.request.draft_parts)
         self.packed = PackedWeights(*models, is_on=is_on)
 
@@ -257,3 +257,9 @@ def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
     if is_usual and not int(prepared.get_seq_length()):
         return prepared
     return DynamicCache(config=request.target.config)
+
+
+def _may_change(draft_parts: Inventory) -> bool:
+    """Returns True if code of the user's runs within a draft's forward: it may change the draft's weights."""
+    packages = {type(part).__module__.partition(".")[0] for part in draft_parts.modules}
+    return bool(draft_parts.altered) or not packages <= {"torch", "transformers", "dflash_hf"}

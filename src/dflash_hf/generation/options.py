@@ -163,7 +163,7 @@ def choose_widths(
         return FixedWidth(choices.width)
     may_be_modelled = is_left_open and is_on_cpu
     costs = None
-    if (is_half or may_be_modelled) and not keeps_buffers:
+    if (is_half or is_on_cpu) and not keeps_buffers:
         costs = _known_costs(generator, choices, may_be_modelled)
     if costs is not None:
         known = KnownCosts(costs, choices.width, choices.chain)

@@ -81,7 +81,7 @@ class Run:
     recorder: Recorder
     watch: Stopwatch
     chooser: WidthChooser | FixedWidth  # of whole verifies until `begin_widths`
-    packed: PackedWeights  # copies of the target's weights that are laid out for a CPU
+    packed: PackedWeights  # copies of both models' weights that are laid out for a CPU
     user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
     taps: Taps  # of the verifies: they record what the target runs over the run's cache
     extra: dict[str, Any]  # keywords of the caller's own for the target's forward

@@ -11,13 +11,13 @@ small operations, which take the same time however small the layer is.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from dflash_hf.devices import Inventory
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
@@ -37,7 +37,7 @@ FULL_PRECISION = Speed(free_tokens=6.0, tokens_per_reading=8.0)
 HALF_PRECISION = Speed(free_tokens=6.0, tokens_per_reading=10.0)
 HALF_PRECISION_BY_TILES = Speed(free_tokens=12.0, tokens_per_reading=32.0)
 # Bytes that are read in the time of a layer's small operations: 0.45 ms at 20 GB/s.
-LAYER_OVERHEAD = 9_000_000
+LAYER_OVERHEAD_BYTES = 9_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class StepCosts:
     num_proposals: int
     markov: int = 0
     speed: Speed = HALF_PRECISION
-    layer_overhead: float = LAYER_OVERHEAD / 2
+    layer_overhead: float = LAYER_OVERHEAD_BYTES / 2
 
     @classmethod
     def of(cls, target: Target, draft: DFlashDraftModel, block_size: int) -> StepCosts:
@@ -91,7 +91,7 @@ class StepCosts:
             num_proposals=draft.config.num_proposals(block_size),
             markov=markov,
             speed=speed_of(dtype),
-            layer_overhead=LAYER_OVERHEAD / dtype.itemsize,
+            layer_overhead=LAYER_OVERHEAD_BYTES / dtype.itemsize,
         )
 
     def of_step(self, width: int, rows: int) -> float:
@@ -129,32 +129,22 @@ def speed_of(dtype: torch.dtype) -> Speed:
     return HALF_PRECISION
 
 
-# To count the weights of a model takes a millisecond, which no call should wait for twice.
-_counted = weakref.WeakKeyDictionary[nn.Module, int]()
-
-
 def _num_weights(module: nn.Module) -> int:
-    """Returns how many weights a module computes with, at least 1."""
-    num = _counted.get(module)
-    if num is None:
-        num = _count_weights(module)
-        _counted[module] = num
-    return num
-
-
-def _count_weights(module: nn.Module) -> int:
-    """Counts the weights of a module.
+    """Returns how many weights a module computes with, at least 1.
 
     A linear layer counts by its sizes: quantised weights are packed, and may be buffers.
     """
     num = 0
-    for part in module.modules():
+    for part in Inventory.of(module).modules:
+        # The dictionaries are read themselves: every call counts all layers.
+        own = part.__dict__
+        rows = own.get("out_features")
+        columns = own.get("in_features")
         # An adapter's layer has the sizes of the layer in it, which is counted itself.
-        is_around_another = isinstance(getattr(part, "base_layer", None), nn.Module)
-        rows: object = getattr(part, "out_features", None)
-        columns: object = getattr(part, "in_features", None)
+        is_around_another = "base_layer" in own["_modules"]
         if isinstance(rows, int) and isinstance(columns, int) and not is_around_another:
             num += rows * columns
         else:
-            num += sum(weight.numel() for weight in part.parameters(recurse=False))
+            weights = own["_parameters"].values()
+            num += sum(weight.numel() for weight in weights if weight is not None)
     return max(num, 1)
