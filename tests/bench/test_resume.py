@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_hf.bench.cells import RunSettings
 from dflash_hf.bench.run import run
@@ -272,6 +273,12 @@ def test_resuming_what_was_not_begun_begins_it(tmp_path: Path, pretend: Pretend)
     assert counts_in(early.out) == counts_in(settings.out)
 
 
+def run_forked(settings: RunSettings) -> None:
+    """Is a forked process: torch makes its threads anew, which must not begin in several threads that load weights."""
+    torch.set_num_threads(1)
+    run(settings)
+
+
 def kill_and_resume(tmp_path: Path, rows: list[tuple[str, ...]], num_kills: int) -> None:
     """Kills processes of one run as soon as they have answered something, at a random moment, and compares.
 
@@ -291,7 +298,7 @@ def kill_and_resume(tmp_path: Path, rows: list[tuple[str, ...]], num_kills: int)
     settings, draw = replace(settings, out=tmp_path / "killed", resume=True), random.Random(1)
     for _ in range(num_kills):
         # Forked, so that a process need not load torch anew.
-        process = multiprocessing.get_context("fork").Process(target=run, args=(settings,))
+        process = multiprocessing.get_context("fork").Process(target=run_forked, args=(settings,))
         size = written(settings.out)
         process.start()
         while process.is_alive() and written(settings.out) <= size:

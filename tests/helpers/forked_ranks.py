@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Never
 
+import torch
+
 NUM_RANKS = 2
 
 
@@ -63,6 +65,8 @@ def _be(rank: int, num_ranks: int, port: int, work: Callable[[], object]) -> Nev
     }
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
     os.environ |= {name: str(value) for name, value in found.items()}
+    # Torch makes its threads anew, which must not begin in several threads that load weights.
+    torch.set_num_threads(1)
     status = 1
     try:
         work()
