@@ -54,7 +54,7 @@ need = @for path in $(1); do test -e "$${path%%::*}" || { \
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
-.PHONY: fuzz docs release-check test-kernels test-docs test-oldest test-latest versions
+.PHONY: fuzz docs release-check test-types-browser-kernels test-kernels test-docs test-oldest test-latest versions
 .PHONY: toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
@@ -68,17 +68,18 @@ chat: $(VENV)/.stamp-dev  ## a web page, on this machine only: SmolLM2 after mak
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
 
-# Pyright has one thread, and the tests of the browser, of servers and of processes wait part of their time. The kernels'
-# tests and those on other releases compute in what these leave idle, at the lowest priority, so that they keep no page
-# waiting. What they say is shown at the end.
-test: lint  ## all checks
+test: lint test-types-browser-kernels test-cpu test-oldest test-latest  ## all checks
+
+# Pyright has one thread, and the browser tests wait half of the time. The kernels' tests compute in what these leave idle,
+# at the lowest priority, so that they keep no page waiting. What they say is shown at the end.
+test-types-browser-kernels: $(VENV)/.stamp-dev
 	@log=$$(mktemp); \
-	nice -n 19 $(MAKE) -k test-kernels test-oldest test-latest >"$$log" 2>&1 & beside=$$!; \
+	nice -n 19 $(MAKE) test-kernels >"$$log" 2>&1 & kernels=$$!; \
 	$(MAKE) types & types=$$!; \
-	trap 'kill $$beside $$types; rm -f "$$log"; exit 130' INT TERM; \
-	$(MAKE) -k test-browser test-cpu; failed=$$?; \
+	trap 'kill $$kernels $$types; rm -f "$$log"; exit 130' INT TERM; \
+	$(MAKE) test-browser; failed=$$?; \
 	wait $$types || failed=1; \
-	wait $$beside || failed=1; \
+	wait $$kernels || failed=1; \
 	cat "$$log"; rm "$$log"; exit $$failed
 
 lint: $(VENV)/.stamp-dev  ## ruff, rules and layout

@@ -59,14 +59,22 @@ def forget_products() -> None:
 def linears(states: Tensor, *layers: Any) -> list[Tensor]:
     """Returns the products of up to three linear layers with states `[..., K]`, `[..., N]` each.
 
-    One launch makes them if that was measured to be faster. On a CPU a run multiplies by copies of weights
-    (`packed_weights.py`). Otherwise each layer is called as the module that it is.
+    One launch makes them if that was measured to be faster.
     """
     if _is_joint(states, layers, is_gated=False):
         weights = [layer.weight for layer in layers]
         return ops.linears(states, weights, biases_of(layers), None)
+    return each_linear(states, *layers)
+
+
+def each_linear(states: Tensor, *layers: Any) -> list[Tensor]:
+    """Returns the products of linear layers with states `[..., K]`, `[..., N]` each, one after the other.
+
+    On a CPU a run multiplies by copies of weights (`packed_weights.py`). Otherwise each layer is called as the module
+    that it is.
+    """
     if is_packing() and all(map(is_a_product, layers)):
-        # One by one: the same layer is called with others in another forward, and has one copy.
+        # A copy for each: the same layer is called with others in another forward.
         return [linear(states, **layer._parameters) for layer in layers]
     return [layer(states) for layer in layers]
 

@@ -158,7 +158,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             taps = context_hidden_states.chunk(len(self.aux_hidden_norms), dim=-1)
             normed = [norm(tap) for norm, tap in zip(self.aux_hidden_norms, taps, strict=True)]
             context_hidden_states = torch.cat(normed, dim=-1)
-        [features] = joint_products.linears(context_hidden_states, self.fc)
+        [features] = joint_products.each_linear(context_hidden_states, self.fc)
         return self.hidden_norm(features)
 
     def stack_weights(
@@ -342,7 +342,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             a reduced draft vocabulary leaves out.
         """
         if self.lm_head is not None:
-            [logits] = joint_products.linears(hidden_states, self.lm_head)
+            [logits] = joint_products.each_linear(hidden_states, self.lm_head)
         else:
             logits = head(hidden_states)
         # A product by 1 would copy the largest tensor of a step.

@@ -58,13 +58,13 @@ class DFlashGemma4Attention(DFlashAttention):
 
     def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values (normed), token-major `[B, C, G, E]`."""
-        [projected_keys] = joint_products.linears(hidden_states, self.k_proj)
+        [projected_keys] = joint_products.each_linear(hidden_states, self.k_proj)
         projected = self._by_head(projected_keys)
         key = rotate(self.k_norm(projected), cos_sin)
         # Values are not rotated, so they begin from the projection and not from the keys.
         value = projected
         if not self.keys_are_values:
-            [projected_values] = joint_products.linears(hidden_states, self.v_proj)
+            [projected_values] = joint_products.each_linear(hidden_states, self.v_proj)
             value = self._by_head(projected_values)
         # The norm of the values has no weight in Gemma 4.
         return key, rms_norm(value, None, self.k_norm.eps)

@@ -153,7 +153,7 @@ class DFlashMLP(nn.Module):
         )
         if is_joint:
             return ops.gated_linear(hidden_states, self.gate_proj.weight, self.up_proj.weight)
-        gate, up = joint_products.linears(hidden_states, self.gate_proj, self.up_proj)
+        gate, up = joint_products.each_linear(hidden_states, self.gate_proj, self.up_proj)
         if self.is_silu and ops.use_kernel(ops.silu_mul, gate, up):
             return ops.silu_mul(gate, up)
         return self.act_fn(gate) * up
@@ -200,13 +200,13 @@ class DFlashAttention(nn.Module):
 
     def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
-        [projected] = joint_products.linears(hidden_states, self.q_proj)
+        [projected] = joint_products.each_linear(hidden_states, self.q_proj)
         query = self._by_head(projected)
         return rotate(self.q_norm(query), cos_sin)
 
     def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
-        projected = joint_products.linears(hidden_states, self.k_proj, self.v_proj)
+        projected = joint_products.each_linear(hidden_states, self.k_proj, self.v_proj)
         key, value = map(self._by_head, projected)
         key = rotate(self.k_norm(key), cos_sin)
         return key, value
