@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf import ops
-from dflash_hf.packed_weights import is_packing, linear
+from dflash_hf.packed_weights import are_large, is_packing, linear
 from dflash_hf.target_model.user_code import runs_its_class
 
 # Numbers of rows that are measured. A launch makes room for the next larger one.
@@ -73,10 +73,17 @@ def each_linear(states: Tensor, *layers: Any) -> list[Tensor]:
     On a CPU a run multiplies by copies of weights (`packed_weights.py`). Otherwise each layer is called as the module
     that it is.
     """
-    if is_packing() and all(map(is_a_product, layers)):
+    # Sizes are asked first: small layers are called at once.
+    if is_packing() and all(map(_is_large, layers)) and all(map(is_a_product, layers)):
         # A copy for each: the same layer is called with others in another forward.
         return [linear(states, **layer._parameters) for layer in layers]
     return [layer(states) for layer in layers]
+
+
+def _is_large(layer: Any) -> bool:
+    """Returns True if a copy of a layer's weight is worth its making."""
+    weight: Tensor | None = layer._parameters.get("weight")
+    return weight is not None and are_large([weight])
 
 
 def is_gated_jointly(states: Tensor, gate_proj: Any, up_proj: Any) -> bool:

@@ -114,7 +114,7 @@ class PackedWeights:
         """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
         weights = (weight,)
         product = None
-        if _are_large(weights):
+        if are_large(weights):
             product = self._product(states, weights, (bias,))
         if product is None:
             return nn.functional.linear(states, weight, bias)
@@ -124,7 +124,7 @@ class PackedWeights:
         """Returns [`linear`] of the same states for each layer, by one product where that has the same numbers."""
         weights = [layer["weight"] for layer in layers]
         biases = [layer["bias"] for layer in layers]
-        if not _are_large(weights):
+        if not are_large(weights):
             return _each_by_torch(states, layers)
         product = self._product(states, weights, biases)
         if product is None:
@@ -300,7 +300,7 @@ def _fingerprints_of(weights: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _are_large(weights: Sequence[Tensor]) -> bool:
+def are_large(weights: Sequence[Tensor]) -> bool:
     """Returns True for weights that are large enough together, in a dtype in which oneDNN multiplies."""
     first, *others = weights
     least = MIN_SIZES.get(first.dtype)

@@ -119,11 +119,12 @@ def test_a_run_costs_hardly_more_than_plain_decoding(rows: int, share: float) ->
     assert tokens > 0.96 * cost
 
 
-def test_a_chain_costs_what_a_tree_of_as_many_tokens_does() -> None:
+def test_a_chain_costs_less_than_a_tree_of_as_many_tokens_by_what_building_it_takes() -> None:
     known = KnownCosts(SMOLLM2, 16, chain=8)
     known.use_rows(3)
     costs = known.of_choices()
-    assert costs[CHAIN] == costs[8]
+    assert costs[CHAIN] == costs[8] - SMOLLM2.layer_overhead
+    assert costs[CHAIN] > 0.98 * costs[8]
 
 
 def test_weights_are_those_of_layers_and_heads() -> None:
