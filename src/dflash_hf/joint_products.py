@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf import ops
-from dflash_hf.packed_weights import are_large, is_packing, linear
+from dflash_hf.packed_weights import LINEAR_PARAMETERS, are_large, is_packing, linear
 from dflash_hf.target_model.user_code import runs_its_class
 
 # Numbers of rows that are measured. A launch makes room for the next larger one.
@@ -33,8 +33,6 @@ class Products(NamedTuple):
     device: torch.device
 
 
-# The parameters of torch's own linear layer, by name.
-_LINEAR = {"weight", "bias"}
 # Those that one launch makes, in this process.
 _chosen: set[Products] = set()
 
@@ -125,7 +123,7 @@ def can_be_joint(states: Tensor, layers: Sequence[Any], is_gated: bool) -> bool:
 def is_a_product(layer: Any) -> bool:
     """Returns True if a call of a layer is a product with its weight and nothing else."""
     # Exact types: an adapter's or a quantised layer computes something else, and so does a sharded weight.
-    if type(layer) is not nn.Linear or layer._parameters.keys() != _LINEAR:
+    if type(layer) is not nn.Linear or layer._parameters.keys() != LINEAR_PARAMETERS:
         return False
     if not all(map(_is_plain, layer._parameters.values())):
         return False

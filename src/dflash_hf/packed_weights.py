@@ -50,6 +50,8 @@ SHARE_OF_MEMORY = 1 / 8
 _Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 # The ids of the weights that are copied together.
 _Key = tuple[int, ...]
+# The parameters of torch's own linear layer, by name.
+LINEAR_PARAMETERS = frozenset({"weight", "bias"})
 # A layer's weight and bias by name, as `torch.nn.functional.linear` takes them.
 Parameters = dict[str, Any]
 

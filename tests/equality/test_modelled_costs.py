@@ -36,18 +36,22 @@ def test_texts_are_plain_generates_and_widths_the_same(family: str, lengths: lis
     target = tiny_target(family)
     inputs = prompts(lengths, seed=3)
     plain = target.generate(**inputs, **SETTINGS)
-    draft = oracle_draft(target, truth_of(inputs, plain), seed=3)
-    text, widths = widths_of(target, draft, inputs)
-    assert torch.equal(text, plain)
-    again, same_widths = widths_of(target, draft, inputs)
-    assert torch.equal(again, plain)
-    assert draft not in _kept, "nothing that a call has seen decides in the next one"
-    assert len(same_widths) > 0
-    assert max(widths) > 1
+    found: list[list[int]] = []
+    for _ in range(2):
+        draft = oracle_draft(target, truth_of(inputs, plain), seed=3)
+        text, widths = widths_of(target, draft, inputs)
+        assert torch.equal(text, plain)
+        assert draft not in _kept, "nothing that a call has seen decides in the next one"
+        found.append(widths)
+    assert found[0] == found[1]
+    assert max(found[0]) > 1
 
 
-@pytest.mark.usefixtures("large_layers")
-def test_a_draft_that_is_never_right_is_hardly_asked() -> None:
+@pytest.mark.parametrize("overhead", [0, step_costs.LAYER_OVERHEAD_BYTES])
+def test_a_draft_that_is_never_right_is_hardly_asked(
+    overhead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_costs, "LAYER_OVERHEAD_BYTES", overhead)
     target = tiny_target("qwen3")
     inputs = prompts([4, 11, 7], seed=4)
     draft = tiny_draft(target, 8)
@@ -56,13 +60,3 @@ def test_a_draft_that_is_never_right_is_hardly_asked() -> None:
     assert widths.count(1) > 0.7 * len(widths)
     _, same_widths = widths_of(target, draft, inputs)
     assert same_widths == widths
-
-
-def test_a_target_of_few_small_layers_is_decoded_without_a_draft_of_as_many() -> None:
-    """One more forward of as many layers would take as long as the target's."""
-    target = tiny_target("qwen3")
-    inputs = prompts([4, 11, 7], seed=4)
-    draft = tiny_draft(target, 8)
-    text, widths = widths_of(target, draft, inputs)
-    assert torch.equal(text, target.generate(**inputs, **SETTINGS))
-    assert widths.count(1) > 0.7 * len(widths)

@@ -27,6 +27,7 @@ from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.target_model.fast_layers import has_own_code, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import outermost
+from dflash_hf.target_model.user_code import is_library
 
 # Inputs of a forward that go along with the tokens, column by column.
 PER_TOKEN = {
@@ -261,5 +262,8 @@ def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
 
 def _may_change(draft_parts: Inventory) -> bool:
     """Returns True if code of the user's runs within a draft's forward: it may change the draft's weights."""
-    packages = {type(part).__module__.partition(".")[0] for part in draft_parts.modules}
-    return bool(draft_parts.altered) or not packages <= {"torch", "transformers", "dflash_hf"}
+    if draft_parts.altered:
+        return True
+    files = {type(part).__module__ for part in draft_parts.modules}
+    others = [name for name in files if not is_library(name)]
+    return not all(name.startswith("dflash_hf.") for name in others)

@@ -148,8 +148,8 @@ def choose_widths(
     CPU measured costs decide where there are any ([`CostTable`]), else modelled ones ([`StepCosts`]). On a GPU the
     clock of the run decides in float32 and float64; in half precision, where near ties turn with the width, measured
     costs do, and without any every verify is as wide as may be. So it is by rejection, which draws another text at
-    another width: a row's text does not depend on the rows beside it. The clock also decides where `"auto"` is asked
-    for.
+    another width: a row's text does not depend on the rows beside it. Where `"auto"` is asked for, the clock decides
+    if there are no measured costs.
     """
     draft = generator.draft
     options = draft.generation_config

@@ -24,7 +24,7 @@ from dflash_hf.block.attention import attend, mask_repeats
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.layer_configs import layer_config
-from dflash_hf.packed_weights import Parameters, linear, linears
+from dflash_hf.packed_weights import LINEAR_PARAMETERS, Parameters, linear, linears
 from dflash_hf.target_model.known_layers import (
     attention_agrees,
     epsilon_of,
@@ -62,7 +62,6 @@ PREFILL = {
 }
 # Models with experts hand a switch for their routers' logits down to layers, which asks for nothing where it is off.
 ROUTERS = "output_router_logits"
-_LINEAR = {"weight", "bias"}
 
 
 class LayerForm(NamedTuple):
@@ -381,7 +380,7 @@ def _attention_forward(
 
 
 def _linear_forward(plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or module._parameters.keys() != _LINEAR:
+    if len(args) != 1 or kwargs or module._parameters.keys() != LINEAR_PARAMETERS:
         return plain(module, *args, **kwargs)
     return linear(args[0], **module._parameters)
 
@@ -426,7 +425,7 @@ def _projections(layers: list[Any], is_unmodified: bool) -> RunAll:
 def _projection(layer: Any, is_unmodified: bool) -> Projection:
     """Returns the parameters of torch's own projection, which is not worth a call of a module; else the module."""
     # Adapters and quantised weights are classes of their own.
-    if type(layer) is not nn.Linear or layer._parameters.keys() != _LINEAR:
+    if type(layer) is not nn.Linear or layer._parameters.keys() != LINEAR_PARAMETERS:
         return layer
     if is_unmodified:
         return layer._parameters
