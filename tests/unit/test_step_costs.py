@@ -156,7 +156,7 @@ def test_weights_in_buffers_count_as_linear_layers_do() -> None:
         for name, part in list(layer.named_modules()):
             if isinstance(part, nn.Linear):
                 layer.set_submodule(name, Packed(part))
-    assert StepCosts.of(target, draft, 6) == whole
+    assert StepCosts.of(find_target(model), draft, 6) == whole
 
 
 def test_a_model_without_weights_costs_something() -> None:

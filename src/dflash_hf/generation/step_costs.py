@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from dflash_hf.devices import Inventory
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.parts import Target
+from dflash_hf.target_model.parts import Target, num_weights
 
 
 class Speed(NamedTuple):
@@ -78,15 +76,13 @@ class StepCosts:
         if draft.markov_head is not None:
             # Of its two tables the first is looked up.
             markov = draft.markov_head.markov_w2.numel()
-        # Embeddings are looked up, not read, and a vision tower runs in the prefill alone.
-        layers = sum(_num_weights(layer) for layer in target.layers)
         dtype = target.model.dtype
         return cls(
-            target=layers + _num_weights(target.head),
+            target=target.facts.num_weights + num_weights(target.head),
             target_layers=len(target.layers),
-            draft=_num_weights(draft.layers),
+            draft=num_weights(draft.layers),
             draft_layers=len(draft.layers),
-            head=_num_weights(head),
+            head=num_weights(head),
             block_size=block_size,
             num_proposals=draft.config.num_proposals(block_size),
             markov=markov,
@@ -128,24 +124,3 @@ def speed_of(dtype: torch.dtype) -> Speed:
     if dtype == torch.bfloat16 and has_tiles():
         return HALF_PRECISION_BY_TILES
     return HALF_PRECISION
-
-
-def _num_weights(module: nn.Module) -> int:
-    """Returns how many weights a module computes with, at least 1.
-
-    A linear layer counts by its sizes: quantised weights are packed, and may be buffers.
-    """
-    num = 0
-    for part in Inventory.of(module).modules:
-        # The dictionaries are read themselves: every call counts all layers.
-        own = part.__dict__
-        rows = own.get("out_features")
-        columns = own.get("in_features")
-        # An adapter's layer has the sizes of the layer in it, which is counted itself.
-        is_around_another = "base_layer" in own["_modules"]
-        if isinstance(rows, int) and isinstance(columns, int) and not is_around_another:
-            num += rows * columns
-        else:
-            weights = own["_parameters"].values()
-            num += sum(weight.numel() for weight in weights if weight is not None)
-    return max(num, 1)

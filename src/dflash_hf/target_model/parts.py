@@ -93,6 +93,8 @@ class Facts(NamedTuple):
     path: list[int]  # the modules from the model down to the decoder
     recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the module that it is of
     num_positions: int | None  # how many positions there are, where they are rows of a table
+    # Weights of the layers. Embeddings are looked up, not read, and a vision tower runs in the prefill alone.
+    num_weights: int
 
 
 # Weak on both sides: a model is freed as soon as the user lets go of it.
@@ -193,7 +195,29 @@ def _find_facts(
         path=[places[module] for module in path_to(model, decoder)],
         recurrences={layer: (one.rule, places[one.module]) for layer, one in recurrences.items()},
         num_positions=_num_positions(decoder, config, embedding),
+        num_weights=sum(map(num_weights, layers)),
     )
+
+
+def num_weights(module: nn.Module) -> int:
+    """Returns how many weights a module computes with, at least 1.
+
+    A linear layer counts by its sizes: quantised weights are packed, and may be buffers.
+    """
+    num = 0
+    for part in Inventory.of(module).modules:
+        # The dictionaries are read themselves: every call counts the draft's layers and the heads.
+        own = part.__dict__
+        rows = own.get("out_features")
+        columns = own.get("in_features")
+        # An adapter's layer has the sizes of the layer in it, which is counted itself.
+        is_around_another = "base_layer" in own["_modules"]
+        if isinstance(rows, int) and isinstance(columns, int) and not is_around_another:
+            num += rows * columns
+        else:
+            weights = own["_parameters"].values()
+            num += sum(weight.numel() for weight in weights if weight is not None)
+    return max(num, 1)
 
 
 def path_to(model: PreTrainedModel, part: nn.Module) -> list[nn.Module]:
