@@ -142,6 +142,17 @@ def test_a_step_says_what_was_proposed_checked_and_kept() -> None:
     step.logits.requires_grad_().sum().backward()  # normal tensors: autograd takes them
 
 
+def test_a_tree_whose_size_is_left_open_follows_the_run() -> None:
+    target, inputs = target_of("qwen3"), prompts([6], 1)
+    # With random weights it is hardly ever right, so that plain decoding soon costs less.
+    draft = tiny_draft(target, 4)
+    draft.generation_config.num_tree_nodes = "auto"
+    _, *steps = dflash_hf.iterate(target, draft, **inputs, **GREEDY)
+    widths = [step.tokens.shape[1] for step in steps]
+    assert max(widths) > 1
+    assert min(widths) == 1
+
+
 def test_nothing_is_held_between_steps_and_after_closing() -> None:
     target, inputs = target_of("gemma3"), prompts([8], 4)
     draft = armed(target, inputs, 1)

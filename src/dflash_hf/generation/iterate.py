@@ -140,7 +140,8 @@ def _start(
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
     # To be looked at, a run drafts at every step, unless another width is asked for.
-    if request.draft.generation_config.asked_width is not None:
+    options = request.draft.generation_config
+    if options.asked_width is not None or options.num_tree_nodes == "auto":
         begin_widths(run)
     # The user may change weights in a pause.
     run.packed = PackedWeights(request.target.parts, is_on=False)
