@@ -45,7 +45,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.initialization import no_init_weights
 
 from dflash_hf import DFlashConfig, DFlashDraftModel, joint_products, ops
-from dflash_hf.cache import context
 from dflash_hf.cache.ragged import RaggedLayer
 from dflash_hf.devices import Inventory
 from dflash_hf.generation import float8
@@ -123,7 +122,6 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Generator[None]:
         patch.setattr(RaggedLayer, "write_rows", lambda *args: None)
         patch.setattr(prefill_module, "_commit_first", _commit_nothing)
         # Weights without numbers are of a class of their own, which would count as quantised.
-        patch.setattr(context, "_is_its_weight", lambda module: module.bias is None)
         patch.setattr(known_layers, "_is_plain", lambda weight: True)
         patch.setattr(joint_products, "_is_plain", lambda weight: True)
         patch.setattr(float8, "_is_plain", lambda weight: True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dflash_hf import ops
@@ -303,15 +303,25 @@ def test_copies_of_weights_are_made_anew_in_their_place() -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
-@pytest.mark.parametrize("what", ["bias", "hook"])
+@pytest.mark.parametrize("what", ["bias", "hook", "forward"])
 def test_projections_beyond_a_weight_take_the_torch_path(
     what: str, engine: Any, calls: Calls
 ) -> None:
     options = {"attention_bias": True} if what == "bias" else {}
     target, draft, inputs, ref = pair(engine, **options)
+    find_out(target)
+    calls.clear()
     seen: list[int] = []
+    projection: Any = draft.layers[1].self_attn.v_proj
+
+    def noted(states: Tensor) -> Tensor:
+        seen.append(1)
+        return nn.functional.linear(states, projection.weight)
+
     if what == "hook":
-        draft.layers[1].self_attn.v_proj.register_forward_hook(lambda *args: seen.append(1))
+        projection.register_forward_hook(lambda *args: seen.append(1))
+    if what == "forward":
+        projection.forward = noted
     with ops.kernels(True):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     wanted = calls_of(draft, num_layers=depth_of(target))

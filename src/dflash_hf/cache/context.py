@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dflash_hf import ops
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.joint_products import biases_of, is_a_product
 
 
 class ContextWeights(NamedTuple):
@@ -94,7 +95,7 @@ def stack_weights(
     weights = [
         module.weight
         for module in projections
-        if isinstance(module, nn.Linear) and _is_its_weight(module)
+        if isinstance(module, nn.Linear) and not biases_of([module]) and is_a_product(module)
     ]
     if not weights or len(weights) < len(projections):
         return None
@@ -118,13 +119,3 @@ def _fits(stacked: ContextWeights, weights: Sequence[Tensor], norms: Sequence[Te
     if stacked.projection.shape != projection_shape or stacked.norm.shape != norm_shape:
         return False
     return all(copy.dtype == first.dtype and copy.device == first.device for copy in stacked)
-
-
-def _is_its_weight(module: nn.Linear) -> bool:
-    """Returns True if a call of the module is a product with its weight and nothing else."""
-    # Exact types are asked for: the subclass of an adapter or a quantisation computes something else.
-    is_plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter
-    if not is_plain:
-        return False
-    has_hooks = bool(module._forward_hooks) or bool(module._forward_pre_hooks)
-    return module._parameters["bias"] is None and not has_hooks
