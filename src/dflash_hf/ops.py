@@ -41,13 +41,13 @@ from dflash_kernels import (
     top_tokens,
 )
 from dflash_kernels._dispatch import has_triton
+from dflash_kernels.accept_and_prepare import NUM_FIGURES
 from dflash_kernels.ancestors import MAX_NODES, are_ancestors, num_words
 from dflash_kernels.block_attention import covers
 from dflash_kernels.build_tree import NODE_PARTS, num_paths
 from dflash_kernels.gumbel_argmax import exponential_noise
 from dflash_kernels.linears import MAX_ROWS
 from dflash_kernels.operation import Operation
-from dflash_kernels.rotary import norm_and_rotate
 from dflash_kernels.top_tokens import MAX_NUM
 
 logger = logging.getLogger(__name__)

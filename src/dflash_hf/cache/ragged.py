@@ -261,7 +261,7 @@ class RaggedCache(Cache):
         self.longest_block = block
         self.groups: list[RecurrentGroup] = []
         self._block: RaggedBlock | None = None
-        # The layer whose keys were handed out last and their number of slots, for `attend` to compare.
+        # The layer whose keys were handed out last and their number of slots, for `note_attention` to compare.
         self._layer = 0
         self._num_slots = 0
         # The layers over which attention has run since `begin`.
@@ -521,7 +521,7 @@ class RaggedCache(Cache):
             move = ops.implementation(ops.keep_path, path)
             move(path, anchors, buffers)
 
-    def attend(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
+    def note_attention(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
         """Records that attention runs over `keys`; returns the block that was begun and the window of their layer.
 
         The window is that of the cache: Moshi's cache slides and its attention does not.
@@ -568,7 +568,7 @@ class RaggedCache(Cache):
         """Returns all keys and values to attend to, those of the begun block included: `[B, G, extent, E]`."""
         layer = self.attention[layer_idx]
         keys, values = layer.read(self.block)
-        # Noted for `attend`, which is called next and knows no layer.
+        # Noted for `note_attention`, which is called next and knows no layer.
         self._layer = layer_idx
         self._num_slots = keys.shape[2]
         return keys, values

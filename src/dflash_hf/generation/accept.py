@@ -74,23 +74,23 @@ class BlockRule:
     Args:
         processors (`BlockProcessors`): The run's, all of them stateless.
         criteria (`list[StoppingCriteria]`): Besides length and end of sequence; they look at a row's own tokens.
-        has_scores (`bool`): Whether somebody wants the processed scores.
+        is_recorded (`bool`): Whether somebody records the steps: scores are processed then, and the host takes part.
     """
 
     # Whether the rule itself hands tokens to the streamer.
     feeds_streamer = False
 
     def __init__(
-        self, processors: BlockProcessors, criteria: list[StoppingCriteria], has_scores: bool
+        self, processors: BlockProcessors, criteria: list[StoppingCriteria], is_recorded: bool
     ) -> None:
         self.processors = processors
         self.criteria = criteria
-        self.has_scores = has_scores
+        self.is_recorded = is_recorded
 
     @property
     def runs_on_device(self) -> bool:
         """Whether a step is decided without a look on the host."""
-        return not self.criteria and not self.has_scores
+        return not self.criteria and not self.is_recorded
 
     def unfinished(self, state: DecodeState) -> Tensor:
         """Returns the rows that nothing has stopped yet `[B]`, bool."""
@@ -114,7 +114,7 @@ class BlockRule:
         if self.criteria:
             stop_by_criteria(state, self.criteria, num_accepted)
         scores = logits_BWV
-        if self.has_scores:
+        if self.is_recorded:
             # The tokens were chosen without scores of the whole vocabulary, where a kernel could.
             scores = scores_of_block(state, logits_BWV, self.processors)
         return scores, num_accepted
@@ -133,7 +133,7 @@ class CustomBlockRule(BlockRule):
     """
 
     def __init__(self, rule: BlockRule, accept: Accept) -> None:
-        super().__init__(rule.processors, rule.criteria, rule.has_scores)
+        super().__init__(rule.processors, rule.criteria, rule.is_recorded)
         self.accept = accept
         # [B, W]: the target's own tokens for the last block, for whoever looks at the step.
         self.tokens = torch.empty(0, dtype=torch.long, device="cpu")

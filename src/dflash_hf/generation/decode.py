@@ -1,7 +1,7 @@
 """The decoding loop: prefill; while rows run: draft, verify, accept, report.
 
 [`decode`] stands in place of Transformers' own sampling loop, with everything prepared. The steps are in `step.py`;
-here, and in `static_step.py`, the host reads what a step has done.
+the host reads there, and in `static_step.py`, what a step has done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens to `model.generate(..., assistant_model=draft)`, which `registration` brings here.
+"""What happens to `model.generate(..., assistant_model=draft)`, which `patching` brings here.
 
 Everything that is not a [`DFlashDraftModel`] passes through untouched. With a draft it is refused what cannot be
 honoured, before any forward, and the original `generate` is called with a function as `custom_generate`: Transformers

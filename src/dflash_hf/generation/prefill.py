@@ -295,7 +295,7 @@ def _start_draft(
     )
     generator = DFlashCandidateGenerator(request, buffers, options.proposal, drafter)
     # The cache first: its context says from which token on the draft counts.
-    user_cache.begin(generator, prompts.positions.to(request.input_ids.device), prompts.limit)
+    user_cache.begin(generator, prompts.positions.to(request.input_ids.device))
     generator.begin(prompts.lengths)
     return generator
 

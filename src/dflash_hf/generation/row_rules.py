@@ -20,7 +20,7 @@ class RowBlockRule(BlockRule):
 
     def __init__(self, processors: BlockProcessors, end_ids_BN: Tensor) -> None:
         # Rows that join others have no criteria, and nobody asks for their scores.
-        super().__init__(processors, [], has_scores=False)
+        super().__init__(processors, [], is_recorded=False)
         self.end_ids = end_ids_BN
 
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:

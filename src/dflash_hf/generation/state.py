@@ -17,7 +17,7 @@ from dflash_hf.cache.size import LayerShape
 from dflash_hf.generation.sampling import NoiseKey
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
-NUM_REPORTED = 5  # rows of `DecodeState.outcome` before the tokens
+NUM_REPORTED = ops.NUM_FIGURES  # rows of `DecodeState.outcome` before the tokens
 # End-of-sequence ids are padded to a multiple of this.
 EOS_IDS = 8
 # The dimension of `DecodeState`'s tensors that is `B`, where it is not the first one.

@@ -102,7 +102,7 @@ class NoUserCache:
         """Does nothing."""
         return nullcontext()
 
-    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
+    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
         """Does nothing."""
 
 
@@ -139,11 +139,10 @@ class UserCache:
                     tensor.copy_(copied)
             raise
 
-    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor, limit: int) -> None:
+    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
         """Writes the attached context into a draft's empty cache; rows without one begin at their first new token.
 
-        Sets the generator's offset. `positions` `[B, T]` are as in [`DraftContext`]. Raises `ValueError` if a static
-        cache has no room for `limit` new tokens.
+        Sets the generator's offset. `positions` `[B, T]` are as in [`DraftContext`].
         """
         self.positions = positions
         if not self.past:

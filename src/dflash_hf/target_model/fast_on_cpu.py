@@ -20,9 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_hf import ops
-from dflash_hf.block.attention import attend, mask_repeats
+from dflash_hf.block.attention import attend
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.draft_model.layers import rotate
 from dflash_hf.layer_configs import layer_config
 from dflash_hf.packed_weights import LINEAR_PARAMETERS, Parameters, linear, linears
 from dflash_hf.target_model.known_layers import (
@@ -149,15 +150,15 @@ class FastAttention(NamedTuple):
     window: int | None  # tokens that a query sees, `None` for all
 
     @classmethod
-    def of(cls, module: Any, eps: float, is_unmodified: bool) -> FastAttention:
-        """Looks up what a module computes with; `eps` is of its norms, if it has any."""
+    def of(cls, module: Any, is_unmodified: bool) -> FastAttention:
+        """Looks up what a module computes with."""
         parts = module._modules
         query_key_value = [parts["q_proj"], parts["k_proj"], parts["v_proj"]]
         return cls(
             _projections(query_key_value, is_unmodified),
             _projection(parts["o_proj"], is_unmodified),
             [norm._parameters for norm in head_norms(module)],
-            eps,
+            head_epsilon(module),
             module.head_dim,
             module.scaling,
             window_of(module),
@@ -177,10 +178,9 @@ class FastAttention(NamedTuple):
             key = rms_norm(key, key_norm["weight"], self.eps)
         # Angles are [B, W, 1, E], to broadcast over heads that stand behind the tokens.
         cos, sin = kwargs["position_embeddings"]
-        cos = cos.unsqueeze(2)
-        sin = sin.unsqueeze(2)
-        query = ops.norm_and_rotate(query, None, cos, sin, self.eps)
-        key = ops.norm_and_rotate(key, None, cos, sin, self.eps)
+        angles = (cos.unsqueeze(2), sin.unsqueeze(2))
+        query = rotate(query, angles)
+        key = rotate(key, angles)
         # Keys and values stay as they are: the ragged cache keeps them token by token.
         query = query.transpose(1, 2)
         if isinstance(cache, RaggedCache):
@@ -194,12 +194,7 @@ class FastAttention(NamedTuple):
     ) -> Tensor:
         """Attention over the ragged cache, with the mask that follows from it."""
         keys, values = cache.extend(module.layer_idx, key, value)
-        block, kind = mask_of_layer(cache, keys, self.window)
-        # A tensor, because no kernel is asked for on a CPU; in half precision its rows are repeated.
-        _, num_groups, num_keys, _ = keys.shape
-        heads_per_key = query.shape[1] // num_groups
-        repeats = mask_repeats(heads_per_key, query.device, query.dtype)
-        mask = block.mask(num_keys, kind, repeats, query.dtype)
+        mask = mask_of_layer(cache, keys, self.window)
         return attend(query, keys, values, mask, self.scaling)
 
     def _over_prompt(
@@ -248,10 +243,8 @@ class FastLayer(NamedTuple):
             mlp = functools.partial(_run_gated_mlp, gate_and_up, down)
         # Parameters and no tensors: a weight that is replaced within a run is found at its next use.
         first, second = layer_norms(layer)
-        # The last one is of the attention's norms or, without any, not used.
         first_eps, second_eps, *_ = form.epsilons
-        head_eps = form.epsilons[-1]
-        attention = FastAttention.of(parts["self_attn"], head_eps, is_unmodified)
+        attention = FastAttention.of(parts["self_attn"], is_unmodified)
         return cls(
             first._parameters,
             first_eps,
@@ -393,8 +386,7 @@ def _run_attention(
     attention: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """Runs an attention in the form of its class: the output, and no attention weights."""
-    eps = head_epsilon(attention)
-    fast = FastAttention.of(attention, eps, is_unmodified=False)
+    fast = FastAttention.of(attention, is_unmodified=False)
     return fast.run(attention, states, cache, kwargs), None
 
 

@@ -270,7 +270,7 @@ def mask_of_layer(ragged: RaggedCache, key: Tensor, window: int | None) -> Ragge
     `key` `[B, G, R, E]` are the keys that the cache has handed out; that attention runs over them is recorded.
     """
     # Some layers do not pass their window: then the cache's layer knows it from the config.
-    block, window_of_cache = ragged.attend(key)
+    block, window_of_cache = ragged.note_attention(key)
     if window is None:
         window = window_of_cache
     return RaggedMask(block.on(key.device), (window, True, False))
