@@ -85,6 +85,13 @@ class Inventory(NamedTuple):
         return found
 
 
+def num_writes(tensor: Tensor) -> int:
+    """Returns how often torch has counted a write to a tensor; of inference tensors it counts none."""
+    if tensor.is_inference():
+        return 0
+    return tensor._version
+
+
 def execution_devices(parts: Inventory) -> set[torch.device]:
     """Returns every device that those of a model's modules compute on that have weights of their own."""
     found = {weight.device for weight in parts.weights if weight is not None}

@@ -55,7 +55,7 @@ def places(run: Run) -> list[tuple[object, ...]]:
     """Where everything is that a step leaves for the next one, and how it is laid out."""
     state, generator, buffers = run.state, run.generator, run.buffers
     named = {name: getattr(state, name) for name in type(state).__slots__}
-    named |= {"offset": generator.offset}
+    named |= {"offset": generator.newest.offset}
     named |= {f"newest {i}": t for i, t in enumerate(buffers.context.tensors())}
     named |= {f"target {i}": t for i, t in enumerate(run.cache.buffers())}
     named |= {f"draft {i}": t for i, t in enumerate(generator.cache.buffers())}

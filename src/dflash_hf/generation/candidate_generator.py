@@ -94,11 +94,6 @@ class DFlashCandidateGenerator:
         """The run's logits processors, which are others once rows have joined."""
         return self.request.processors
 
-    @property
-    def offset(self) -> Tensor:
-        """First index of each row that there is context for `[B]`, int64, on the target's device."""
-        return self.newest.offset
-
     def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
         """Turns the taps `[B, S, L * D]` of (a chunk of) the prompts straight into context K/V.
 
@@ -107,7 +102,7 @@ class DFlashCandidateGenerator:
         states = self._as_draft(context_hidden_states)
         # Tokens before the offset get negative positions and go nowhere.
         if self.newest.has_offset:
-            positions = positions - self.offset.to(positions.device)[:, None]
+            positions = positions - self.newest.offset.to(positions.device)[:, None]
         self.draft.write_prompt(states, positions, self.cache)
 
     def take_context(self, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -319,6 +314,6 @@ class DFlashCandidateGenerator:
         """Returns the same block, counted on the draft's device and from where its context begins."""
         if self.newest.has_offset:
             # Rows are shorter here than the bound says, and it still holds; a tree's depths are not needed.
-            positions = block.positions - self.offset[:, None]
+            positions = block.positions - self.newest.offset[:, None]
             block = RaggedBlock(positions, block.bound)
         return block.on(self.device)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dflash_hf.devices import free_memory, plain_tensors
+from dflash_hf.devices import free_memory, num_writes, plain_tensors
 from dflash_hf.draft_model.gemma4 import DFlashGemma4Attention, DFlashGemma4Layer
 from dflash_hf.draft_model.laguna import DFlashLagunaAttention, DFlashLagunaLayer
 from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DFlashMLP
@@ -260,11 +260,7 @@ def _fits(weight: Tensor, device: torch.device) -> bool:
 def _source_of(layer: nn.Linear) -> tuple[object, ...]:
     """Returns values that change when a layer's weight is written, moved or replaced; see [`drafting_copy`]."""
     weight = layer.weight
-    num_writes = 0
-    # Torch counts no writes to inference tensors.
-    if not weight.is_inference():
-        num_writes = weight._version
-    return weight.data_ptr(), num_writes, weight.dtype, tuple(weight.shape)
+    return weight.data_ptr(), num_writes(weight), weight.dtype, tuple(weight.shape)
 
 
 def _rounded(layer: nn.Linear) -> Rounded:

@@ -9,7 +9,7 @@ the run all of it is new: `host.columns` is 0, and limit and room count whole te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from dflash_hf.errors import require
 from dflash_hf.generation.buffers import else_freed
+from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.decode import begin_widths
-from dflash_hf.generation.options import by_table
+from dflash_hf.generation.options import width_of_rows
 from dflash_hf.generation.row_rules import RowBlockRule, RowPositionRule
 from dflash_hf.generation.run import Reported, Rows, Run, drop_finished, grow
 from dflash_hf.generation.sampling import BlockProcessors, RowProcessors
 from dflash_hf.generation.state import BufferShape, HostNumbers
+from dflash_hf.generation.widths import FixedWidth, WidthChooser
 
 
 class RowSettings(NamedTuple):
@@ -34,6 +36,38 @@ class RowSettings(NamedTuple):
     end_ids: list[int]  # tokens that end the row
     seed: Tensor | None  # [], int64: of the row's sampling noise; greedy rows have none
     length: int  # tokens of prompt and answer, at most
+
+
+class TableWidths(FixedWidth):
+    """Looks the width up by the rows that are running.
+
+    Args:
+        table (mapping): `{most rows: tokens}`, see [`width_of_rows`].
+        widest (`int`): Tokens that the buffers have room for.
+    """
+
+    def __init__(self, table: Mapping[int, int], widest: int) -> None:
+        super().__init__(widest)
+        self.table = table
+        self.widest = widest
+        self.use_rows(1)
+
+    def use_rows(self, rows: int) -> None:
+        """Goes on with so many rows."""
+        self.widths = [min(width_of_rows(self.table, rows), self.widest)]
+
+
+def by_table(
+    generator: DFlashCandidateGenerator, chooser: WidthChooser | FixedWidth
+) -> WidthChooser | FixedWidth:
+    """Returns what chooses the width in a running batch: a table where one is asked for, else the chooser."""
+    options = generator.draft.generation_config
+    table = options.asked_width
+    # A number of nodes holds for any number of rows; under "auto" the table says how long a path may be.
+    is_of_nodes = options.num_tree_nodes not in (None, 0)
+    if not isinstance(table, Mapping) or is_of_nodes:
+        return chooser
+    return TableWidths(table, generator.verify_width)
 
 
 def begin_batch(run: Run, row: RowSettings) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 
+from dflash_hf.devices import num_writes
 from dflash_hf.generation.cuda_graph import fingerprint_of
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.user_code import is_harmless
@@ -39,20 +40,13 @@ class ModelState:
 def _facts_of(target: Target) -> list[object]:
     parts = target.parts
     found: list[object] = [target.facts, fingerprint_of(target, [parts])]
-    found.extend(_version_of(tensor) for tensor in _tensors_of(target))
+    found.extend(num_writes(tensor) for tensor in _tensors_of(target))
     # A class may get another forward.
     found.extend(getattr(kind, "forward", None) for kind in dict.fromkeys(target.facts.kinds))
     found.append([*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks])
     for module in parts.altered:
         found.extend(_hooks_on(module))
     return found
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Returns how often torch has counted a change of a tensor's numbers; of inference tensors it counts none."""
-    if tensor.is_inference():
-        return 0
-    return tensor._version
 
 
 def _hooks_on(module: nn.Module) -> list[int]:

@@ -47,13 +47,13 @@ class Options(NamedTuple):
     proposal: ProposalRule
 
 
-def resolve(request: Request, num_rows: range, keeps_buffers: bool, is_looked_at: bool) -> Options:
+def resolve(request: Request, num_rows: range, is_captured: bool, is_looked_at: bool) -> Options:
     """Resolves the draft's options for a request, which `checks.py` has found to go together.
 
     Args:
         request (`Request`): The request.
         num_rows (`range`): Rows that are verified together: those of a call, or of a running batch at any time.
-        keeps_buffers (`bool`): Whether the steps are to be captured.
+        is_captured (`bool`): Whether the steps are to be captured.
         is_looked_at (`bool`): Whether the steps of its run are looked at, which then verify chains unless something
             else is asked for.
     """
@@ -62,17 +62,17 @@ def resolve(request: Request, num_rows: range, keeps_buffers: bool, is_looked_at
     block_size = given.block_size or draft.config.block_size
     longest = draft.config.num_proposals(block_size) + 1
     # To be looked at, a step verifies its whole block.
-    is_captured = keeps_buffers and not is_looked_at
-    width = _widest_verify(given.asked_width, longest, num_rows, is_captured)
+    may_be_narrower = is_captured and not is_looked_at
+    width = _widest_verify(given.asked_width, longest, num_rows, may_be_narrower)
     proposal: ProposalRule = "argmax" if given.proposal == "auto" else given.proposal
     # Rejection goes along one chain: its redraw needs the distribution at the first refusal.
     is_drawn = request.config.do_sample and proposal == "sample"
     may_be_tree = not is_drawn and not is_looked_at
-    num_nodes = _num_nodes(request, width, keeps_buffers, may_be_tree)
+    num_nodes = _num_nodes(request, width, is_captured, may_be_tree)
     return Options(block_size, num_nodes or width, num_nodes > 0, proposal)
 
 
-def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: bool) -> int:
+def _num_nodes(request: Request, width: int, is_captured: bool, may_be_tree: bool) -> int:
     """Returns how many nodes a verify's tree has at most, the anchor included; 0 for chains."""
     given = request.draft.generation_config
     asked = given.num_tree_nodes
@@ -84,7 +84,7 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
         return asked
     # Without kernels the host of a GPU builds trees, which a captured step cannot wait for.
     input_ids = request.input_ids
-    is_on_host = keeps_buffers and input_ids.is_cuda and not ops.use_tree_kernels(input_ids)
+    is_on_host = is_captured and input_ids.is_cuda and not ops.use_tree_kernels(input_ids)
     # A number of tokens asks for the block's first ones, one behind the other.
     has_number = isinstance(given.asked_width, int)
     # Recurrent states follow one path.
@@ -96,14 +96,17 @@ def _num_nodes(request: Request, width: int, keeps_buffers: bool, may_be_tree: b
 
 
 def _widest_verify(
-    asked: int | str | Mapping[int, int] | None, longest: int, num_rows: range, is_captured: bool
+    asked: int | str | Mapping[int, int] | None,
+    longest: int,
+    num_rows: range,
+    may_be_narrower: bool,
 ) -> int:
     """Returns how many tokens of a block are verified at most, of `longest` with all proposals."""
     if isinstance(asked, int):
         return asked
     if isinstance(asked, Mapping):
         return max(width_of_rows(asked, rows) for rows in num_rows)
-    if asked is None and is_captured and num_rows.start > WHOLE_BLOCK_ROWS:
+    if asked is None and may_be_narrower and num_rows.start > WHOLE_BLOCK_ROWS:
         return min(width_of_rows(CAPTURED_WIDTHS, num_rows.start), longest)
     return longest
 
@@ -128,19 +131,19 @@ class Choices(NamedTuple):
     chain: int  # tokens of the chain that may be verified in place of a tree; 0 where none may be
 
 
-def choices_of(generator: DFlashCandidateGenerator, keeps_buffers: bool) -> Choices:
+def choices_of(generator: DFlashCandidateGenerator, is_captured: bool) -> Choices:
     """Returns what a run may choose among, where its widths are left open."""
     width = generator.verify_width
     is_tree = generator.trees is not None
     longest = generator.num_proposals + 1
     # A number asks for trees; captured, each choice would be a graph more.
     is_asked_for = generator.draft.generation_config.num_tree_nodes not in (None, "auto")
-    may_be_chain = is_tree and longest <= width and not is_asked_for and not keeps_buffers
+    may_be_chain = is_tree and longest <= width and not is_asked_for and not is_captured
     return Choices(width, is_tree, longest if may_be_chain else 0)
 
 
 def choose_widths(
-    generator: DFlashCandidateGenerator, state: DecodeState, keeps_buffers: bool
+    generator: DFlashCandidateGenerator, state: DecodeState, is_captured: bool
 ) -> WidthChooser | FixedWidth:
     """Returns what chooses the width of each verify.
 
@@ -155,15 +158,15 @@ def choose_widths(
     options = draft.generation_config
     asked = "auto" if options.num_tree_nodes == "auto" else options.asked_width
     is_by_rejection = state.host.is_sampled and generator.proposal == "sample"
-    is_left_open = asked is None and not keeps_buffers and not is_by_rejection
+    is_left_open = asked is None and not is_captured and not is_by_rejection
     is_half = computes_in_half(generator.target)
     is_on_cpu = state.ids.device.type == "cpu"
-    choices = choices_of(generator, keeps_buffers)
+    choices = choices_of(generator, is_captured)
     if choices.width < 2 or not (asked == "auto" or is_left_open):
         return FixedWidth(choices.width)
     may_be_modelled = is_left_open and is_on_cpu
     costs = None
-    if (is_half or is_on_cpu) and not keeps_buffers:
+    if (is_half or is_on_cpu) and not is_captured:
         costs = _known_costs(generator, choices, may_be_modelled)
     if costs is not None:
         known = KnownCosts(costs, choices.width, choices.chain)
@@ -171,7 +174,7 @@ def choose_widths(
     elif is_half and is_left_open:
         return FixedWidth(choices.width)
     else:
-        chooser = _clocked_widths(generator, choices, len(state.ids), keeps_buffers)
+        chooser = _clocked_widths(generator, choices, len(state.ids), is_captured)
     chooser.use_rows(len(state.ids))
     return chooser
 
@@ -188,44 +191,12 @@ def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
     return entries[-1][1]
 
 
-class TableWidths(FixedWidth):
-    """Looks the width up by the rows that are running.
-
-    Args:
-        table (mapping): `{most rows: tokens}`, see [`width_of_rows`].
-        widest (`int`): Tokens that the buffers have room for.
-    """
-
-    def __init__(self, table: Mapping[int, int], widest: int) -> None:
-        super().__init__(widest)
-        self.table = table
-        self.widest = widest
-        self.use_rows(1)
-
-    def use_rows(self, rows: int) -> None:
-        """Goes on with so many rows."""
-        self.widths = [min(width_of_rows(self.table, rows), self.widest)]
-
-
-def by_table(
-    generator: DFlashCandidateGenerator, chooser: WidthChooser | FixedWidth
-) -> WidthChooser | FixedWidth:
-    """Returns what chooses the width in a running batch: a table where one is asked for, else the chooser."""
-    options = generator.draft.generation_config
-    table = options.asked_width
-    # A number of nodes holds for any number of rows; under "auto" the table says how long a path may be.
-    is_of_nodes = options.num_tree_nodes not in (None, 0)
-    if not isinstance(table, Mapping) or is_of_nodes:
-        return chooser
-    return TableWidths(table, generator.verify_width)
-
-
 def _clocked_widths(
-    generator: DFlashCandidateGenerator, choices: Choices, rows: int, keeps_buffers: bool
+    generator: DFlashCandidateGenerator, choices: Choices, rows: int, is_captured: bool
 ) -> WidthChooser:
     """Returns what chooses by the seconds that steps take; eager ones go on with what an earlier run has seen."""
     kept = None
-    if not keeps_buffers:
+    if not is_captured:
         kept = take_chooser(generator.draft, generator.target.model, rows, *choices)
     if kept is not None:
         return kept

@@ -120,7 +120,7 @@ class Places:
         self.run = replace(
             first,
             generator=generator,
-            chooser=choose_widths(generator, self.buffers.state, keeps_buffers=True),
+            chooser=choose_widths(generator, self.buffers.state, is_captured=True),
             taps=taps_of_verifies(first.request, self.buffers.cache),
             room=self.buffers.capacity - self.buffers.shape.block,
             # For the rows to come.

@@ -201,7 +201,7 @@ class SpeculativeStats:
             `list[float]`: `num_proposed` values; a conditional one with nothing to divide by is 0.
         """
         if conditional:
-            return self._conditional_shares(row)
+            return [_share(reached, tried) for reached, tried in self._reached_and_tried(row)]
         counts = self._checked(row)
         joint = 1.0
         joint_shares: list[float] = []
@@ -220,10 +220,6 @@ class SpeculativeStats:
                 joint = joint * share
             joint_shares.append(joint)
         return joint_shares
-
-    def _conditional_shares(self, row: int | None) -> list[float]:
-        """Returns, by position, the share of verifies that accepted its proposal among those that checked it."""
-        return [_share(reached, tried) for reached, tried in self._reached_and_tried(row)]
 
     def _reached_and_tried(self, row: int | None) -> list[tuple[int, int]]:
         """Returns, by position, how many verifies accepted its proposal, and how many checked it."""

@@ -261,7 +261,7 @@ class UserCache:
             return
         buffers = [layer.buffers() for layer in generator.cache.attention.values()]
         lengths = (positions >= 0).sum(dim=1)
-        offset = generator.offset
+        offset = generator.newest.offset
         # The next call overwrites buffers that are kept.
         if keeps_buffers:
             buffers = [(keys.clone(), values.clone()) for keys, values in buffers]
