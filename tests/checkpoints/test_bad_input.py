@@ -218,6 +218,16 @@ def test_shards(tmp_path: Path) -> None:
     (tmp_path / second).write_bytes(content[:-3])
     with pytest.raises(ValueError, match=f"got .*{second}"):
         load_draft(tmp_path)
+    (tmp_path / second).unlink()
+    (tmp_path / second).mkdir()
+    with pytest.raises(ValueError, match=f"expected a file .*{second}, got a folder"):
+        load_draft(tmp_path)
+    (tmp_path / second).rmdir()
+    weight_map = {name: where for name, where in index["weight_map"].items() if where != second}
+    file.write_text(json.dumps({**index, "weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"expected exactly the weights of a draft .* missing "):
+        load_draft(tmp_path)
+    file.write_text(json.dumps(index))
     (tmp_path / second).write_bytes((tmp_path / first).read_bytes())
     with pytest.raises(ValueError, match=f"expected .*{second} to hold what weight_map of .* says"):
         load_draft(tmp_path)

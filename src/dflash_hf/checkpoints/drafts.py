@@ -100,10 +100,9 @@ def named_target(path_or_repo: str) -> str | None:
     if not path_or_repo:
         return None
     try:
-        raw = read_config(path_or_repo, {})
+        return _named_target(path_or_repo, read_config(path_or_repo, {}))
     except (OSError, ValueError):
         return None
-    return _named_target(path_or_repo, raw)
 
 
 def _named_target(path_or_repo: str | PathLike[str], raw: Mapping[str, Any]) -> str | None:

@@ -54,10 +54,7 @@ def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     """
     if Path(path).is_file():
         return read_json(Path(path))
-    if (Path(path) / CONFIG_NAME).is_dir():
-        raise ValueError(
-            f"expected a file {Path(path) / CONFIG_NAME}, got a folder; put the config there"
-        )
+    _check_is_no_folder(Path(path) / CONFIG_NAME)
     file = cached_file(path, CONFIG_NAME, **hub)
     if file is None:  # Transformers takes it for a file that may be missing
         raise ValueError(
@@ -131,7 +128,11 @@ def widest_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
 
 
 def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | None:
-    """Returns the file of that name, or `None` where there is none (offline: where none is cached)."""
+    """Returns the file of that name, or `None` where there is none (offline: where none is cached).
+
+    Raises `ValueError` if a folder has this name.
+    """
+    _check_is_no_folder(Path(path) / (hub.get("subfolder") or "") / name)
     file = cached_file(
         path,
         name,
@@ -142,6 +143,12 @@ def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | Non
     if not file:
         return None
     return Path(file)
+
+
+def _check_is_no_folder(place: Path) -> None:
+    """Raises `ValueError` for a folder in the place of a file: Transformers takes it for a file that is not there."""
+    if place.is_dir():
+        raise ValueError(f"expected a file {place}, got a folder; put the file there")
 
 
 def unshared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
