@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Generator
@@ -249,6 +250,22 @@ def test_the_whole_models_config_says_what_is_tied(is_tied: bool, tmp_path: Path
     target = find_target(model)
     assert target.embedding.weight.equal(whole.get_input_embeddings().weight)
     assert target.head.weight.equal(whole.lm_head.weight)
+
+
+def test_a_damaged_index_of_the_vocabulary_is_named(tmp_path: Path) -> None:
+    shutil.copytree(TOY / "target", tmp_path / "target")
+    file = tmp_path / "target" / "model.safetensors.index.json"
+    file.write_text('{"weight_map": {}}')
+    load_vocabulary(str(tmp_path / "target"))  # the whole file counts, as in Transformers
+    (tmp_path / "target" / "model.safetensors").unlink()
+    for text, message in (
+        ("", "expected JSON in .*index.json, got something else"),
+        ("[]", "expected a JSON object in .*index.json"),
+        ('{"weight_map": {}}', "expected one weight model.embed_tokens.weight in .*target, got"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_vocabulary(str(tmp_path / "target"))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -6,7 +6,6 @@ needed are read, and fetched from the Hub.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dflash_hf.checkpoints.files import find_file
 from dflash_hf.checkpoints.fresh import vocabulary_of
+from dflash_hf.data.row_files import parsed_object
 from dflash_hf.devices import accelerator
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.pair.answers import Processor
@@ -76,20 +76,20 @@ def _fill_vocabulary(model: PreTrainedModel, target: str, place: torch.device) -
 
 def _stored_names(target: str) -> dict[str, str]:
     """Names of a target's stored weights, and the file of each."""
-    index = find_file(target, SAFE_WEIGHTS_INDEX_NAME, {})
-    if index is not None:
-        # Larger than an index of a draft may be, so that `read_json` would refuse it.
-        content = json.loads(index.read_text(encoding="utf-8"))
-        files = content.get("weight_map")
-        require(isinstance(files, dict), f"weight_map in {index}", files, "download it again")
-        return dict(files)
     whole = find_file(target, SAFE_WEIGHTS_NAME, {})
-    if whole is None:
+    if whole is not None:
+        with safe_open(whole, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SAFE_WEIGHTS_NAME)
+    index = find_file(target, SAFE_WEIGHTS_INDEX_NAME, {})
+    if index is None:
         raise ValueError(
             f"expected safetensors weights in {target}, got none; convert the checkpoint"
         )
-    with safe_open(whole, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), SAFE_WEIGHTS_NAME)
+    # Larger than an index of a draft may be, so that `read_json` would refuse it.
+    content = parsed_object(index.read_bytes(), str(index), "download it again")
+    files: Any = content.get("weight_map")
+    require(isinstance(files, dict), f"weight_map in {index}", files, "download it again")
+    return dict(files)
 
 
 def _stored_name(name: str, files: dict[str, str], target: str) -> str:
