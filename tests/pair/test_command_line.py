@@ -10,18 +10,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import dflash_hf
 from dflash_hf.cli.generate import read_prompt
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import ABOUT
-from dflash_hf.pair.loading import loaded
+from dflash_hf.pair.loading import load_weights, loaded
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"
@@ -164,6 +166,38 @@ def with_config(**fields: Any) -> Callable[[Path], object]:
     return change
 
 
+def without_weight(name: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights[name]
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def without_a_shard(folder: Path) -> None:
+    """Leaves one of two shards out of the index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    for number, part in enumerate((names[::2], names[1::2])):
+        shard = f"model-0000{number + 1}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / shard, {"format": "pt"})
+        index = {"metadata": {}, "weight_map": dict.fromkeys(part, shard)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_folder(name: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+
+    return change
+
+
+UNKNOWN = "expected a model that Transformers .* knows in .*target, got the model_type"
+SILENT = "expected a model that writes text in .*target, got the model_type"
+SETTINGS = "generation_config.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut weights": (
         cut,
@@ -192,9 +226,43 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         with_bytes("chat_template.jinja", b"{% for"),
         "expected a conversation that the chat template takes",
     ),
-    "generation_config": (
-        with_bytes("generation_config.json", b"[1]"),
-        "expected weights of a model in",
+    "empty generation_config": (
+        with_bytes(SETTINGS, b""),
+        f"expected JSON in .*target/{SETTINGS}, got something else .*; download it again",
+    ),
+    "list as a generation_config": (
+        with_bytes(SETTINGS, b"[1]"),
+        f"expected a JSON dictionary in .*target/{SETTINGS}, got a list; download it again",
+    ),
+    "folder as a generation_config": (
+        with_folder(SETTINGS),
+        f"expected a file .*target/{SETTINGS}, got a folder; put the file there",
+    ),
+    "folder as weights": (
+        with_folder("model.safetensors"),
+        "expected weights of a model in .*, or correct model.safetensors, which is not whole",
+    ),
+    "a weight that is missing": (
+        without_weight("model.norm.weight"),
+        "expected all weights of a Qwen3ForCausalLM in .*target, got none for model.norm.weight; ",
+    ),
+    "no embedding": (
+        without_weight("model.embed_tokens.weight"),
+        "expected all weights of a .* in .*target, got none for .*model.embed_tokens.weight; ",
+    ),
+    "a shard that the index leaves out": (
+        without_a_shard,
+        "expected all weights of a .*, got none for .* more; download it again, or correct its index",
+    ),
+    "unknown model_type": (
+        with_config(model_type="qwen99"),
+        f"{UNKNOWN} 'qwen99'; update Transformers, or correct config.json$",
+    ),
+    "number as a model_type": (with_config(model_type=3), f"{UNKNOWN} 3; update"),
+    "list as a model_type": (with_config(model_type=["qwen3"]), rf"{UNKNOWN} \['qwen3'\]; update"),
+    "a model that only sees": (
+        with_config(model_type="vit"),
+        f"{SILENT} 'vit'; give the folder of a causal language model$",
     ),
     "config": (with_bytes("config.json", b"\xff\xfe\x00"), "not a valid JSON"),
     "no model_type": (with_bytes("config.json", b"{}"), "model_type"),
@@ -212,6 +280,42 @@ def test_damaged_targets_are_one_sentence(name: str, tmp_path: Path) -> None:
     shutil.copytree(TOY / "target", tmp_path / "target")
     damage(tmp_path / "target")
     assert_refused(run("generate", PROMPT, "--target", tmp_path / "target"), message)
+
+
+def test_a_folder_as_the_weights_of_a_draft_is_one_sentence(tmp_path: Path) -> None:
+    shutil.copytree(TOY / "draft", tmp_path / "draft")
+    with_folder("model.safetensors")(tmp_path / "draft")
+    message = "expected a file .*draft/model.safetensors, got a folder; put the file there$"
+    assert_refused(run("generate", PROMPT, "--draft", tmp_path / "draft"), message)
+    assert_refused(run("inspect", tmp_path / "draft"), message)
+
+
+def test_a_target_that_only_lends_its_weights_is_whole_too(tmp_path: Path) -> None:
+    shutil.copytree(TOY / "target", tmp_path / "target")
+    without_weight("model.norm.weight")(tmp_path / "target")
+    out = tmp_path / "out"
+    result = run("convert", TOY / "draft", out, "--to", "deepspec", "--target", tmp_path / "target")
+    assert_refused(result, "expected all weights of a .*, got none for model.norm.weight; ")
+    assert not out.exists()
+
+
+def test_quantised_weights_may_come_without_what_their_library_makes() -> None:
+    model = SimpleNamespace(hf_quantizer=object())
+    missing = {"layers.0.mlp.weight_zero_point"}
+    model_class = SimpleNamespace(
+        from_pretrained=lambda place, output_loading_info: (model, {"missing_keys": missing})
+    )
+    assert load_weights(model_class, "place") is model
+    missing.add("norm.weight")
+    with pytest.raises(ValueError, match=r"in place, got none for norm\.weight; "):
+        load_weights(model_class, "place")
+
+
+def test_a_tokenizer_needs_no_config(tmp_path: Path) -> None:
+    shutil.copytree(TOY / "target", tmp_path / "target")
+    (tmp_path / "target" / "tokenizer_config.json").unlink()
+    result = run("generate", PROMPT, "--target", tmp_path / "target")
+    assert (result.exit_code, result.stdout) == (0, run("generate", PROMPT).stdout)
 
 
 def in_shards(change: Callable[[dict[str, Any], Path], object]) -> Callable[[Path], object]:
@@ -275,11 +379,6 @@ NAMED: dict[str, tuple[Callable[[Path], object], str, str]] = {
         with_bytes("tokenizer_config.json", b"[]"),
         "tokenizer",
         NO_OBJECT.format("tokenizer_config.json"),
-    ),
-    "list as a generation_config": (
-        with_bytes("generation_config.json", b"[1]"),
-        "weights",
-        NO_OBJECT.format("generation_config.json"),
     ),
     "empty weights": (
         with_bytes("model.safetensors", b""),

@@ -39,7 +39,7 @@ from dflash_hf.errors import one_line, require
 from dflash_hf.generation.checks import check_static_stock, check_stock
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import tokenizer_of
-from dflash_hf.pair.loading import load_target
+from dflash_hf.pair.loading import load_target, load_weights
 
 # What a method may fail with, so that the run goes on without it. Torch's out of memory and `NotImplementedError` are
 # kinds of `RuntimeError`; Transformers and z-lab's package raise the others of settings that they do not expect.
@@ -194,8 +194,8 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
                 settings.draft, dtype=target.dtype, device_map=device_map
             )
         if settings.assistant:
-            loaded["assistant"] = AutoModelForCausalLM.from_pretrained(
-                settings.assistant, dtype=dtype, device_map=device_map
+            loaded["assistant"] = load_weights(
+                AutoModelForCausalLM, settings.assistant, dtype=dtype, device_map=device_map
             )
         found[dtype] = Models(
             target=target,

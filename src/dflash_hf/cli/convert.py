@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dflash_hf.checkpoints.names import FormatName
-from dflash_hf.pair.loading import check_place, config_of_target, takes_images
+from dflash_hf.pair.loading import check_place, config_of_target, load_weights, takes_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,4 +93,4 @@ def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> Pre
     if has_vocabulary is None or has_vocabulary == has_own:
         with torch.device("meta"):
             return model_class.from_config(config)
-    return model_class.from_pretrained(target, dtype="auto")
+    return load_weights(model_class, target, dtype="auto")

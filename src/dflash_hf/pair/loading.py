@@ -8,13 +8,13 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_hf.data.image_files import check_pillow
 from dflash_hf.data.row_files import parsed_object
-from dflash_hf.errors import one_line, require
+from dflash_hf.errors import listed, one_line, require, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -96,8 +96,12 @@ def takes_images(config: PreTrainedConfig) -> bool:
 
 
 def config_of_target(target: str) -> PreTrainedConfig:
-    """Reads a target's config; raises `ValueError` if it is that of a draft, in whatever format."""
-    from transformers import AutoConfig, PreTrainedConfig
+    """Reads a target's config.
+
+    Raises `ValueError` if it is that of a draft, in whatever format, or of a model that Transformers does not know or
+    that writes no text.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     from dflash_hf.checkpoints.formats import is_draft
 
@@ -108,9 +112,34 @@ def config_of_target(target: str) -> PreTrainedConfig:
             raise ValueError(
                 f"expected a target as --target, got the DFlash draft {target!r}; swap --target and --draft"
             )
+        _check_model_type(target, written)
         return AutoConfig.from_pretrained(target)
 
-    return loaded("a config", target, read)
+    config = loaded("a config", target, read)
+    # Of a model with code of its own Transformers says what it needs.
+    has_code = hasattr(config, "auto_map")
+    writes_text = type(config) in AutoModelForCausalLM._model_mapping or takes_images(config)
+    if not writes_text and not has_code:
+        raise ValueError(
+            f"expected a model that writes text in {target}, got the model_type {shown(config.model_type)}; give "
+            "the folder of a causal language model"
+        )
+    return config
+
+
+def _check_model_type(target: str, written: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if a config names a model that Transformers does not know, and no code of its own."""
+    import transformers
+
+    if "model_type" not in written or "auto_map" in written:
+        return
+    kind = written["model_type"]
+    is_known = isinstance(kind, str) and kind in transformers.CONFIG_MAPPING
+    if not is_known:
+        raise ValueError(
+            f"expected a model that Transformers {transformers.__version__} knows in {target}, got the model_type "
+            f"{shown(kind)}; update Transformers, or correct config.json"
+        )
 
 
 def load_processor(target: str) -> Processor:
@@ -137,13 +166,19 @@ def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]
         AutoModelForImageTextToText,
         PreTrainedTokenizerBase,
     )
-    from transformers.utils import logging
+    from transformers.utils import GENERATION_CONFIG_NAME, logging
+
+    from dflash_hf.checkpoints.files import find_file, read_json
 
     logging.disable_progress_bar()
     model_class: Any = AutoModelForCausalLM
     if takes_images(config_of_target(target)):
         check_pillow()
         model_class = AutoModelForImageTextToText
+    # Transformers goes on without a file of these settings that it cannot read.
+    settings = find_file(target, GENERATION_CONFIG_NAME, {})
+    if settings is not None:
+        read_json(settings)
     processor: Any = load_processor(target)
     tokenizer = processor
     if not isinstance(processor, PreTrainedTokenizerBase):
@@ -169,17 +204,13 @@ def load_target(
         dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
         device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
 
-    Raises `ValueError` if it is not there, is a draft, does not load, or has no tokenizer, if there is no such dtype
-    or device, or no Pillow for a target that takes images.
+    Raises `ValueError` if it is not there, is a draft, does not load, has no tokenizer, or lacks weights, if there is
+    no such dtype or device, or no Pillow for a target that takes images.
     """
     import torch
 
     model_class, processor = checked_files(target, dtype, device)
-    model = loaded(
-        "weights",
-        target,
-        lambda: model_class.from_pretrained(target, dtype=dtype, device_map=device),
-    )
+    model = load_weights(model_class, target, dtype=dtype, device_map=device)
     is_half = model.dtype in (torch.bfloat16, torch.float16)
     is_slow = is_half and model.device.type == "cpu" and not has_bfloat16_instructions()
     if is_slow and dtype == "auto":
@@ -189,6 +220,29 @@ def load_target(
             "--dtype float32 takes twice the memory, and a verify is quicker."
         )
     return model, processor
+
+
+def load_weights(model_class: Any, place: str, **options: Any) -> PreTrainedModel:
+    """Loads a model by an auto class, with options of its `from_pretrained`; `loaded` says what damaged files become.
+
+    Raises `ValueError` if weights are in no file: Transformers would fill them with random numbers.
+    """
+
+    def read() -> PreTrainedModel:
+        model, report = model_class.from_pretrained(place, output_loading_info=True, **options)
+        # Weights that are tied to others, or that the model's class can do without, are not in the report.
+        missing = sorted(report["missing_keys"])
+        if getattr(model, "hf_quantizer", None) is not None:
+            # Some libraries make zero points and scales themselves, and files need not hold them.
+            missing = [name for name in missing if name.endswith(".weight")]
+        if missing:
+            raise ValueError(
+                f"expected all weights of a {type(model).__name__} in {place}, got none for {listed(missing)}; "
+                "download it again, or correct its index of weights or its config.json"
+            )
+        return model
+
+    return loaded("weights", place, read)
 
 
 def has_bfloat16_instructions() -> bool:

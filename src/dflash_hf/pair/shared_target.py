@@ -12,7 +12,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from dflash_hf.errors import require
 from dflash_hf.layer_configs import attention_sizes
 from dflash_hf.pair.answers import Processor
-from dflash_hf.pair.loading import checked_files, config_of_target, loaded
+from dflash_hf.pair.loading import checked_files, config_of_target, load_weights
 
 
 class _Groups(DistributedConfig):
@@ -58,11 +58,7 @@ def load_shared_target(
         )
         options: dict[str, Any] = {"dp_replicate_size": num_groups}
         shares = _Groups(tp_size=num_ranks, **options)
-    model = loaded(
-        "weights",
-        target,
-        lambda: model_class.from_pretrained(target, dtype=dtype, distributed_config=shares),
-    )
+    model = load_weights(model_class, target, dtype=dtype, distributed_config=shares)
     return model, processor
 
 
