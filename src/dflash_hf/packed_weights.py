@@ -93,6 +93,8 @@ class PackedWeights:
     def __init__(self, *models: Inventory, is_on: bool) -> None:
         self.is_on = is_on and torch.backends.mkldnn.is_available()
         self._is_full = False
+        # Weights that are not copied together, because some of them have another copy that this run uses.
+        self._kept_apart = set[_Key]()
         # The copies of each model, and those of the model that has a weight, by the weight's id.
         self._copies = list[dict[_Key, _Packed]]()
         self._copies_with = dict[int, dict[_Key, _Packed]]()
@@ -108,6 +110,7 @@ class PackedWeights:
 
     def look_again(self) -> None:
         """Has the fingerprint of each weight compared at its next use: a user may have changed weights."""
+        self._kept_apart.clear()
         for copies in self._copies:
             for packed in list(copies.values()):
                 packed.is_looked_at = False
@@ -157,7 +160,12 @@ class PackedWeights:
     ) -> _Packed | None:
         """Copies weights and keeps the copy with those of their model; `None` where they stay as they are."""
         copies.pop(key, None)
-        if self._is_full or not all(map(_is_packable, weights)):
+        if self._is_full or key in self._kept_apart or not all(map(_is_packable, weights)):
+            return None
+        others = [other for other in list(copies.items()) if not set(other[0]).isdisjoint(key)]
+        # Else layers of two models, or two layers of one, would take the copies from each other at every step.
+        if any(packed.is_looked_at for _, packed in others):
+            self._kept_apart.add(key)
             return None
         first, *_ = weights
         num_bytes = first.element_size() * sum(weight.numel() for weight in weights)
@@ -173,11 +181,9 @@ class PackedWeights:
                 "take an eighth of the memory at most"
             )
             return None
-        # A weight is copied alone or together with others, as the last product wanted it.
-        for other in list(copies):
-            shares_a_weight = not set(other).isdisjoint(key)
-            if shares_a_weight:
-                copies.pop(other, None)
+        # A weight is copied alone or together with others, as the first product of a run wanted it.
+        for other, _ in others:
+            copies.pop(other, None)
         joint = _joined([weight.detach() for weight in weights])
         copy = torch.ops.mkldnn._reorder_linear_weight(joint)
         packed = _Packed(copy, num_bytes, _places_of(weights), _fingerprints_of(weights))

@@ -229,6 +229,54 @@ def test_a_running_batch_has_the_weights_of_a_requests_day() -> None:
     assert answers[0] != answers[1]
 
 
+def shared_with_draft(target: Any) -> DFlashDraftModel:
+    """Returns a draft whose first layer has the very weights of one of the target's."""
+    draft = tiny_draft(target, 8, head_dim=16, intermediate_size=48)
+    layer: Any = draft.layers[0]
+    other = target.model.layers[1]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer.self_attn.get_submodule(name).weight = other.self_attn.get_submodule(name).weight
+    for name in ("gate_proj", "up_proj"):
+        layer.mlp.get_submodule(name).weight = other.mlp.get_submodule(name).weight
+    return draft
+
+
+def tied_layers(target: Any) -> DFlashDraftModel:
+    """Returns a draft for a target two of whose layers share a part of their weights."""
+    first, second, *_ = target.model.layers
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    return tiny_draft(target, 8)
+
+
+@pytest.mark.parametrize("make", [shared_with_draft, tied_layers])
+def test_weights_of_two_layers_are_not_copied_at_every_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("qwen3")
+    # The copies of a run without the draft are those of weights that are multiplied together.
+    inputs = prompts([4, 11, 7], seed=1)
+    drafted(target, tiny_draft(target, 8), inputs)
+    draft = make(target)
+    plain = target.generate(**inputs, **SETTINGS)
+    num_copied = 0
+    packed = packed_weights._Packed
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_copied
+        num_copied += 1
+        return packed(*args)
+
+    monkeypatch.setattr(packed_weights, "_Packed", counting)
+    assert torch.equal(drafted(target, draft, inputs), plain)
+    assert draft.last_stats.num_target_forwards > 4
+    num_weights = len(list(target.parameters())) + len(list(draft.parameters()))
+    assert num_copied < num_weights
+    num_copied = 0
+    assert torch.equal(drafted(target, draft, inputs), plain)
+    assert num_copied == 0
+
+
 def test_freed_buffers_take_laid_out_weights_along() -> None:
     target = target_of("qwen3")
     draft = tiny_draft(target, 8)
