@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor, Stop
 from transformers.generation.streamers import BaseStreamer
 
 import dflash_hf
+from dflash_hf.generation import kept_choosers
 from helpers.half import pairs
 from helpers.whole_blocks import use_whole_blocks
 from tiny import OracleDraft, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
@@ -192,6 +193,24 @@ def test_nothing_is_held_between_steps_and_after_closing() -> None:
     with pytest.raises(ZeroDivisionError):
         list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, accept=lambda *_: 1 // 0))
     check()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_run_that_is_left_keeps_the_widths_of_an_earlier_one(num_steps: int) -> None:
+    target, inputs = target_of("qwen3"), prompts([6, 9], 1)
+    draft = tiny_draft(target, 8)
+    draft.generation_config.verify_width = "auto"
+    assert list(dflash_hf.iterate(target, draft, **inputs, **GREEDY))
+    before = dict(kept_choosers._kept[draft][target])
+    assert before
+    for is_closed in (True, False):
+        steps = dflash_hf.iterate(target, draft, **inputs, **GREEDY)
+        for _ in range(num_steps):
+            next(steps)
+        if is_closed:
+            steps.close()
+        del steps
+        assert kept_choosers._kept[draft][target] == before
 
 
 def test_two_iterators_over_one_pair_do_not_mix() -> None:

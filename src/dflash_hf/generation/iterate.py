@@ -128,7 +128,10 @@ def iterate(
     # The object that the steps go on counting in, so that statistics are up to date at every pause.
     draft.last_stats = run.stats
     run.generator.iterated.keeps_logits = output_logits
-    return _keeping_widths(run, _steps(run, output_logits, output_hidden_states))
+    steps = _keeping_widths(run, _steps(run, output_logits, output_hidden_states))
+    # Begun here: closing or dropping a generator that was never begun runs nothing of it.
+    next(steps)
+    return steps
 
 
 def _start(
@@ -139,10 +142,6 @@ def _start(
     # A run may be left half-way, so that no cache is advanced and no buffers are taken from the pool.
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
-    # To be looked at, a run drafts at every step, unless another width is asked for.
-    options = request.draft.generation_config
-    if options.asked_width is not None or options.num_tree_nodes == "auto":
-        begin_widths(run)
     # The user may change weights in a pause.
     run.packed = PackedWeights(request.target.parts, is_on=False)
     if propose is not None:
@@ -155,9 +154,14 @@ def _start(
     return run
 
 
-def _keeping_widths(run: Run, steps: Generator[DFlashStep]) -> Generator[DFlashStep]:
-    """Yields the steps of a run, and keeps its widths, also where it is left half-way."""
+def _keeping_widths(run: Run, steps: Generator[DFlashStep]) -> Generator[Any]:
+    """Yields nothing, then the steps of a run, and keeps its widths, also where it is left half-way."""
     try:
+        # To be looked at, a run drafts at every step, unless another width is asked for.
+        options = run.request.draft.generation_config
+        if options.asked_width is not None or options.num_tree_nodes == "auto":
+            begin_widths(run)
+        yield
         yield from steps
     finally:
         keep_chooser(run)
