@@ -28,7 +28,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from transformers.utils import logging
 
-from dflash_hf.devices import Inventory, total_memory
+from dflash_hf.devices import Inventory, num_writes, total_memory
 from dflash_hf.undo import Current
 
 logger: Any = logging.get_logger(__name__)
@@ -120,7 +120,7 @@ class PackedWeights:
         weights = (weight,)
         product = None
         if are_large(weights):
-            product = self._product(states, weights, (bias,))
+            product = self._by_copy(states, weights, (bias,))
         if product is None:
             return nn.functional.linear(states, weight, bias)
         return product
@@ -131,13 +131,13 @@ class PackedWeights:
         biases = [layer["bias"] for layer in layers]
         if not are_large(weights):
             return _each_by_torch(states, layers)
-        product = self._product(states, weights, biases)
+        product = self._by_copy(states, weights, biases)
         if product is None:
             return [self.linear(states, **layer) for layer in layers]
         sizes = [len(weight) for weight in weights]
         return product.split(sizes, dim=-1)
 
-    def _product(
+    def _by_copy(
         self, states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Tensor | None:
         """Returns the product with large weights, one below the other; `None` where torch's own has to be taken."""
@@ -282,12 +282,8 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _place_of(weight: Tensor) -> _Place:
-    """Returns where a weight is, how often torch has counted a change of it, and how it is laid out."""
-    num_changes = 0
-    # Torch counts no changes of inference tensors, which are never copied themselves.
-    if not weight.is_inference():
-        num_changes = weight._version
-    return weight.data_ptr(), num_changes, weight.shape, weight.stride(), weight.dtype
+    """Returns where a weight is, how often torch has counted a write to it, and how it is laid out."""
+    return weight.data_ptr(), num_writes(weight), weight.shape, weight.stride(), weight.dtype
 
 
 def _places_of(weights: Sequence[Tensor]) -> list[_Place]:

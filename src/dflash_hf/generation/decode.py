@@ -69,7 +69,7 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
         # 2. The steps, until every row has ended: draft, verify, accept, report.
         try:
             begin_widths(run)
-            with no_gradients(target, request.runs_own_code):
+            with no_gradients(target, request.runs_user_code):
                 advance(run, engine)
         finally:
             # Also of a run that was interrupted.
@@ -114,7 +114,7 @@ def advance(run: Run, engine: Engine = "eager") -> None:
             return
         # Asked once: every part of the target is looked at.
         drops = drops_rows(run)
-        may_change = run.request.calls_own_code
+        may_change = run.request.calls_user_code
         with tapped_between_steps(run):
             while not run.finished:
                 # Between two steps nothing refers to a row by its place.
@@ -126,13 +126,13 @@ def advance(run: Run, engine: Engine = "eager") -> None:
                     look_at_models(run)
 
 
-def no_gradients(target: Target, runs_own_code: bool) -> AbstractContextManager[Any]:
+def no_gradients(target: Target, runs_user_code: bool) -> AbstractContextManager[Any]:
     """Turns gradients off, by inference mode where the target's weights and whoever sees its tensors are for it.
 
-    That saves 7 to 9 % of a step on a CPU (docs/log-archive.md). Code of the user's (`runs_own_code`) has the mode of
+    That saves 7 to 9 % of a step on a CPU (docs/log-archive.md). Code of the user's (`runs_user_code`) has the mode of
     plain `generate`: autograd takes no tensor of inference mode, also later.
     """
-    if target.takes_inference_mode and not runs_own_code:
+    if target.takes_inference_mode and not runs_user_code:
         return torch.inference_mode()
     return torch.no_grad()
 
@@ -144,7 +144,7 @@ def gradients_of_prefill(
     # A RoPE that changes writes its frequencies into the model, which a user may train afterwards.
     stays_here = not user_cache.is_kept and in_whole_run(target) and not changing_ropes(target)
     if stays_here:
-        return no_gradients(target, runs_own_code=False)
+        return no_gradients(target, runs_user_code=False)
     return nullcontext()
 
 
@@ -171,7 +171,7 @@ def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
 
 
 def with_forwards(
-    target: Target, draft_parts: Inventory, runs_own_code: bool, work: Callable[[], None]
+    target: Target, draft_parts: Inventory, runs_user_code: bool, work: Callable[[], None]
 ) -> None:
     """Calls `work`, in which the forwards of a running batch run; callbacks are called outside of it."""
     with (
@@ -180,7 +180,7 @@ def with_forwards(
         # Compiled parts run as they were before torch.compile: they call no hooks.
         eagerly(target.parts, draft_parts),
         # Before the fast forms, which have no gradients and ask for them.
-        no_gradients(target, runs_own_code),
+        no_gradients(target, runs_user_code),
         fast_whole_run(target),
     ):
         work()
@@ -225,7 +225,7 @@ def advance_user_cache(run: Run, sequences: Tensor) -> None:
 
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
         request.ranks.meet()
-        without_gradients = no_gradients(request.target, request.runs_own_code)
+        without_gradients = no_gradients(request.target, request.runs_user_code)
         with without_gradients, request.ranks.forward(), tapped(run):
             for block in blocks:
                 verify(run, block)

@@ -189,7 +189,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             calling(),
             run.request.ranks.together(),
             eagerly(*compiled),
-            no_gradients(run.request.target, _runs_own_code(run)),
+            no_gradients(run.request.target, _runs_user_code(run)),
         ):
             # The pause is the user's time, and counts for no part of the run.
             run.watch.last = time.perf_counter()
@@ -222,12 +222,12 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
         run.request.streamer.end()
 
 
-def _runs_own_code(run: Run) -> bool:
+def _runs_user_code(run: Run) -> bool:
     """Returns True if code of the user's runs within a step: a rule of the caller's is some too."""
     has_own_rule = run.generator.iterated.propose is not None or isinstance(
         run.rule, CustomBlockRule
     )
-    return has_own_rule or run.request.runs_own_code
+    return has_own_rule or run.request.runs_user_code
 
 
 def _look(

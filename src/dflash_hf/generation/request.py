@@ -23,7 +23,7 @@ from dflash_hf.devices import Inventory
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fast_layers import has_own_code
+from dflash_hf.target_model.fast_layers import has_user_code
 from dflash_hf.target_model.parts import Target
 
 # Criteria that the commit itself decides.
@@ -57,7 +57,7 @@ class Request:
         return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
 
     @property
-    def calls_own_code(self) -> bool:
+    def calls_user_code(self) -> bool:
         """Whether code that is neither Transformers' nor this package's runs between two forwards."""
         called = [*self.processors.processors, *self.criteria]
         if self.streamer is not None:
@@ -68,9 +68,9 @@ class Request:
         return not is_all_own or any(map(_has_replaced_method, called))
 
     @property
-    def runs_own_code(self) -> bool:
+    def runs_user_code(self) -> bool:
         """Whether code that is neither torch's, Transformers' nor this package's runs in a forward or between two."""
-        return self.calls_own_code or has_own_code(self.target)
+        return self.calls_user_code or has_user_code(self.target)
 
     @property
     def calls_out(self) -> bool:
@@ -79,7 +79,7 @@ class Request:
         Code of the user's may, and guidance does. What else Transformers makes of settings looks at tokens and scores.
         """
         kinds = set(map(type, self.processors.processors))
-        return self.calls_own_code or UnbatchedClassifierFreeGuidanceLogitsProcessor in kinds
+        return self.calls_user_code or UnbatchedClassifierFreeGuidanceLogitsProcessor in kinds
 
 
 def _has_replaced_method(called: object) -> bool:

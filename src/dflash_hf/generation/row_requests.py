@@ -65,7 +65,7 @@ class Row:
     images: PromptImages
     seed: Tensor | None  # [], int64: of the sampling noise; greedy requests have none
     length: int  # tokens of prompt and answer, at most
-    calls_own_code: bool  # the request's, which is asked for in every step
+    calls_user_code: bool  # the request's, which is asked for in every step
     num_logprobs: int  # of the most likely tokens at each place; -1 for none at all
     on_tokens: Callable[[NewTokens], None] | None
     id: int = 0  # set by the batch
@@ -164,7 +164,7 @@ def prepare_row(
         images=PromptImages(inputs),
         seed=noise,
         length=length,
-        calls_own_code=request.calls_own_code,
+        calls_user_code=request.calls_user_code,
         num_logprobs=num_logprobs,
         on_tokens=on_tokens,
     )

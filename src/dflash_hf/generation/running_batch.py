@@ -41,7 +41,7 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fast_layers import has_own_code
+from dflash_hf.target_model.fast_layers import has_user_code
 from dflash_hf.target_model.parts import find_target
 
 T = TypeVar("T")
@@ -214,7 +214,7 @@ class RunningBatch:
                 assert self._run is not None
                 # The row counts as ended, and leaves as one does that has come to its end.
                 self._run.rows.reported.done[place] = 1
-                with no_gradients(self._target, runs_own_code=False):
+                with no_gradients(self._target, runs_user_code=False):
                     self._drop_finished()
                 return True
         return False
@@ -280,9 +280,9 @@ class RunningBatch:
 
     def _with_forwards(self, work: Callable[[], None]) -> None:
         """Calls `work`, in which forwards run."""
-        calls_own_code = any(row.calls_own_code for row in self._rows())
-        runs_own_code = calls_own_code or has_own_code(self._target)
-        with_forwards(self._target, self._draft_parts, runs_own_code, work)
+        calls_user_code = any(row.calls_user_code for row in self._rows())
+        runs_user_code = calls_user_code or has_user_code(self._target)
+        with_forwards(self._target, self._draft_parts, runs_user_code, work)
 
     # ---- requests that wait
 

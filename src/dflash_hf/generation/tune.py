@@ -137,7 +137,7 @@ def _measure(request: Request, inputs: dict[str, Any]) -> _Measured:
     with (
         eagerly(target.parts, request.draft_parts),
         whole_run(request, engine),
-        no_gradients(target, request.runs_own_code),
+        no_gradients(target, request.runs_user_code),
     ):
         run = prefill(request, inputs, NoUserCache())
         costs = StepCosts.of(target, draft, run.generator.block_size)

@@ -211,7 +211,7 @@ def in_whole_run(target: Target) -> bool:
     return running.is_whole_run and running.model is target.model
 
 
-def has_own_code(target: Target) -> bool:
+def has_user_code(target: Target) -> bool:
     """Returns True if code of the user's may run in a forward of a target.
 
     A whole run has asked this at its beginning.
