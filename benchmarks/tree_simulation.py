@@ -135,9 +135,7 @@ def main(
             "expected a draft whose positions are independent, got DFlash 2; use --generate's number"
         )
     # Whole trees: what is simulated has no clock.
-    decode.choose_widths = lambda generator, state, keeps_buffers: FixedWidth(
-        generator.verify_width
-    )
+    decode.choose_widths = lambda generator, state, is_captured: FixedWidth(generator.verify_width)
     sizes = [int(num) for num in nodes.split(",")]
     rows: list[dict[str, Any]] = []
     for name in data.split(","):

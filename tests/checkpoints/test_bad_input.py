@@ -240,6 +240,8 @@ def test_shards(tmp_path: Path) -> None:
             '{"weight_map": {"a": "../elsewhere.safetensors"}}',
             "expected the shard ../elsewhere.safetensors",
         ),
+        # Longer than a file's name may be.
+        (json.dumps({"weight_map": {"a": "a" * 250 + ".safetensors"}}), "expected the shard aaa"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):

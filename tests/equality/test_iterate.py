@@ -152,6 +152,7 @@ def test_a_tree_whose_size_is_left_open_follows_the_run() -> None:
     widths = [step.tokens.shape[1] for step in steps]
     assert max(widths) > 1
     assert min(widths) == 1
+    assert all(step.node_ids is None for step in steps if step.tokens.shape[1] == 1)
 
 
 def test_nothing_is_held_between_steps_and_after_closing() -> None:

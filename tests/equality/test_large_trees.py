@@ -144,7 +144,7 @@ def test_trees_of_64_nodes_take_one_word() -> None:
     for nodes in (64, 65, 256):
         draft = branching(target, [[0]], nodes, nodes)
 
-        def note(generator: Any, state: Any, keeps_buffers: bool) -> FixedWidth:
+        def note(generator: Any, state: Any, is_captured: bool) -> FixedWidth:
             shapes.append(tuple(state.nodes.shape))
             return FixedWidth(generator.verify_width)
 

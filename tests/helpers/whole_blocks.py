@@ -14,7 +14,7 @@ from dflash_hf.generation import decode
 from dflash_hf.generation.widths import FixedWidth
 
 
-def widest(generator: Any, state: Any, keeps_buffers: bool) -> FixedWidth:
+def widest(generator: Any, state: Any, is_captured: bool) -> FixedWidth:
     """Stands for `choose_widths`: every verify is as wide as it may be, trees included."""
     return FixedWidth(generator.verify_width)
 

@@ -196,7 +196,9 @@ def with_folder(name: str) -> Callable[[Path], object]:
 
 
 UNKNOWN = "expected a model that Transformers .* knows in .*target, got the model_type"
-SILENT = "expected a model that writes text in .*target, got the model_type"
+SILENT = (
+    "expected a causal language model, or one of images and text, in .*target, got the model_type"
+)
 SETTINGS = "generation_config.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut weights": (
@@ -262,7 +264,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "list as a model_type": (with_config(model_type=["qwen3"]), rf"{UNKNOWN} \['qwen3'\]; update"),
     "a model that only sees": (
         with_config(model_type="vit"),
-        f"{SILENT} 'vit'; give the folder of a causal language model$",
+        f"{SILENT} 'vit'; give the folder of such a model$",
     ),
     "config": (with_bytes("config.json", b"\xff\xfe\x00"), "not a valid JSON"),
     "no model_type": (with_bytes("config.json", b"{}"), "model_type"),

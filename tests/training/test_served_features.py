@@ -257,10 +257,15 @@ def test_a_damaged_index_of_the_vocabulary_is_named(tmp_path: Path) -> None:
     file = tmp_path / "target" / "model.safetensors.index.json"
     file.write_text('{"weight_map": {}}')
     load_vocabulary(str(tmp_path / "target"))  # the whole file counts, as in Transformers
-    (tmp_path / "target" / "model.safetensors").unlink()
+    whole = tmp_path / "target" / "model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=r"expected whole safetensors files in .*target"):
+        load_vocabulary(str(tmp_path / "target"))
+    whole.unlink()
     for text, message in (
         ("", "expected JSON in .*index.json, got something else"),
         ("[]", "expected a JSON object in .*index.json"),
+        ('{"weight_map": {"lm_head.weight": 3}}', "expected weight_map from names to files in "),
         ('{"weight_map": {}}', "expected one weight model.embed_tokens.weight in .*target, got"),
     ):
         file.write_text(text)

@@ -7,7 +7,7 @@ context. The weights are copied for that product once per run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dflash_hf import ops
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.joint_products import biases_of, is_a_product
+from dflash_hf.joint_products import is_a_product
 
 
 class ContextWeights(NamedTuple):
@@ -76,7 +76,7 @@ class NewContext(NamedTuple):
 
 @torch.no_grad()
 def stack_weights(
-    projections: Sequence[nn.Module],
+    projections: Sequence[Any],
     norms: Sequence[Tensor],
     buffers: Sequence[Tensor],
     into: ContextWeights | None = None,
@@ -84,7 +84,7 @@ def stack_weights(
     """Returns the projections and norms of all layers stacked, or `None` where the layers write their own context.
 
     They do where `ops.use_kernel` decides so, and where a projection computes more than a product with its weight:
-    with a bias, hooks, adapters, or a weight that is no plain tensor.
+    with a bias, hooks, adapters, a forward of its own, torch.compile, or a weight that is no plain tensor.
 
     Args:
         projections (sequence of `nn.Module`): Key and value projections, layer after layer.
@@ -93,9 +93,7 @@ def stack_weights(
         into (`ContextWeights`, *optional*): Earlier copies; where the shapes are the same they are overwritten.
     """
     weights = [
-        module.weight
-        for module in projections
-        if isinstance(module, nn.Linear) and not biases_of([module]) and is_a_product(module)
+        module.weight for module in projections if is_a_product(module) and module.bias is None
     ]
     if not weights or len(weights) < len(projections):
         return None

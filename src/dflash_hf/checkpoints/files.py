@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -54,7 +55,7 @@ def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     """
     if Path(path).is_file():
         return read_json(Path(path))
-    _check_is_no_folder(Path(path) / CONFIG_NAME)
+    _check_is_no_folder(Path(path) / (hub.get("subfolder") or "") / CONFIG_NAME)
     file = cached_file(path, CONFIG_NAME, **hub)
     if file is None:  # Transformers takes it for a file that may be missing
         raise ValueError(
@@ -147,7 +148,8 @@ def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | Non
 
 def _check_is_no_folder(place: Path) -> None:
     """Raises `ValueError` for a folder in the place of a file: Transformers takes it for a file that is not there."""
-    if place.is_dir():
+    # A path that the system refuses, such as one that is too long, is no folder; `Path.is_dir` would raise.
+    if os.path.isdir(place):
         raise ValueError(f"expected a file {place}, got a folder; put the file there")
 
 

@@ -39,7 +39,7 @@ class DFlashStep:
     """One step and what came of it. `B` rows, `W` verified tokens; copies, on the target's device, that may be kept.
 
     Step 0 is the prefill: it commits one token of the target's own and has no proposals (`W` is 1). Under
-    `verify_width="auto"` every step has its own `W`.
+    `verify_width="auto"` and `num_tree_nodes="auto"` every step has its own `W`.
 
     Args:
         index (`int`): Number of the step.
@@ -59,7 +59,7 @@ class DFlashStep:
             `W - 1`, or all proposals of the block where a tree has more nodes.
         node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Under `num_tree_nodes`, the tokens of the tree
             that was verified, the anchor first. `proposals`, `tokens` and `logits` are those of the path that was
-            accepted, and `proposals` are -1 behind its end.
+            accepted, and `proposals` are -1 behind its end. Steps that verify a chain or one token have none.
         parents (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node each of them follows.
         hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Tapped states of the anchor and the
             proposals, as the draft gets them; with `output_hidden_states`, not of the prefill.
@@ -151,16 +151,17 @@ def _start(
         # Processors and criteria that want another rule were refused beside a rule of the caller's.
         assert isinstance(run.rule, BlockRule)
         run.rule = CustomBlockRule(run.rule, _checked_accept(accept))
+    # To be looked at, a run drafts at every step, unless another width is asked for. At the end: an error before it
+    # leaves the widths that an earlier run has kept.
+    options = request.draft.generation_config
+    if options.asked_width is not None or options.num_tree_nodes == "auto":
+        begin_widths(run)
     return run
 
 
 def _keeping_widths(run: Run, steps: Generator[DFlashStep]) -> Generator[Any]:
     """Yields nothing, then the steps of a run, and keeps its widths, also where it is left half-way."""
     try:
-        # To be looked at, a run drafts at every step, unless another width is asked for.
-        options = run.request.draft.generation_config
-        if options.asked_width is not None or options.num_tree_nodes == "auto":
-            begin_widths(run)
         yield
         yield from steps
     finally:

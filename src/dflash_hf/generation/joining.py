@@ -57,7 +57,7 @@ class TableWidths(FixedWidth):
         self.widths = [min(width_of_rows(self.table, rows), self.widest)]
 
 
-def by_table(
+def _by_table(
     generator: DFlashCandidateGenerator, chooser: WidthChooser | FixedWidth
 ) -> WidthChooser | FixedWidth:
     """Returns what chooses the width in a running batch: a table where one is asked for, else the chooser."""
@@ -79,7 +79,7 @@ def begin_batch(run: Run, row: RowSettings) -> None:
     use_settings(run, [row])
     # At the end: an error before it leaves the widths that an earlier run has kept.
     begin_widths(run)
-    run.chooser = by_table(run.generator, run.chooser)
+    run.chooser = _by_table(run.generator, run.chooser)
 
 
 def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> None:

@@ -99,7 +99,7 @@ def config_of_target(target: str) -> PreTrainedConfig:
     """Reads a target's config.
 
     Raises `ValueError` if it is that of a draft, in whatever format, or of a model that Transformers does not know or
-    that writes no text.
+    that is neither a causal language model nor one of images and text.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -118,11 +118,11 @@ def config_of_target(target: str) -> PreTrainedConfig:
     config = loaded("a config", target, read)
     # Of a model with code of its own Transformers says what it needs.
     has_code = hasattr(config, "auto_map")
-    writes_text = type(config) in AutoModelForCausalLM._model_mapping or takes_images(config)
-    if not writes_text and not has_code:
+    is_loadable = type(config) in AutoModelForCausalLM._model_mapping or takes_images(config)
+    if not is_loadable and not has_code:
         raise ValueError(
-            f"expected a model that writes text in {target}, got the model_type {shown(config.model_type)}; give "
-            "the folder of a causal language model"
+            f"expected a causal language model, or one of images and text, in {target}, got the model_type "
+            f"{shown(config.model_type)}; give the folder of such a model"
         )
     return config
 
@@ -225,7 +225,8 @@ def load_target(
 def load_weights(model_class: Any, place: str, **options: Any) -> PreTrainedModel:
     """Loads a model by an auto class, with options of its `from_pretrained`; `loaded` says what damaged files become.
 
-    Raises `ValueError` if weights are in no file: Transformers would fill them with random numbers.
+    Raises `ValueError` if weights or kept buffers are in no file: Transformers would go on with fresh ones. Of a
+    quantised model only names that end in `.weight` are looked at: experts in one tensor and biases are not.
     """
 
     def read() -> PreTrainedModel:

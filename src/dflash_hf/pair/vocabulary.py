@@ -6,7 +6,8 @@ needed are read, and fetched from the Hub.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def _fill_vocabulary(model: PreTrainedModel, target: str, place: torch.device) -
     for part in parts:
         for kind, weight in part.named_parameters(recurse=False):
             stored = _stored_name(f"{names[part]}.{kind}", files, target)
-            value = _read(target, files[stored], stored)
+            with _opened(target, files[stored]) as file:
+                value: Tensor = file.get_tensor(stored)
             is_alike = value.shape == weight.shape
             what = f"{stored} of shape {tuple(weight.shape)} in {target}"
             require(is_alike, what, tuple(value.shape), "give the target's own folder")
@@ -78,8 +80,8 @@ def _stored_names(target: str) -> dict[str, str]:
     """Names of a target's stored weights, and the file of each."""
     whole = find_file(target, SAFE_WEIGHTS_NAME, {})
     if whole is not None:
-        with safe_open(whole, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), SAFE_WEIGHTS_NAME)
+        with _opened(target, SAFE_WEIGHTS_NAME) as file:
+            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
     index = find_file(target, SAFE_WEIGHTS_INDEX_NAME, {})
     if index is None:
         raise ValueError(
@@ -88,7 +90,8 @@ def _stored_names(target: str) -> dict[str, str]:
     # Larger than an index of a draft may be, so that `read_json` would refuse it.
     content = parsed_object(index.read_bytes(), str(index), "download it again")
     files: Any = content.get("weight_map")
-    require(isinstance(files, dict), f"weight_map in {index}", files, "download it again")
+    has_names = isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
+    require(has_names, f"weight_map from names to files in {index}", files, "download it again")
     return dict(files)
 
 
@@ -103,12 +106,13 @@ def _stored_name(name: str, files: dict[str, str], target: str) -> str:
     return found[0]
 
 
-def _read(target: str, file: str, name: str) -> Tensor:
-    """One stored weight, on the CPU."""
+@contextmanager
+def _opened(target: str, file: str) -> Generator[Any]:
+    """Opens one of a target's files of weights, which are read to the CPU."""
     path = find_file(target, file, {})
     try:
         with safe_open(path or Path(file), framework="pt") as opened:
-            return opened.get_tensor(name)
+            yield opened
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"expected whole safetensors files in {target}, got {file} ({one_line(error)}); download it again"
