@@ -264,6 +264,6 @@ def _may_change(draft_parts: Inventory) -> bool:
     """Returns True if code of the user's runs within a draft's forward: it may change the draft's weights."""
     if draft_parts.altered:
         return True
-    files = {type(part).__module__ for part in draft_parts.modules}
-    others = [name for name in files if not is_library(name)]
+    names = {type(part).__module__ for part in draft_parts.modules}
+    others = [name for name in names if not is_library(name)]
     return not all(name.startswith("dflash_hf.") for name in others)
