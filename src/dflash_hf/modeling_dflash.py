@@ -30,6 +30,7 @@ from dflash_hf.draft_model.dspark import MarkovHead, likeliest_transitions, walk
 from dflash_hf.draft_model.gemma4 import DFlashGemma4Layer, DFlashGemma4Norm
 from dflash_hf.draft_model.laguna import DFlashLagunaLayer
 from dflash_hf.draft_model.layers import (
+    Angles,
     BlockProjector,
     CombinedProjector,
     ContextProjector,
@@ -38,7 +39,6 @@ from dflash_hf.draft_model.layers import (
     DFlashRMSNorm,
     DFlashRotaryEmbedding,
     Projector,
-    angles_behind,
 )
 from dflash_hf.generation_config import DFlashGenerationConfig
 
@@ -197,9 +197,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         eps = self.config.rms_norm_eps
         if context.write_all_layers(features, cos_sin, cache, eps):
             return
+        angles = Angles.of(cos_sin)
         for attention in self._attentions():
             states = attention.context_states(features)
-            key, value = attention.project_kv(states, cos_sin)
+            key, value = attention.project_kv(states, angles)
             layer = cache.attention[attention.layer_idx]
             layer.write(key, value, context.block)
 
@@ -216,12 +217,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """
         features = self.project_context(context_hidden_states)
         # Padding is computed along with the rest and written nowhere; any position will do for it.
-        angles_at = positions.clamp_min(0).to(features.device)
-        cos_sin = self.rotary_emb(angles_at, features)
+        positions_of_angles = positions.clamp_min(0).to(features.device)
+        angles = Angles.of(self.rotary_emb(positions_of_angles, features))
         prompts = PromptSlots(positions)
         for attention in self._attentions():
             states = attention.context_states(features)
-            key, value = attention.project_kv(states, cos_sin)
+            key, value = attention.project_kv(states, angles)
             layer = cache.attention[attention.layer_idx]
             layer.write_rows(key, value, prompts)
 
@@ -267,7 +268,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             eps = self.config.rms_norm_eps
             context_cos_sin = (cos[:, :num_context], sin[:, :num_context])
             if context.write_all_layers(features, context_cos_sin, cache, eps):
-                return BlockProjector(cache, angles_behind((cos, sin), num_context))
+                block_cos_sin = (cos[:, num_context:], sin[:, num_context:])
+                return BlockProjector(cache, block_cos_sin)
         return ContextProjector(cache, context.block, features, (cos, sin))
 
     def forward(

@@ -10,7 +10,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import LayerShape
-from dflash_hf.draft_model.layers import DFlashAttention, rotate
+from dflash_hf.draft_model.layers import Angles, DFlashAttention, rotate
 from dflash_kernels import context_kv, norm_rope_write
 from dflash_kernels._dispatch import runs_kernel
 from helpers.kernel_checks import (
@@ -217,9 +217,10 @@ def test_references_are_the_drafts_own_modules() -> None:
     draft, hidden, block, cache = draft_and_states()
     attentions: list[Any] = [layer.self_attn for layer in draft.layers]
     cos, sin = draft.rotary_emb(block.positions, hidden)
+    angles = Angles.of((cos, sin))
     ours = empty_cache(draft.cache_shapes())
     for index, attention in enumerate(attentions):
-        cache.attention[index].write(*attention.project_kv(hidden, (cos, sin)), block)
+        cache.attention[index].write(*attention.project_kv(hidden, angles), block)
     product = torch.stack([f(hidden) for a in attentions for f in (a.k_proj, a.v_proj)], dim=2)
     projected = product.unflatten(2, (-1, 2)).unflatten(-1, (-1, draft.config.head_dim))
     weights = torch.stack([a.k_norm.weight for a in attentions])
@@ -248,7 +249,7 @@ def test_references_are_the_drafts_own_modules() -> None:
             layer.value_buffer,
             EPS,
         )
-        assert torch.equal(query, rotate(attention.q_norm(heads[0]), (cos, sin)))
+        assert torch.equal(query, rotate(attention.q_norm(heads[0]), angles))
     assert_same_caches(again, cache)
 
 

@@ -29,6 +29,7 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model import fast_on_cpu, known_layers
 from dflash_hf.target_model.fast_layers import fast_layers
 from dflash_hf.target_model.fast_on_cpu import (
+    AnglesOfForward,
     FastForward,
     LayerForm,
     fast_forward_of,
@@ -529,8 +530,28 @@ def test_a_layer_that_is_trained_runs_as_it_is() -> None:
     assert form is not None
     for is_training in (True, False):
         for is_unmodified in (True, False):
-            prepared = prepare(layer.train(is_training), form, None, is_unmodified)
+            prepared = prepare(
+                layer.train(is_training), form, None, is_unmodified, AnglesOfForward()
+            )
             assert (prepared is None) == is_training
+
+
+def test_angles_are_made_once_for_all_layers_with_the_same_pair() -> None:
+    """Some decoders have two pairs, one for each kind of layer: none may get the other's."""
+    target: Any = tiny_target("qwen3")
+    angles = AnglesOfForward()
+    near, far = (
+        target.model.rotary_emb(target.lm_head.weight, torch.arange(first, first + 5)[None])
+        for first in (0, 40)
+    )
+    of_near = angles.of(near)
+    assert angles.of(near) is of_near
+    for pair in (far, near):
+        cos, sin = pair
+        found = angles.of(pair)
+        assert torch.equal(found.cos.squeeze(2), cos)
+        first, second = sin.chunk(2, dim=-1)
+        assert torch.equal(found.signed_sin.squeeze(2), torch.cat((-first, second), dim=-1))
 
 
 def test_hooks_that_transformers_leaves_behind_are_no_reason(

@@ -16,6 +16,7 @@ from dflash_hf import joint_products
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.draft_model.layers import (
+    Angles,
     CosSin,
     DFlashAttention,
     DFlashMLP,
@@ -56,11 +57,11 @@ class DFlashGemma4Attention(DFlashAttention):
         self.q_norm = DFlashGemma4Norm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashGemma4Norm(config.head_dim, config.rms_norm_eps)
 
-    def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+    def project_kv(self, hidden_states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values (normed), token-major `[B, C, G, E]`."""
         [projected_keys] = joint_products.each_linear(hidden_states, self.k_proj)
         projected = self._by_head(projected_keys)
-        key = rotate(self.k_norm(projected), cos_sin)
+        key = rotate(self.k_norm(projected), angles)
         # Values are not rotated, so they begin from the projection and not from the keys.
         value = projected
         if not self.keys_are_values:
@@ -78,8 +79,9 @@ class DFlashGemma4Attention(DFlashAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to."""
         # No kernel is asked here: it norms as Qwen3 does, and leaves values as they are.
-        query = self.project_q(hidden_states, cos_sin)
-        key, value = self.project_kv(hidden_states, cos_sin)
+        angles = Angles.of(cos_sin)
+        query = self.project_q(hidden_states, angles)
+        key, value = self.project_kv(hidden_states, angles)
         keys, values = cache.extend(self.layer_idx, key, value)
         return query, keys, values
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,30 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
 from dflash_hf.draft_model.dflash2 import GroupedDynamicConvolution
 
+# Not a public name: where a build of torch has none, `rms_norm` does.
+_fused_rms_norm: Any = getattr(torch, "_fused_rms_norm", None)
 # Cosines and sines, `[..., 1, T]` each: the 1 stands for the heads.
 CosSin = tuple[Tensor, Tensor]
+
+
+class Angles(NamedTuple):
+    """Cosines and sines as [`rotate`] multiplies by them, `[..., 1, T]` each; made once for all layers."""
+
+    cos: Tensor
+    signed_sin: Tensor  # a minus before those of the first half of the channels
+
+    @classmethod
+    def of(cls, cos_sin: CosSin) -> Angles:
+        """Makes them of cosines and sines."""
+        cos, sin = cos_sin
+        first, second = sin.chunk(2, dim=-1)
+        return cls(cos, torch.cat((-first, second), dim=-1))
+
+    def behind(self, num_context: int) -> Angles:
+        """Returns those of a block, out of those of its context and itself `[B, C + K, 1, T]`."""
+        return Angles(self.cos[:, num_context:], self.signed_sin[:, num_context:])
+
+
 # The operands of attention: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
 Operands = tuple[Tensor, Tensor, Tensor, Mask]
 
@@ -71,11 +93,20 @@ class DFlashRMSNorm(nn.Module):
         size = self.weight.shape
         # In float32 there is nothing to round between norm and weight, and one operation does both.
         if hidden_states.dtype == self.weight.dtype == torch.float32:
-            return nn.functional.rms_norm(hidden_states, size, self.weight, self.eps)
+            return float32_rms_norm(hidden_states, self.weight, self.eps)
         # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
         states = hidden_states.to(torch.float32)
         normed = nn.functional.rms_norm(states, size, None, self.eps)
         return self.weight * normed.to(hidden_states.dtype)
+
+
+def float32_rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns torch's own RMS norm of float32 states `[..., D]`, with a float32 weight `[D]`."""
+    # It is what `rms_norm` itself calls. The way there takes 1 % of a small model's step on a CPU (docs/log.md).
+    if _fused_rms_norm is not None and states.is_cpu and not torch.is_grad_enabled():
+        normed, _ = _fused_rms_norm(states, weight.shape, weight, eps)
+        return normed
+    return nn.functional.rms_norm(states, weight.shape, weight, eps)
 
 
 class DFlashRotaryEmbedding(nn.Module):
@@ -114,17 +145,16 @@ class DFlashRotaryEmbedding(nn.Module):
         return cos, sin
 
 
-def rotate(states_BKHE: Tensor, cos_sin: CosSin) -> Tensor:
+def rotate(states_BKHE: Tensor, angles: Angles) -> Tensor:
     """Returns states `[B, K, H, E]` with RoPE applied to their first `T` channels, in its half-split form."""
-    cos, sin = cos_sin
+    cos, signed_sin = angles
     num_turned = cos.shape[-1]
     if num_turned < states_BKHE.shape[-1]:
         kept = states_BKHE[..., num_turned:]
-        return torch.cat([rotate(states_BKHE[..., :num_turned], cos_sin), kept], dim=-1)
-    first, second = states_BKHE.chunk(2, dim=-1)
+        return torch.cat([rotate(states_BKHE[..., :num_turned], angles), kept], dim=-1)
     # A channel turns with the one half a head further on, as in Llama, and not with its neighbour.
-    turned = torch.cat((-second, first), dim=-1)
-    return states_BKHE * cos + turned * sin
+    partners = states_BKHE.roll(num_turned // 2, dims=-1)
+    return states_BKHE * cos + partners * signed_sin
 
 
 class DFlashMLP(nn.Module):
@@ -198,17 +228,17 @@ class DFlashAttention(nn.Module):
         window = cache.attention[self.layer_idx].shape.window
         return narrowed(self.kind, window)
 
-    def project_q(self, hidden_states: Tensor, cos_sin: CosSin) -> Tensor:
+    def project_q(self, hidden_states: Tensor, angles: Angles) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
         [projected] = joint_products.each_linear(hidden_states, self.q_proj)
         query = self._by_head(projected)
-        return rotate(self.q_norm(query), cos_sin)
+        return rotate(self.q_norm(query), angles)
 
-    def project_kv(self, hidden_states: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+    def project_kv(self, hidden_states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
         projected = joint_products.each_linear(hidden_states, self.k_proj, self.v_proj)
         key, value = map(self._by_head, projected)
-        key = rotate(self.k_norm(key), cos_sin)
+        key = rotate(self.k_norm(key), angles)
         return key, value
 
     def context_states(self, features: Tensor) -> Tensor:
@@ -246,8 +276,9 @@ class DFlashAttention(nn.Module):
         # The kernel turns whole heads.
         turns_all = cos.shape[-1] == self.head_dim
         if not turns_all or not ops.use_kernel(ops.norm_rope_write, *floats, buffers=buffers):
-            query = rotate(self.q_norm(query), cos_sin)
-            key = rotate(self.k_norm(key), cos_sin)
+            angles = Angles.of(cos_sin)
+            query = rotate(self.q_norm(query), angles)
+            key = rotate(self.k_norm(key), angles)
             keys, values = cache.extend(self.layer_idx, key, value)
             return query, keys, values
         query = ops.norm_rope_write(
@@ -325,9 +356,9 @@ class ContextProjector(Projector):
         self.cache = cache
         self.context = context
         self.features = features
-        self.cos_sin = cos_sin
         self.num_context = features.shape[1]
-        self.block_cos_sin = angles_behind(cos_sin, self.num_context)
+        self.angles = Angles.of(cos_sin)
+        self.block_angles = self.angles.behind(self.num_context)
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after writing context and block into the cache."""
@@ -336,13 +367,13 @@ class ContextProjector(Projector):
         # One product for context and block: their rows are few, and the weights are read once.
         features = attention.context_states(self.features)
         joined = torch.cat([features, normed], dim=1)
-        key, value = attention.project_kv(joined, self.cos_sin)
+        key, value = attention.project_kv(joined, self.angles)
         # The context comes first: its rejected rows are overwritten by the block.
         layer = self.cache.attention[index]
         layer.write(key[:, :num], value[:, :num], self.context)
         keys, values = self.cache.extend(index, key[:, num:], value[:, num:])
         # Context has no queries: nobody asks what it would say.
-        query = attention.project_q(normed, self.block_cos_sin)
+        query = attention.project_q(normed, self.block_angles)
         mask = RaggedMask(self.cache.block, attention.kind_in(self.cache))
         return query, keys, values, mask
 
@@ -361,11 +392,11 @@ class CombinedProjector(Projector):
         self, context: Tensor, cos_sin: CosSin, masks: CombinedMasks, cache: Cache | None
     ) -> None:
         self.context = context
-        self.cos_sin = cos_sin
+        self.angles = Angles.of(cos_sin)
+        self.block_angles = self.angles.behind(context.shape[1])
         # Masks are made once per kind of layer, by the first one that asks.
         self.masks = masks
         self.cache = cache
-        self.block_cos_sin = angles_behind(cos_sin, context.shape[1])
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after advancing the cache where there is one."""
@@ -373,24 +404,18 @@ class CombinedProjector(Projector):
         # Context and blocks are one sequence, as an ordinary cache takes them: head-major.
         context = attention.context_states(self.context)
         joined = torch.cat([context, normed], dim=1)
-        key, value = attention.project_kv(joined, self.cos_sin)
+        key, value = attention.project_kv(joined, self.angles)
         key = key.to(value.dtype).transpose(1, 2)
         value = value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.update(key, value, attention.layer_idx)
         # The context proposes nothing, so that there are queries of the blocks alone.
-        query = attention.project_q(normed, self.block_cos_sin)
+        query = attention.project_q(normed, self.block_angles)
         # Under autocast float32 norms leave queries and keys wider than values, and FlexAttention takes one dtype.
         query = query.to(value.dtype)
         num_keys = key.shape[2]
         mask = self.masks.of(attention.kind, num_keys, attention.repeats, query.dtype)
         return query, key, value, mask
-
-
-def angles_behind(cos_sin: CosSin, num_context: int) -> CosSin:
-    """Returns the cosines and sines of a block, out of those of its context and itself."""
-    cos, sin = cos_sin
-    return cos[:, num_context:], sin[:, num_context:]
 
 
 class WithoutConvolution:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from dflash_hf import ops
 from dflash_hf.target_model import fast_by_kernels, fast_on_cpu
 from dflash_hf.target_model.fast_on_cpu import (
+    AnglesOfForward,
     FastForward,
     FastLayer,
     LayerForm,
@@ -88,12 +89,13 @@ class Plan:
     def prepared_layers(self, config: Any, is_unmodified: bool) -> dict[nn.Module, FastLayer]:
         """Returns the layers that run as one function in a run on a CPU, and what they compute with; see `prepare`."""
         found = dict[nn.Module, FastLayer]()
+        angles = AnglesOfForward()
         for weak, form in self._layers:
             layer = weak()
             # A layer that was taken out of the model may be gone already.
             if layer is None:
                 continue
-            prepared = prepare(layer, form, config, is_unmodified)
+            prepared = prepare(layer, form, config, is_unmodified, angles)
             if prepared is not None:
                 found[layer] = prepared
         return found

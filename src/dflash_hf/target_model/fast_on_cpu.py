@@ -23,7 +23,7 @@ from dflash_hf import ops
 from dflash_hf.block.attention import attend
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.draft_model.layers import rotate
+from dflash_hf.draft_model.layers import Angles, float32_rms_norm, rotate
 from dflash_hf.layer_configs import layer_config
 from dflash_hf.packed_weights import LINEAR_PARAMETERS, Parameters, linear, linears
 from dflash_hf.target_model.known_layers import (
@@ -105,7 +105,9 @@ def layer_form_of(module: Any, dtype: torch.dtype) -> LayerForm | None:
     return LayerForm.of(module)
 
 
-def prepare(layer: Any, form: LayerForm, config: Any, is_unmodified: bool) -> FastLayer | None:
+def prepare(
+    layer: Any, form: LayerForm, config: Any, is_unmodified: bool, angles: AnglesOfForward
+) -> FastLayer | None:
     """Looks up what a layer computes with in one run; `None` where it runs as it is.
 
     Args:
@@ -113,6 +115,7 @@ def prepare(layer: Any, form: LayerForm, config: Any, is_unmodified: bool) -> Fa
         form (`LayerForm`): Its fast form.
         config (`PreTrainedConfig`, *optional*): The one whose attention is Transformers' SDPA.
         is_unmodified (`bool`): Whether the whole model was found so; else hooks and forwards are looked for here.
+        angles (`AnglesOfForward`): What the layers of the run share.
     """
     attention = layer._modules["self_attn"]
     mlp = layer._modules["mlp"]
@@ -135,7 +138,25 @@ def prepare(layer: Any, form: LayerForm, config: Any, is_unmodified: bool) -> Fa
         return None
     # Another attention's config may name another implementation than SDPA.
     takes_prompts = attention.__dict__["config"] is config
-    return FastLayer.of(layer, form, is_unmodified, takes_prompts)
+    return FastLayer.of(layer, form, is_unmodified, takes_prompts, angles)
+
+
+class AnglesOfForward:
+    """The angles of RoPE as [`rotate`] takes them, made once in a forward for all its layers."""
+
+    def __init__(self) -> None:
+        # Held, so that no other pair may be at the same address.
+        self._cos_sin: tuple[Tensor, Tensor] | None = None
+        self._angles: Angles | None = None
+
+    def of(self, cos_sin: tuple[Tensor, Tensor]) -> Angles:
+        """Returns those of cosines and sines `[B, W, E]`: a decoder gives all its layers the same pair."""
+        if self._angles is None or self._cos_sin is not cos_sin:
+            cos, sin = cos_sin
+            # Angles are [B, W, 1, E], to broadcast over heads that stand behind the tokens.
+            self._angles = Angles.of((cos.unsqueeze(2), sin.unsqueeze(2)))
+            self._cos_sin = cos_sin
+        return self._angles
 
 
 class FastAttention(NamedTuple):
@@ -148,9 +169,10 @@ class FastAttention(NamedTuple):
     size: int  # numbers in a head
     scaling: float  # of the scores
     window: int | None  # tokens that a query sees, `None` for all
+    angles: AnglesOfForward
 
     @classmethod
-    def of(cls, module: Any, is_unmodified: bool) -> FastAttention:
+    def of(cls, module: Any, is_unmodified: bool, angles: AnglesOfForward) -> FastAttention:
         """Looks up what a module computes with."""
         parts = module._modules
         query_key_value = [parts["q_proj"], parts["k_proj"], parts["v_proj"]]
@@ -162,6 +184,7 @@ class FastAttention(NamedTuple):
             module.head_dim,
             module.scaling,
             window_of(module),
+            angles,
         )
 
     def run(self, module: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
@@ -176,9 +199,7 @@ class FastAttention(NamedTuple):
             query_norm, key_norm = self.norms
             query = rms_norm(query, query_norm["weight"], self.eps)
             key = rms_norm(key, key_norm["weight"], self.eps)
-        # Angles are [B, W, 1, E], to broadcast over heads that stand behind the tokens.
-        cos, sin = kwargs["position_embeddings"]
-        angles = (cos.unsqueeze(2), sin.unsqueeze(2))
+        angles = self.angles.of(kwargs["position_embeddings"])
         query = rotate(query, angles)
         key = rotate(key, angles)
         # Keys and values stay as they are: the ragged cache keeps them token by token.
@@ -232,7 +253,14 @@ class FastLayer(NamedTuple):
     takes_prompts: bool  # whether it runs over Transformers' cache, too
 
     @classmethod
-    def of(cls, layer: Any, form: LayerForm, is_unmodified: bool, takes_prompts: bool) -> FastLayer:
+    def of(
+        cls,
+        layer: Any,
+        form: LayerForm,
+        is_unmodified: bool,
+        takes_prompts: bool,
+        angles: AnglesOfForward,
+    ) -> FastLayer:
         """Looks up what a layer computes with."""
         parts = layer._modules
         mlp = parts["mlp"]
@@ -244,7 +272,7 @@ class FastLayer(NamedTuple):
         # Parameters and no tensors: a weight that is replaced within a run is found at its next use.
         first, second = layer_norms(layer)
         first_eps, second_eps, *_ = form.epsilons
-        attention = FastAttention.of(parts["self_attn"], is_unmodified)
+        attention = FastAttention.of(parts["self_attn"], is_unmodified, angles)
         return cls(
             first._parameters,
             first_eps,
@@ -286,7 +314,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns what `ops.rms_norm.reference` computes; in float32 torch's own operation rounds as it does."""
     # In half precision torch rounds at another place than the modules do.
     if states.dtype == torch.float32:
-        return torch.rms_norm(states, weight.shape, weight, eps)
+        return float32_rms_norm(states, weight, eps)
     return ops.rms_norm.reference(states, weight, eps)
 
 
@@ -386,14 +414,15 @@ def _run_attention(
     attention: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     """Runs an attention in the form of its class: the output, and no attention weights."""
-    fast = FastAttention.of(attention, is_unmodified=False)
+    fast = FastAttention.of(attention, is_unmodified=False, angles=AnglesOfForward())
     return fast.run(attention, states, cache, kwargs), None
 
 
 def _run_layer(layer: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -> Tensor:
     """Runs a layer as one function, for its trial."""
     form = LayerForm.of(layer)
-    fast = FastLayer.of(layer, form, is_unmodified=False, takes_prompts=True)
+    angles = AnglesOfForward()
+    fast = FastLayer.of(layer, form, is_unmodified=False, takes_prompts=True, angles=angles)
     attention = layer._modules["self_attn"]
     return fast.run(attention, states, cache, kwargs)
 
