@@ -69,10 +69,10 @@ class LoadWatch:
         self._own = time.process_time()
         self._clock = time.perf_counter()
 
-    def sample(self, seconds: float = SAMPLE_SECONDS) -> float | None:
-        """Sleeps and returns the cores that were busy meanwhile."""
+    def sample(self) -> float | None:
+        """Sleeps for `SAMPLE_SECONDS` and returns the cores that were busy meanwhile."""
         start = read_cpu_times()
-        time.sleep(seconds)
+        time.sleep(SAMPLE_SECONDS)
         self.before = busy_cores(start, read_cpu_times(), num_cores())
         return self.before
 

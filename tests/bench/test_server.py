@@ -19,6 +19,7 @@ from dflash_hf.bench.run import run
 from dflash_hf.bench.server import server_method
 from dflash_hf.data.openai_client import NoTextError, OpenAIClient, run_async
 from helpers.bench_runs import TOY, answers_in, settings_in
+from helpers.http_threads import running
 
 HELLO = [{"role": "user", "content": "Hello."}]
 WORDS = ["Good ", "day ", "to ", "you."]
@@ -174,11 +175,8 @@ def asked(client: OpenAIClient, name: str, *body: Any) -> Any:
 @pytest.fixture
 def small(request: pytest.FixtureRequest) -> Generator[Small]:
     server = Small(request.param)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with running(server):
+        yield server
 
 
 @pytest.mark.parametrize("small", [*COUNTERS, "sglang", "plain"], indirect=True)

@@ -9,6 +9,12 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has each script look for a moment alone at whether the machine is idle: no test times anything."""
+    monkeypatch.setattr("harness.machine.SAMPLE_SECONDS", 0.05)
+
+
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of benchmarks/results, for every script that is loaded; it is not there yet."""

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from helpers.http_threads import running
+
 WRITING_SECONDS = 0.05  # for which a file is locked and not written yet
 
 
@@ -93,11 +95,5 @@ def serving(server: HiddenStatesServer) -> Generator[str]:
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    try:
+    with running(http):
         yield f"http://127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()

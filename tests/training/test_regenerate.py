@@ -34,6 +34,7 @@ from dflash_hf.training.local_answers import Ranks
 from dflash_hf.training.prepare import PrepareSettings, prepare
 from dflash_hf.training.prompts import write_prompts
 from dflash_hf.training.regenerate import random_numbers_of
+from helpers.http_threads import running
 from helpers.processors import picture, published_folder, qwen_target
 from helpers.templates import FAMILIES
 from tiny import tiny_draft, tiny_target
@@ -543,12 +544,8 @@ def server(target: Any, tokenizer: Any) -> Iterator[Any]:
         [],
         threading.Lock(),
     )
-    thread = threading.Thread(target=found.serve_forever, daemon=True)
-    thread.start()
-    yield found
-    found.shutdown()
-    found.server_close()
-    thread.join()
+    with running(found):
+        yield found
 
 
 def test_a_server_answers_in_the_targets_place(
