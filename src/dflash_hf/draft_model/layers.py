@@ -90,23 +90,25 @@ class DFlashRMSNorm(nn.Module):
     def _normed(self, hidden_states: Tensor) -> Tensor:
         if ops.use_kernel(ops.rms_norm, hidden_states, self.weight):
             return ops.rms_norm(hidden_states, self.weight, self.eps)
-        size = self.weight.shape
-        # In float32 there is nothing to round between norm and weight, and one operation does both.
-        if hidden_states.dtype == self.weight.dtype == torch.float32:
-            return float32_rms_norm(hidden_states, self.weight, self.eps)
-        # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
-        states = hidden_states.to(torch.float32)
-        normed = nn.functional.rms_norm(states, size, None, self.eps)
-        return self.weight * normed.to(hidden_states.dtype)
+        return rms_norm(hidden_states, self.weight, self.eps)
 
 
-def float32_rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns torch's own RMS norm of float32 states `[..., D]`, with a float32 weight `[D]`."""
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns `weight * x / sqrt(mean(x^2) + eps)` of states `[..., D]`, rounded as Qwen3's norm rounds it."""
+    # In float32 there is nothing to round between norm and weight, and one operation does both.
+    if states.dtype == weight.dtype == torch.float32:
+        return _torchs_norm(states, weight, weight.shape, eps)
+    # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
+    normed = _torchs_norm(states.to(torch.float32), None, weight.shape, eps)
+    return weight * normed.to(states.dtype)
+
+
+def _torchs_norm(states: Tensor, weight: Tensor | None, size: torch.Size, eps: float) -> Tensor:
     # It is what `rms_norm` itself calls. The way there takes 1 % of a small model's step on a CPU (docs/log.md).
     if _fused_rms_norm is not None and states.is_cpu and not torch.is_grad_enabled():
-        normed, _ = _fused_rms_norm(states, weight.shape, weight, eps)
+        normed, _ = _fused_rms_norm(states, size, weight, eps)
         return normed
-    return nn.functional.rms_norm(states, weight.shape, weight, eps)
+    return nn.functional.rms_norm(states, size, weight, eps)
 
 
 class DFlashRotaryEmbedding(nn.Module):

@@ -19,11 +19,10 @@ from transformers import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dflash_hf import ops
 from dflash_hf.block.attention import attend
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.draft_model.layers import Angles, float32_rms_norm, rotate
+from dflash_hf.draft_model.layers import Angles, rms_norm, rotate
 from dflash_hf.layer_configs import layer_config
 from dflash_hf.packed_weights import LINEAR_PARAMETERS, Parameters, linear, linears
 from dflash_hf.target_model.known_layers import (
@@ -308,14 +307,6 @@ class FastLayer(NamedTuple):
         states = states + self.attention.run(attention, normed, cache, kwargs)
         normed = rms_norm(states, self.second["weight"], self.second_eps)
         return states + self.mlp(normed)
-
-
-def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns what `ops.rms_norm.reference` computes; in float32 torch's own operation rounds as it does."""
-    # In half precision torch rounds at another place than the modules do.
-    if states.dtype == torch.float32:
-        return float32_rms_norm(states, weight, eps)
-    return ops.rms_norm.reference(states, weight, eps)
 
 
 def by_sdpa(config: Any) -> bool:
