@@ -55,7 +55,7 @@ need = @for path in $(1); do test -e "$${path%%::*}" || { \
 .DELETE_ON_ERROR:
 .PHONY: help demo chat setup test lint format types architecture test-cpu test-browser chromium screenshots
 .PHONY: fuzz docs release-check test-types-browser-kernels test-kernels test-docs test-oldest test-latest versions
-.PHONY: toy toy-vision toy-hybrid real real-draft bench clean
+.PHONY: environments toy toy-vision toy-hybrid real real-draft bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -68,7 +68,15 @@ chat: $(VENV)/.stamp-dev  ## a web page, on this machine only: SmolLM2 after mak
 
 setup: $(VENV)/.stamp-dev  ## make or update .venv with everything the targets below need
 
-test: lint test-types-browser-kernels test-cpu test-oldest test-latest  ## all checks
+test: environments lint test-types-browser-kernels test-cpu test-oldest test-latest  ## all checks
+
+# pip has one thread: two environments are made beside the first one, which the next checks need.
+environments:
+	@$(MAKE) $(VENV_OLDEST)/.stamp-test $(VENV_LATEST)/.stamp-$(TODAY) & others=$$!; \
+	trap 'kill $$others; exit 130' INT TERM; \
+	$(MAKE) $(VENV)/.stamp-dev; failed=$$?; \
+	wait $$others || failed=1; \
+	exit $$failed
 
 # Pyright has one thread, and the browser tests wait half of the time. The kernels' tests compute in what these leave idle,
 # at the lowest priority, so that they keep no page waiting. What they say is shown at the end.
