@@ -96,7 +96,7 @@ def attention_case(
         cache = [normal(batch, ring, sizes.groups, sizes.size) for _ in range(2)]
         lengths = torch.full((batch,), context, device=device)
         block = RaggedBlock.at(lengths, sizes.width)
-        repeats = mask_repeats(sizes.heads // sizes.groups, device, dtype)
+        repeats = mask_repeats(sizes.heads // sizes.groups, sizes.width, ring, device, dtype)
         return {
             "query": normal(batch, sizes.width, sizes.heads, sizes.size).transpose(1, 2),
             "key": cache[0].transpose(1, 2),

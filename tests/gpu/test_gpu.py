@@ -354,7 +354,7 @@ def test_attention_equals_the_formula(
     mask = block.mask(
         num_slots,
         (window, causal, False),
-        mask_repeats(heads // groups, query.device, dtype),
+        mask_repeats(heads // groups, width, num_slots, query.device, dtype),
         dtype,
     )
     last = block.lengths[:, None, None] + width - 1

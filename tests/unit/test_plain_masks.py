@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.block.attention import RaggedBlock, RaggedMask, TreeBlock, attend, mask_repeats
@@ -59,8 +59,31 @@ def test_half_precision_attends_as_float32_does(width: int, is_exact: bool) -> N
     value = torch.randn(1, 2, 11 + width, 16)
     expected = attend(query, key, value, mask, 0.25)
     packed = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), mask, 0.25)
-    assert mask_repeats(3, query.device, torch.bfloat16) == 3
+    assert mask_repeats(3, width, 11 + width, query.device, torch.bfloat16) == 3
     torch.testing.assert_close(packed.float(), expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("width", "past", "repeats"),
+    [(1, 1023, 1), (2, 1022, 3), (16, 1008, 3), (17, 1007, 1), (2, 1021, 1)],
+)
+def test_packed_heads_attend_as_others_do(width: int, past: int, repeats: int) -> None:
+    torch.manual_seed(width)
+    num_keys = past + width
+    block = RaggedBlock(past + torch.arange(width)[None], num_keys, is_exact=True)
+    mask = RaggedMask(block, (None, True, False))
+    query = torch.randn(1, 6, width, 16, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, num_keys, 16, dtype=torch.float64)
+    assert mask_repeats(3, width, num_keys, query.device, query.dtype) == repeats
+    found = attend(query, key, value, mask, 0.25)
+    expected = nn.functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(3, dim=1),
+        value.repeat_interleave(3, dim=1),
+        attn_mask=block.dense_mask(num_keys, mask.kind, 1, query.dtype),
+        scale=0.25,
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def test_a_block_of_another_dtype_than_its_queries_runs(monkeypatch: pytest.MonkeyPatch) -> None:

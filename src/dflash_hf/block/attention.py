@@ -31,6 +31,10 @@ AuxRequest: Any = getattr(flex_module, "AuxRequest", None)
 
 # The bound of a block whose rows may be of any length.
 NO_BOUND = sys.maxsize
+# On a CPU, in float32 and float64, query heads are packed up to so many tokens and from so many keys on, as
+# `mask_repeats` says.
+MOST_PACKED = 16
+LEAST_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,7 +292,8 @@ class CombinedMasks:
         """Returns the additive form of a boolean mask, and a `BlockMask` as it is."""
         if not isinstance(mask, Tensor):
             return mask
-        repeats = mask_repeats(heads_per_key, mask.device, dtype)
+        _, _, num_queries, num_keys = mask.shape
+        repeats = mask_repeats(heads_per_key, num_queries, num_keys, mask.device, dtype)
         additive = additive_mask(~mask, dtype)
         return _repeated(additive, repeats)
 
@@ -304,7 +309,7 @@ class CombinedMasks:
         # Padding counts as a token here, so that all rows are alike and the last key is the block's last.
         keys = torch.arange(num_keys, device=self._device)
         block = RaggedBlock(keys[None, -self._num_queries :])
-        repeats = mask_repeats(heads_per_key, self._device, dtype)
+        repeats = mask_repeats(heads_per_key, self._num_queries, num_keys, self._device, dtype)
         mask = block.dense_mask(num_keys, kind, repeats, dtype)
         if padding is None:
             return mask
@@ -323,16 +328,21 @@ class RaggedMask(NamedTuple):
 Mask = Tensor | BlockMask | RaggedMask
 
 
-def mask_repeats(heads_per_key: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Returns how often a mask's rows are repeated: once, or once per query head of a key head.
+def mask_repeats(
+    heads_per_key: int, width: int, num_keys: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Returns how often the rows of a mask are repeated: once, or once per query head of a key head.
 
     Repeated rows mean that the query heads of one key head are laid along the token axis. On CUDA that is done because
     a mask together with `enable_gqa` is said to leave SDPA only its slowest kernel there (not measured here). On a CPU
-    a half-precision product of a single query with the keys is slow: packed, three heads to a key head, one token
-    takes an eighth to a fifth of the time and eight tokens two thirds (docs/log.md). In float32 both take as long.
+    the products of a few queries with many keys are slow. Packed, three heads to a key head, in half precision one
+    token takes an eighth to a fifth of the time and eight tokens two thirds; in float32 eight tokens take 0.8 of the
+    time over 1,500 keys, and as long over 400 (docs/log.md).
     """
-    is_half = dtype.itemsize < 4
-    if device.type == "cuda" or is_half:
+    if device.type == "cuda" or dtype.itemsize < 4:
+        return heads_per_key
+    # A single token is added up as plain decoding adds it up, which is not packed.
+    if 1 < width <= MOST_PACKED and num_keys >= LEAST_KEYS:
         return heads_per_key
     return 1
 
@@ -375,8 +385,9 @@ def attend(
             )
         # No kernel runs here: the block makes the mask, once for all layers of this kind.
         _, num_groups, num_slots, _ = key_BGRE.shape
-        heads_per_key = query_BHKE.shape[1] // num_groups
-        repeats = mask_repeats(heads_per_key, key_BGRE.device, query_BHKE.dtype)
+        _, num_heads, width, _ = query_BHKE.shape
+        heads_per_key = num_heads // num_groups
+        repeats = mask_repeats(heads_per_key, width, num_slots, key_BGRE.device, query_BHKE.dtype)
         mask = block.mask(num_slots, kind, repeats, query_BHKE.dtype)
     # FlexAttention skips blocks that are hidden, where SDPA would compute them; it is given neither of these two.
     if isinstance(mask, BlockMask):
@@ -461,9 +472,9 @@ def _attend_by_sdpa(
 ) -> Tensor:
     """Returns `attend` by SDPA, which knows neither a soft cap nor sinks."""
     batch, num_heads, width, _ = query_BHKE.shape
-    groups = key_BGRE.shape[1]
+    _, groups, num_keys, _ = key_BGRE.shape
     repeats = num_heads // groups
-    is_packed = mask_repeats(repeats, query_BHKE.device, query_BHKE.dtype) > 1
+    is_packed = mask_repeats(repeats, width, num_keys, query_BHKE.device, query_BHKE.dtype) > 1
     query = query_BHKE
     if is_packed:
         # The query heads of a key head follow each other, each with all its tokens, as in the repeated mask.
