@@ -554,6 +554,19 @@ def test_angles_are_made_once_for_all_layers_with_the_same_pair() -> None:
         assert torch.equal(found.signed_sin.squeeze(2), torch.cat((-first, second), dim=-1))
 
 
+def test_angles_follow_a_pair_that_a_hook_changes_between_two_layers() -> None:
+    target: Any = tiny_target("qwen3")
+    angles = AnglesOfForward()
+    with torch.no_grad():
+        pair = target.model.rotary_emb(target.lm_head.weight, torch.arange(5)[None])
+        angles.of(pair)
+        for changed in pair:
+            changed.mul_(0.5)
+            found = angles.of(pair)
+            wanted = AnglesOfForward().of(pair)
+            assert all(map(torch.equal, found, wanted))
+
+
 def test_hooks_that_transformers_leaves_behind_are_no_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

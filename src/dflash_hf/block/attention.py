@@ -292,7 +292,8 @@ class CombinedMasks:
         """Returns the additive form of a boolean mask, and a `BlockMask` as it is."""
         if not isinstance(mask, Tensor):
             return mask
-        _, _, num_queries, num_keys = mask.shape
+        num_queries = mask.shape[-2]
+        num_keys = mask.shape[-1]
         repeats = mask_repeats(heads_per_key, num_queries, num_keys, mask.device, dtype)
         additive = additive_mask(~mask, dtype)
         return _repeated(additive, repeats)
@@ -332,6 +333,8 @@ def mask_repeats(
     heads_per_key: int, width: int, num_keys: int, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Returns how often the rows of a mask are repeated: once, or once per query head of a key head.
+
+    The mask is of `width` tokens over `num_keys` keys, for queries of this dtype.
 
     Repeated rows mean that the query heads of one key head are laid along the token axis. On CUDA that is done because
     a mask together with `enable_gqa` is said to leave SDPA only its slowest kernel there (not measured here). On a CPU

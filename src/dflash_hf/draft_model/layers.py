@@ -39,7 +39,7 @@ class Angles(NamedTuple):
 
     @classmethod
     def of(cls, cos_sin: CosSin) -> Angles:
-        """Makes them of cosines and sines."""
+        """Makes them of cosines and sines `[..., 1, T]` each."""
         cos, sin = cos_sin
         first, second = sin.chunk(2, dim=-1)
         return cls(cos, torch.cat((-first, second), dim=-1))
@@ -104,7 +104,8 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _torchs_norm(states: Tensor, weight: Tensor | None, size: torch.Size, eps: float) -> Tensor:
-    # It is what `rms_norm` itself calls. The way there takes 1 % of a small model's step on a CPU (docs/log.md).
+    """Returns torch's own norm of float32 states `[..., D]`, times a weight `[D]` where one is given."""
+    # `rms_norm` calls the same operation. The way there takes 1 % of a small model's step on a CPU (docs/log.md).
     if _fused_rms_norm is not None and states.is_cpu and not torch.is_grad_enabled():
         normed, _ = _fused_rms_norm(states, size, weight, eps)
         return normed

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash_hf.block.attention import attend
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.devices import num_writes
 from dflash_hf.draft_model.layers import Angles, rms_norm, rotate
 from dflash_hf.layer_configs import layer_config
 from dflash_hf.packed_weights import LINEAR_PARAMETERS, Parameters, linear, linears
@@ -146,15 +147,20 @@ class AnglesOfForward:
     def __init__(self) -> None:
         # Held, so that no other pair may be at the same address.
         self._cos_sin: tuple[Tensor, Tensor] | None = None
+        self._writes: list[int] = []
         self._angles: Angles | None = None
 
     def of(self, cos_sin: tuple[Tensor, Tensor]) -> Angles:
         """Returns those of cosines and sines `[B, W, E]`: a decoder gives all its layers the same pair."""
-        if self._angles is None or self._cos_sin is not cos_sin:
+        # A hook of the user's may write into the pair between two layers.
+        writes = list(map(num_writes, cos_sin))
+        is_same = self._cos_sin is cos_sin and self._writes == writes
+        if self._angles is None or not is_same:
             cos, sin = cos_sin
             # Angles are [B, W, 1, E], to broadcast over heads that stand behind the tokens.
             self._angles = Angles.of((cos.unsqueeze(2), sin.unsqueeze(2)))
             self._cos_sin = cos_sin
+            self._writes = writes
         return self._angles
 
 
