@@ -5,7 +5,8 @@
     .venv/bin/python benchmarks/batches.py --rows 1,2,4,8,16,32
 
 Every way answers the same batches of questions in turns, in another order each round, all in this process. Its time is
-the process's own time on a processor, the least of the rounds, summed over the batches. The column "one token" is this
+the process's own time on a processor, the least of the rounds, summed over the batches. What the first call with a
+draft does once for all later ones, such as copies of weights, is done before. The column "one token" is this
 package's loop that verifies one token at a time, so what it has over plain is not the draft's. With `--fixed 2,4,8`
 verifies of so many tokens are other ways, and the last column is the default's speed over that of the best of them.
 With `--never-right` the draft has random weights. Writes `batches.json`.
@@ -36,6 +37,8 @@ PLAIN = "plain"
 DEFAULT = "default"
 # The default's loop without guesses.
 ONE_TOKEN = "one token"
+# A call that makes all copies of weights: those of the draft are made at the first step with guesses.
+WARM_UP = {"max_new_tokens": 4, "min_new_tokens": 0}
 COLUMNS = [
     ("set", "set"),
     ("rows", "rows"),
@@ -90,6 +93,7 @@ def measured(
     ways |= {f"{width} tokens": width for width in fixed}
     names = list(ways)
     least = {way: [float("inf")] * len(batches) for way in names}
+    seconds_of(target, draft, batches[0], DEFAULT, 2, settings | WARM_UP)
     num_tokens = 0
     num_verifies = 0
     for turn in range(rounds):
