@@ -108,8 +108,10 @@ test-cpu: $(VENV)/.stamp-dev  ## the CPU suite: architecture and documentation i
 	@$(BIN)/python .ci/versions.py
 	$(BIN)/python -m pytest tests --ignore=tests/kernels --ignore=tests/browser $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 
-test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser; a file stays in one process, with its servers
-	$(BIN)/python -m pytest tests/browser $(CPU) -n $(PYTEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+# In one process: a second one would load everything, and start the browser and the servers, once more, for 70 seconds of a
+# processor.
+test-browser: $(VENV)/.stamp-dev chromium  ## the chat in a real browser
+	$(BIN)/python -m pytest tests/browser $(CPU) $(PYTEST_ARGS)
 
 screenshots: $(VENV)/.stamp-dev chromium  ## docs/images anew, from the bundled pair
 	$(BIN)/python -m pytest tests/browser/screenshots.py $(PYTEST_ARGS)
