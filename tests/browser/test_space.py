@@ -11,13 +11,16 @@ from helpers.source_tree import ROOT
 
 @pytest.fixture
 def space(tmp_path: Path) -> Iterator[Server]:
-    """The Space's `app.py`, with the bundled pair in place of the one from the Hub."""
+    """The Space's `app.py`, with the bundled pair in place of the one from the Hub.
+
+    It loads no more than `demos/app.py` does, which `bundled` starts as a user would: a fork has all loaded.
+    """
     port = free_port()
     pair = ROOT / "demos" / "toy"
     folders = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
     script = str(ROOT / "demos" / "space" / "app.py")
     words = [script, *folders, "--port", str(port)]
-    server = start(words, tmp_path / "log", pair, port, is_fork=False)
+    server = start(words, tmp_path / "log", pair, port)
     yield server
     stop(server)
 
