@@ -22,8 +22,8 @@ TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 PROMPT = "Compute 41 + 80 - 99 + 14."
 INDEX = 6  # of the token that is changed
 UNUSED = 1000  # a token that no answer here has
-GENERATE = ("generate", PROMPT, "--max-new-tokens", "24", "--compare")
-DEMO = ("demo", "--per-kind", "1", "--max-new-tokens", "16", "--dtype", "bfloat16")
+GENERATE = ("generate", PROMPT, "--max-new-tokens", "12", "--compare")
+DEMO = ("demo", "--per-kind", "1", "--max-new-tokens", "8", "--dtype", "bfloat16")
 
 
 def let_drafts_differ(monkeypatch: pytest.MonkeyPatch, ties: bool) -> None:
