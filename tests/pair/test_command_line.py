@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from dflash_hf.cli.generate import read_prompt
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import ABOUT
 from dflash_hf.pair.loading import load_weights, loaded
+from helpers.forked_python import start
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"
@@ -480,20 +482,26 @@ def test_what_nobody_foresaw_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_interrupts_and_closed_pipes_have_their_own_status(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dflash_hf.cli.generate.load_pair", interrupt)
     assert run("generate", PROMPT).exit_code == 130
-    command = f"{sys.executable} -m dflash_hf.cli generate 'Count from 1 to 90.' | head -c 1; echo ${{PIPESTATUS[0]}}"
-    ended = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=280
-    )
-    assert ended.stdout[1:].strip() == "141", ended
-    assert "Traceback" not in ended.stderr
-    assert "BrokenPipe" not in ended.stderr
+    pipe, stderr = tmp_path / "pipe", tmp_path / "stderr"
+    os.mkfifo(pipe)
+    program = ["-m", "dflash_hf.cli", "generate", "Count from 1 to 90."]
+    writer = start(program, os.environ, pipe, stderr)
+    try:
+        read = subprocess.run(["head", "-c", "1", pipe], capture_output=True, check=True)
+        status = writer.wait(timeout=280)
+    finally:
+        writer.kill()
+    said = stderr.read_text()
+    assert (len(read.stdout), status) == (1, 141), said
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
 
 
 PROMPTS: dict[str, tuple[bytes, str]] = {
