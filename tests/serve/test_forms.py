@@ -262,10 +262,14 @@ def test_a_tool_may_name_arguments_in_parts(server: InProcess) -> None:
 @pytest.mark.parametrize("parameters", [None, {}, {"properties": {"dry": {"type": "boolean"}}}])
 def test_forced_arguments_are_an_object(server: InProcess, parameters: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    for seed in range(4):
-        found = asked(
-            server, max_tokens=200, tools=[tool], tool_choice={"function": {"name": "f"}}, seed=seed
-        )
+
+    def answer(seed: int) -> Found:
+        choice = {"function": {"name": "f"}}
+        return asked(server, max_tokens=200, tools=[tool], tool_choice=choice, seed=seed)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(answer, range(4)))
+    for found in answers:
         assert found.status == 200, found.error
         assert re.search(r'"arguments"\s*:\s*[^{\s]', found.content) is None, found
         # A free object may go on up to the limit.
