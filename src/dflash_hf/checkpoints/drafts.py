@@ -170,12 +170,13 @@ def save_draft(
     elsewhere = [name for name, tensor in state.items() if tensor.is_meta]
     action = "load it without offload, and save it then"
     require(not elsewhere, "a draft whose weights are loaded", listed(elsewhere), action)
-    differing = sorted(state.keys() ^ draft._shapes(config).keys())
-    what = f"the weights of a draft in the format {chosen.name!r}"
-    require(not differing, what, listed(differing), "save it in the format 'dflash'")
     dtype = str(draft.dtype).removeprefix("torch.")
     has_target = target is not None
     written = chosen.write_config(config, dtype, frozenset(state), has_target=has_target)
+    # Only now: this builds a model, and most drafts that a format cannot express are refused without one.
+    differing = sorted(state.keys() ^ draft._shapes(config).keys())
+    what = f"the weights of a draft in the format {chosen.name!r}"
+    require(not differing, what, listed(differing), "save it in the format 'dflash'")
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
         chosen.name_target(written, target.config.name_or_path or "", architectures)
