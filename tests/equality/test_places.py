@@ -112,7 +112,7 @@ def test_texts_are_those_of_each_prompt_alone(
 def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, engine: str) -> None:
     target = shallow_target("qwen3", **LONG)
     kinds = (GREEDY, SAMPLED, HOT)
-    requests = asked(lengths_of(16, 3), 3, kinds=kinds)
+    requests = asked(lengths_of(10, 3), 3, kinds=kinds)
     draft = eager_draft(target)
     draft.generation_config.proposal = proposal
     answer_alone(target, requests, draft)

@@ -37,13 +37,13 @@ RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "bamba"]
 @pytest.mark.parametrize("family", ATTENTION + RECURRENT)
 def test_texts_are_those_of_each_prompt_alone(family: str) -> None:
     target = shallow_target(family, **LONG)
-    requests = asked(lengths_of(16, 1), 1)
+    requests = asked(lengths_of(10, 1), 1)
     answer_alone(target, requests)
     draft = batch_oracle(target)
     use_whole_blocks(draft)
     batch = RunningBatch(target, draft, prefill_chunk_size=100)
     found = drive(batch, requests, 1)
-    assert found["answered"] == 16
+    assert found["answered"] == 10
     assert found["most"] > 2
 
 
@@ -64,7 +64,7 @@ def test_rows_that_are_broken_off_change_no_other(seed: int, family: str) -> Non
 def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, knows: bool) -> None:
     target = shallow_target("qwen3", **LONG)
     kinds = (GREEDY, SAMPLED, HOT, PENALISED, SAMPLED | {"repetition_penalty": 1.2})
-    requests = asked(lengths_of(20, 3, 200), 3, kinds=kinds)
+    requests = asked(lengths_of(14, 3, 200), 3, kinds=kinds)
     own = tiny_draft(target)
     own.generation_config.proposal = proposal
     answer_alone(target, requests, own)
