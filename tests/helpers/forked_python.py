@@ -7,6 +7,7 @@ first test that forked had it, whatever the environment of a program says.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -33,6 +34,8 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 class Process(ForkServerProcess):
     """A running program, which ends with the tests at the latest; with names of `subprocess.Popen` beside its own."""
+
+    stdin = stdout = stderr = None
 
     @property
     def returncode(self) -> int | None:
@@ -94,6 +97,8 @@ def _be(words: list[str], environment: dict[str, str], stdout: Path, stderr: Pat
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # Gradio has asked for it
+    # What is loaded stays for good: a search for garbage in all of it takes half a second, and copies its memory.
+    gc.freeze()
     multiprocessing.set_start_method(None, force=True)
     # Where the tests run in the background of a shell, they ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
