@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +14,7 @@ import pytest
 
 from dflash_hf.bench import run as run_module
 from dflash_hf.bench.run import run
+from helpers import forked_python
 from helpers.bench_runs import TOY, Asked, answers_in, counts_in, settings_in, write_set
 
 Pretend = Callable[..., Asked]
@@ -57,23 +56,10 @@ def test_two_processes_are_one(tmp_path: Path, held_out: list[str]) -> None:
         1,
     ]
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))
-    done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-            ),
-            *("-m", "dflash_hf", "bench", *map(str, words)),
-        ],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    # Torchrun is forked, and starts the two.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = forked_python.run(
+        [*torchrun, "-m", "dflash_hf", "bench", *words], {**os.environ, "PYTHONPATH": path}, 280
     )
     assert done.returncode == 0, done.stderr
     assert counts_in(tmp_path / "two") == counts_in(settings.out)
