@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dflash_hf.bench import report as report_module
 from dflash_hf.bench.answers import Answer
 from dflash_hf.bench.report import write_report
 from dflash_hf.bench.summary import summarize
@@ -260,6 +261,8 @@ def test_without_matplotlib_there_are_no_figures_and_without_jinja_no_page(
     assert "svg" not in page.tags
     (folder / "report.html").unlink()
     monkeypatch.setitem(sys.modules, "jinja2", None)
+    # The page above has loaded it.
+    report_module._environment.cache_clear()
     with pytest.raises(ImportError, match=r"expected jinja2.*pip install 'dflash-hf\[bench\]'"):
         write_report(folder)
     assert not (folder / "report.html").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +33,9 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         ValueError: If the folder holds no run, or a summary that cannot be read.
         ImportError: Without jinja2.
     """
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
-    except ImportError as error:
-        sentence = "expected jinja2 for the report, got no module of that name; pip install 'dflash-hf[bench]'"
-        raise ImportError(sentence) from error
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    filters = {
-        "number": _number,
-        "percent": _percent,
-        "ms": _milliseconds,
-        "rate": _rate,
-        "words": _words,
-    }
-    environment.filters |= filters
+    environment = _environment()
+    from jinja2 import UndefinedError
+
     run = read_run(folder)
     path = run.folder / "summary.json"
     again = "remove it to have it written again"
@@ -71,6 +55,31 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
             f"remove {path.name} to have it written again, or run the bench again"
         ) from error
     return write_whole(run.folder / "report.html", page)
+
+
+@cache
+def _environment() -> Any:
+    """Returns what renders the page's template, compiled once for all reports; raises as [`write_report`]."""
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        sentence = "expected jinja2 for the report, got no module of that name; pip install 'dflash-hf[bench]'"
+        raise ImportError(sentence) from error
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": _number,
+        "percent": _percent,
+        "ms": _milliseconds,
+        "rate": _rate,
+        "words": _words,
+    }
+    return environment
 
 
 def _page(run: Run, summary: dict[str, Any], environment: Any) -> str:
