@@ -98,6 +98,25 @@ def test_special_tokens_without_a_name_are_no_text(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("max_rows", [4, 1])
+def test_ids_that_the_tokenizer_does_not_have_are_no_text(serve: Serve, max_rows: int) -> None:
+    """The head of Qwen3 has more rows than its tokenizer has tokens."""
+    tokenizer = marked_tokenizer()
+    num_tokens = len(tokenizer)
+    says = [*tokenizer.convert_tokens_to_ids(["a"]), num_tokens + 3]
+    server = serve(tokenizer, num_tokens + 90, max_rows, says)
+    asked = {"max_tokens": 2, "temperature": 0}
+    for is_stream in (False, True):
+        chat = {**HELLO, **asked, "logprobs": True, "top_logprobs": 20}
+        found = server.ask("http", is_stream, True, chat)
+        assert (found.status, found.content, found.reasons) == (200, "a", ["length"]), found.error
+        assert [entry["token"] for entry in found.logprobs] == ["a"]
+        assert 0 < len(found.logprobs[0]["top_logprobs"]) < 20
+        assert all(one["token"] for one in found.logprobs[0]["top_logprobs"])
+        found = server.ask("http", is_stream, False, {"prompt": "hi", **asked, "logprobs": 5})
+        assert found.status == 200, found.error
+
+
+@pytest.mark.parametrize("max_rows", [4, 1])
 def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) -> None:
     tokenizer = marked_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|more|>"]})

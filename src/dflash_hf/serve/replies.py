@@ -164,7 +164,8 @@ class Reply:
             answer.ids, answer.offsets, choice.logprobs, strict=False
         ):
             is_cut_off = answer.is_stopped and offset >= answer.num_kept
-            if token_id not in answer.text.hidden and not is_cut_off:
+            has_text = token_id not in answer.text.hidden and self._is_token(token_id)
+            if has_text and not is_cut_off:
                 kept.append((token_id, offset, logprob))
         if self.is_chat:
             return {"content": [self._token(*entry) for entry in kept], "refusal": None}
@@ -172,14 +173,14 @@ class Reply:
             "tokens": [self._said(token_id) for token_id, _, _ in kept],
             "token_logprobs": [logprob.logprob for _, _, logprob in kept],
             "top_logprobs": [
-                {self._said(token_id): value for token_id, value in logprob.top}
+                {self._said(token_id): value for token_id, value in self._top(logprob)}
                 for _, _, logprob in kept
             ],
             "text_offset": [offset for _, offset, _ in kept],
         }
 
     def _token(self, token_id: int, offset: int, logprob: TokenLogprob) -> dict[str, Any]:
-        top = [self._entry(other, value) for other, value in logprob.top]
+        top = [self._entry(other, value) for other, value in self._top(logprob)]
         return {**self._entry(token_id, logprob.logprob), "top_logprobs": top}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -188,6 +189,15 @@ class Reply:
             "logprob": logprob,
             "bytes": token_bytes(self.tokenizer, token_id),
         }
+
+    def _top(self, logprob: TokenLogprob) -> list[tuple[int, float]]:
+        """Returns the likeliest tokens at a place with their log-probabilities."""
+        return [(token_id, value) for token_id, value in logprob.top if self._is_token(token_id)]
+
+    def _is_token(self, token_id: int) -> bool:
+        """Returns False for an id that the tokenizer does not have: a head may have more rows, as Qwen3's."""
+        token: Any = self.tokenizer.convert_ids_to_tokens(token_id)
+        return token is not None
 
     def _said(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
