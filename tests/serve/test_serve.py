@@ -381,6 +381,14 @@ def test_what_is_no_image_is_refused(vision: Served) -> None:
 
 NO_TURN = "expected messages, a list of turns"
 LONG = "word " * 2000
+LARGE = "x" * 4_000_000
+
+
+def call_with(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool, as a turn of the assistant has it."""
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "gpt-4o"}, 404, "expected 'text' as model, got 'gpt-4o'"),
     ({"model": 5}, 404, "expected 'text' as model, got 5"),
@@ -442,6 +450,17 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ),
     (
         {"messages": [{"role": "user", "content": "x" * 4_000_000}]},
+        400,
+        "expected at most 4000000 characters",
+    ),
+    # Templates write the arguments of a call, whatever their names are.
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [call_with({"image_url": LARGE})]}]},
+        400,
+        "expected at most 4000000 characters",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [call_with({LARGE: 1})]}]},
         400,
         "expected at most 4000000 characters",
     ),

@@ -86,6 +86,17 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image_url"
 
 
+def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns turns that [`read_messages`] has taken, as they were sent, without the images among their parts."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [part for part in content if not _is_image(part)]
+        turns.append({**message, "content": content})
+    return turns
+
+
 def _joined(parts: list[dict[str, Any]], pair: Pair) -> Any:
     """The parts, or for a template that takes texts only their text, one per line."""
     if pair.takes_parts:

@@ -17,7 +17,13 @@ from dflash_hf.serve.engine import Sampling
 from dflash_hf.serve.flags import with_flags
 from dflash_hf.serve.grammar import Form, response_form, tool_form
 from dflash_hf.serve.markup import open_thoughts
-from dflash_hf.serve.messages import check_text, has_name, read_messages, without_nulls
+from dflash_hf.serve.messages import (
+    check_text,
+    has_name,
+    read_messages,
+    without_images,
+    without_nulls,
+)
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.serve.refusal import FIX, Refusal, has_whole_characters, need
@@ -149,11 +155,11 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         tools = _tools(body, pair)
         messages = read_messages(body.get("messages"), pair)
         options = _template_options(body, pair)
-        _check_length(body, is_chat, pair)
+        _check_length(without_images(body["messages"]), body, is_chat, pair)
         inputs = _encoded_chat(messages, tools, options, pair)
     else:
         check_text(body.get("prompt"), "prompt", "prompt")
-        _check_length(body, is_chat, pair)
+        _check_length(body["prompt"], body, is_chat, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
     _check_tokens(inputs, is_chat, pair)
     form = _form(body, tools, has_parallel_calls, pair)
@@ -240,9 +246,9 @@ def _check_numbers(body: dict[str, Any]) -> None:
     need(len(limits) <= 1, "max_tokens", what, sorted(limits), "leave one out")
 
 
-def _check_length(body: dict[str, Any], is_chat: bool, pair: Pair) -> None:
+def _check_length(texts: Any, body: dict[str, Any], is_chat: bool, pair: Pair) -> None:
     """Refuses texts that a tokenizer would read for long, and those that cannot fit into the context."""
-    length = _num_letters(body.get("messages", body.get("prompt")))
+    length = _num_letters(texts)
     length += len(str(body.get("chat_template_kwargs", "")))
     what = f"at most {MAX_CHARACTERS} characters of text"
     param = _prompt_param(is_chat)
@@ -261,7 +267,7 @@ def _prompt_param(is_chat: bool) -> str:
 
 
 def _num_letters(value: Any) -> int:
-    """How many letters the texts in a value have, images left out: those have been looked at."""
+    """How many letters the texts in a value have, names of fields included: templates write those of arguments."""
     num_letters = 0
     # Not by recursion: a value may be as deep as JSON can be.
     left = [value]
@@ -272,7 +278,7 @@ def _num_letters(value: Any) -> int:
         elif isinstance(part, list):
             left += part
         elif isinstance(part, dict):
-            left += [inner for name, inner in part.items() if name != "image_url"]
+            left += [*part, *part.values()]
     return num_letters
 
 
