@@ -1,5 +1,6 @@
 """Whatever is sent to it, the chat says a sentence and goes on."""
 
+import itertools
 import json
 import re
 import struct
@@ -235,8 +236,12 @@ def test_large_bodies_and_pages_from_elsewhere_are_refused(endless: Server) -> N
         status, sentence = post(endless, path, large)
         assert status == 413, path
         assert sentence.startswith("expected a request of at most ")
-    for path in ("/gradio_api/upload", "/gradio_api/queue/join"):
-        status, sentence = post(endless, path, b"{}", Origin="http://evil.example")
+    elsewhere = itertools.product(
+        ("/gradio_api/upload", "/gradio_api/queue/join"),
+        ("http://evil.example", "null", "http://["),
+    )
+    for path, origin in elsewhere:
+        status, sentence = post(endless, path, b"{}", Origin=origin)
         assert (status, sentence.partition(",")[0]) == (
             403,
             "expected a request of this chat's own page",

@@ -164,7 +164,7 @@ class Guard:
             origin = headers.get("origin")
             # The proxy of a Space may hand on another name as the host.
             own = [headers.get("host", "").lower(), *self.space_names]
-            if origin is not None and urlsplit(origin).netloc.lower() not in own:
+            if origin is not None and _host_of(origin) not in own:
                 sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
                 raise HTTPException(403, sentence)
             if not length.isdecimal():
@@ -197,6 +197,14 @@ class Guard:
             raise HTTPException(
                 413, f"expected a request of at most {MAX_BODY} bytes, got {length}"
             )
+
+
+def _host_of(origin: str) -> str:
+    """Returns the host of an `Origin` header, with its port; none where that is no address."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def guards(host: str, uploads: Uploads, share: bool = False, space: str = "") -> list[Middleware]:
