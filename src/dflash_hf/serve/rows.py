@@ -2,7 +2,8 @@
 
 Everything happens in one thread, turn by turn ([`BatchEngine.turn`]): jobs join, all rows make a step, rows leave. A
 job that the batch refuses is answered alone by `generate` once the rows before it have ended. Jobs behind it wait
-until then, so that all begin in the order in which they came.
+until then, so that all begin in the order in which they came. One that the batch refuses only when it reads the prompt
+begins behind all that the batch has taken in by then.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class BatchEngine:
                 if has_no_room and is_shared:
                     row.error = no_room_beside(row.error)
                 self._leave(id, row.error or row.done())
-        # They came before all that are to be answered alone.
+        # They came before all that wait to be answered alone.
         self.alone.extendleft(reversed(refused))
 
     def _end_lost(self, error: Exception) -> None:
