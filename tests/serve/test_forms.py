@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -257,6 +258,36 @@ def test_a_tool_may_name_arguments_in_parts(server: InProcess) -> None:
     assert len(found.calls) == 2
     for _, arguments in found.calls:
         validate(arguments, parameters)
+
+
+@pytest.mark.parametrize("has_several", [True, False])
+def test_an_answer_of_a_form_may_be_calls(server: InProcess, has_several: bool) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    asks: dict[str, Any] = {"tools": TOOLS, "response_format": named, "max_tokens": 300}
+    asks["parallel_tool_calls"] = has_several
+
+    def answer(seed: int) -> Found:
+        return asked(server, seed=seed, **asks)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(answer, range(12)))
+    reasons = Counter(found.reasons[0] for found in answers)
+    assert set(reasons) == {"tool_calls", "stop"}
+    for found in answers:
+        assert found.status == 200, found.error
+        if found.reasons == ["stop"]:
+            validate(json.loads(found.content), schema)
+            assert not found.calls
+            continue
+        assert not found.content
+        assert has_several or len(found.calls) == 1
+        for _, arguments in found.calls:
+            validate(arguments, PARAMETERS)
+    # Calls that are forbidden are no part of the form.
+    found = asked(server, seed=0, **{**asks, "tool_choice": "none"})
+    validate(json.loads(found.content), schema)
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"properties": {"dry": {"type": "boolean"}}}])

@@ -170,8 +170,14 @@ def vocabulary(pair: Pair, param: str) -> Any:
     return pair.vocabulary
 
 
-def response_form(body: dict[str, Any], pair: Pair) -> Form | None:
-    """Returns the form that `response_format` or `structured_outputs` asks for; None where neither does."""
+def response_form(
+    body: dict[str, Any], tools: list[Any], has_parallel_calls: bool, pair: Pair
+) -> Form | None:
+    """Returns the form that `response_format` or `structured_outputs` asks for; None where neither does.
+
+    Under `response_format` an answer may consist of calls of `tools` instead, as at OpenAI, if the target's family has
+    a form of calls.
+    """
     asked = body.get("response_format", {"type": "text"})
     param = "response_format"
     need(isinstance(asked, dict), param, "response_format as an object", asked)
@@ -191,7 +197,15 @@ def response_form(body: dict[str, Any], pair: Pair) -> Form | None:
         is_good = isinstance(named, dict) and isinstance(named.get("schema", OBJECT), dict)
         need(is_good, param, "json_schema with a schema", named)
         schema = named.get("schema", OBJECT)
-    return Form(pair, json_form(schema, param), param)
+    form = json_form(schema, param)
+    if tools and has_form_of_calls(pair):
+        lines = (
+            "start: calls | answer",
+            *lines_of_calls(tools, has_parallel_calls),
+            f"answer: %json {json.dumps({**schema, 'x-guidance': LAYOUT})}",
+        )
+        form = "\n".join(lines)
+    return Form(pair, form, param)
 
 
 def _structured(outputs: Any, pair: Pair) -> Form:
@@ -267,16 +281,28 @@ def tool_form(choice: Any, tools: list[Any], has_parallel_calls: bool, pair: Pai
         what = "tool_choice as auto, none, required or one of the tools"
         need(bool(chosen), param, what, choice)
     need(bool(chosen), param, "tools beside tool_choice", "none")
-    mark: dict[str, Any] = pair.markup.get("fields", {}).get("tool_calls", {})
-    is_known = mark.get("content") == "json" and mark.get("close") == "</tool_call>"
     what = "tool_choice as auto or none, as calls of this target's family have no form here"
+    is_known = has_form_of_calls(pair)
     need(is_known, param, what, choice, "leave it out", "unsupported_value")
-    calls: list[dict[str, Any]] = []
-    for tool in chosen:
+    has_several = choice == "required" and has_parallel_calls
+    lines = ("start: calls", *lines_of_calls(chosen, has_several))
+    return Form(pair, "\n".join(lines), param)
+
+
+def has_form_of_calls(pair: Pair) -> bool:
+    """Whether the target's family marks calls by `<tool_call>` and JSON."""
+    mark: dict[str, Any] = pair.markup.get("fields", {}).get("tool_calls", {})
+    return mark.get("content") == "json" and mark.get("close") == "</tool_call>"
+
+
+def lines_of_calls(tools: list[Any], has_several: bool) -> tuple[str, ...]:
+    """Returns the lines of a grammar in Lark's notation whose `calls` are one call of these tools, or several."""
+    schemas: list[dict[str, Any]] = []
+    for tool in tools:
         function = tool["function"]
         arguments = _closed(function.get("parameters"))
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
-        calls.append(
+        schemas.append(
             {
                 "type": "object",
                 "properties": properties,
@@ -284,13 +310,12 @@ def tool_form(choice: Any, tools: list[Any], has_parallel_calls: bool, pair: Pai
                 "additionalProperties": False,
             }
         )
-    schema = {"anyOf": calls, "x-guidance": LAYOUT}
+    schema = {"anyOf": schemas, "x-guidance": LAYOUT}
     repeats = ""
-    if choice == "required" and has_parallel_calls:
+    if has_several:
         repeats = '("\\n" call)*'
-    lines = (
-        f"start: call {repeats}",
+    return (
+        f"calls: call {repeats}",
         'call: "<tool_call>\\n" one "\\n</tool_call>"',
         f"one: %json {json.dumps(schema)}",
     )
-    return Form(pair, "\n".join(lines), param)

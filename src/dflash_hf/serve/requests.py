@@ -303,7 +303,7 @@ def _form(
     body: dict[str, Any], tools: list[Any], has_parallel_calls: bool, pair: Pair
 ) -> Form | None:
     """The form that the answer must have, if any."""
-    form = response_form(body, pair)
+    form = response_form(body, tools, has_parallel_calls, pair)
     calls = tool_form(body.get("tool_choice", "auto"), tools, has_parallel_calls, pair)
     is_one = form is None or calls is None
     need(is_one, "tool_choice", "tool_choice or a form", "both", "leave one out")
