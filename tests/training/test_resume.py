@@ -210,6 +210,44 @@ def test_a_resumed_run_is_evaluated_at_its_start_once(
         assert [row["step"] for row in rows if "eval_acceptance_length" in row] == [0, 4, 8]
 
 
+@pytest.mark.parametrize("event", ["epoch_end", "evaluate"])
+@pytest.mark.parametrize(
+    ("max_steps", "step"), [(4, 4), (3, 3), (4, 2)], ids=["last", "last in an epoch", "earlier"]
+)
+def test_a_run_killed_between_a_checkpoint_and_its_evaluation_is_the_same_run(
+    max_steps: int,
+    step: int,
+    event: str,
+    target: Qwen3ForCausalLM,
+    make_draft: MakeDraft,
+    tmp_path: Path,
+) -> None:
+    """An epoch of two steps: what was not measured is measured once, and no step comes behind the last one."""
+    changes: dict[str, Any] = {
+        "max_steps": max_steps,
+        "save_steps": 1,
+        "eval_strategy": "epoch",
+        "lr_scheduler_type": "constant",
+    }
+    whole, resumed = make_draft(), make_draft(initializer_range=0.5)
+    trainer = make(target, whole, tmp_path / "whole", **changes)
+    trainer.train()
+    folder = tmp_path / "run"
+    with pytest.raises(Killed):
+        make(target, make_draft(), folder, Kill(step, event), **changes).train()
+    again = make(target, resumed, folder, **changes)
+    assert again.train(resume_from_checkpoint=True).global_step == max_steps
+    assert_same(whole, resumed)
+    name = "eval_acceptance_length"
+    expected = [(row["step"], row[name]) for row in records(trainer, name)]
+    assert [at for at, _ in expected] == [2, max_steps]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for rows in (again.state.log_history, lines):
+        assert [(row["step"], row[name]) for row in rows if name in row] == expected
+    steps = {path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")}
+    assert max(steps) == str(max_steps)
+
+
 def test_the_best_draft_is_found_in_a_folder_that_moved(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

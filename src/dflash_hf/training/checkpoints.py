@@ -61,7 +61,7 @@ class Records(TrainerCallback, ExportableState):
             # A run that begins with an evaluation does that of step 0 again, too.
             begins_with_one = args.eval_on_start and state.global_step == 0
             last_step = -1 if begins_with_one else state.global_step
-            _keep_records(metrics, last_step)
+            _keep_records(metrics, last_step, lacks_evaluation(args, state))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -84,21 +84,57 @@ class Records(TrainerCallback, ExportableState):
                 )
 
 
-def _keep_records(path: Path, last_step: int) -> None:
-    """Drops the records of steps behind `last_step`, and lines that are no records, from a file of records."""
+def lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
+    """Returns True if a run was ended between its checkpoint and the evaluation of the same step.
+
+    Transformers writes a checkpoint of steps before it evaluates at the end of the epoch. An evaluation that is due by
+    steps comes before the checkpoint.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]): Options of the run that goes on.
+        state ([`~transformers.TrainerState`]): That of the checkpoint, or of a run that begins.
+    """
+    step = state.global_step
+    if step == 0 or args.eval_strategy != IntervalStrategy.EPOCH:
+        return False
+    epoch: Any = state.epoch
+    ends_epoch = step >= state.max_steps or epoch % 1 == 0
+    is_due = ends_epoch and epoch >= args.eval_delay
+    return is_due and not any(_is_evaluation(record, step) for record in state.log_history)
+
+
+def _is_evaluation(record: Mapping[str, Any], step: int) -> bool:
+    """Whether a record is of an evaluation at this step."""
+    return record["step"] == step and any(name.startswith("eval_") for name in record)
+
+
+def _keep_records(path: Path, last_step: int, is_evaluated_again: bool) -> None:
+    """Drops lines that are no records from a file of records, and the records of what is done again.
+
+    These are the steps behind `last_step`, and the evaluation at that one if it is made again.
+    """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _is_up_to(line, last_step)]
+    kept = []
+    for line in lines:
+        record = _record_of(line)
+        if record is None or record["step"] > last_step:
+            continue
+        if is_evaluated_again and _is_evaluation(record, last_step):
+            continue
+        kept.append(line)
     if len(kept) < len(lines):
         write_whole(path, kept)
 
 
-def _is_up_to(line: str, last_step: int) -> bool:
-    """Whether a line is a record of a step up to `last_step`."""
+def _record_of(line: str) -> dict[str, Any] | None:
+    """The record in a line; `None` where a kill has cut it."""
+    if not line.endswith("\n"):
+        return None
     try:
         record: Any = json.loads(line)
-    except ValueError:  # a kill has cut it
-        return False
-    return record["step"] <= last_step
+    except ValueError:
+        return None
+    return record
 
 
 def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:

@@ -40,6 +40,7 @@ from dflash_hf.training.checkpoints import (
     Records,
     check_same_steps,
     kept_of_rows,
+    lacks_evaluation,
     whole_checkpoint,
     whole_checkpoints,
 )
@@ -151,6 +152,7 @@ class DFlashTrainer(Trainer):
         self._losses: list[tuple[list[int], Tensor]] = []
         self._throughput = Throughput()
         self._kept = kept_of_rows(args, self.lengths)
+        self._lacks_evaluation = False
         super().__init__(
             model=model,
             args=args,
@@ -218,6 +220,32 @@ class DFlashTrainer(Trainer):
             return super().train(checkpoint, *args, **kwargs)
         finally:
             self.draft.eval()
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Overrides: a run whose steps are all done has no epoch left, where the library would do one more step."""
+        begun = super()._init_training_state(*args, **kwargs)
+        self._lacks_evaluation = lacks_evaluation(self.args, self.state)
+        if self.state.global_step >= self.state.max_steps:
+            return self.state.num_train_epochs, 0
+        return begun
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Overrides: makes the evaluation first that the checkpoint lacks, which may end the run."""
+        self._make_up_evaluation()
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Overrides: makes the evaluation first that the checkpoint lacks, where no epoch was left."""
+        self._make_up_evaluation()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluates a draft that was saved, but not evaluated before the run was ended."""
+        if self._lacks_evaluation:
+            self._lacks_evaluation = False
+            metrics = super()._evaluate(None, None)
+            self._determine_best_metric(metrics, None)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
