@@ -82,10 +82,14 @@ def sample_anchors(
     starts = starts_BS
     if starts is None:
         starts = torch.zeros_like(scores, dtype=torch.long)
-    order = scores.argsort(dim=1, descending=True)
-    # By example, then by score: a token's place there, less where its example begins, is its rank among its own.
-    order = order.gather(1, starts.gather(1, order).argsort(dim=1, stable=True))
-    return _chosen(valid & (order.argsort(dim=1) - starts < num_anchors), block_size)
+    by_score = scores.argsort(dim=1, descending=True)
+    # The sort is stable, so within an example the tokens stay by score.
+    by_example = starts.gather(1, by_score).argsort(dim=1, stable=True)
+    order = by_score.gather(1, by_example)
+    places = order.argsort(dim=1)  # of each token in that order
+    # An example has as many places as columns, so that its first place is where it begins.
+    ranks = places - starts
+    return _chosen(valid & (ranks < num_anchors), block_size)
 
 
 def all_anchors(loss_mask_BS: Tensor, block_size: int, starts_BS: Tensor | None = None) -> Anchors:

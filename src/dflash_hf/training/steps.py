@@ -57,6 +57,11 @@ class EpochBatches(Sampler[list[int]]):
                 yield [~index for index in batches[0]]
 
 
+def row_of(index: int) -> int:
+    """Returns the row that a number stands for; `~row` is negative, so that row 0 without labels has a number too."""
+    return index if index >= 0 else ~index
+
+
 class Rows:
     """Examples with their numbers; `~i` stands for row `i` without labels."""
 
@@ -67,7 +72,7 @@ class Rows:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> tuple[int, Example]:
-        return index, self.examples[max(index, ~index)]
+        return index, self.examples[row_of(index)]
 
 
 class Collator:
@@ -106,7 +111,7 @@ class Collator:
         return {
             "batch": batch,
             "features": features,
-            "rows": [max(index, ~index) for index, _ in rows],
+            "rows": [row_of(index) for index, _ in rows],
             "num_rows": num_rows,
             "num_tokens": num_tokens,
         }
