@@ -38,8 +38,14 @@ def test_each_token_of_another_model_counts(
     assert "a draft would learn the words of another model" in caplog.text
 
 
-def test_only_so_many_rows_are_asked(target: Qwen3ForCausalLM) -> None:
-    """They are spread over all: of rows that are right and wrong by turns, some of each would be asked for."""
+@pytest.mark.parametrize(
+    ("num_examples", "expected"),
+    [(130, [0, 32, 65, 97]), (7, [0, 1, 3, 5]), (4, [0, 1, 2, 3]), (3, [0, 1, 2])],
+)
+def test_only_so_many_rows_are_asked(
+    num_examples: int, expected: list[int], target: Qwen3ForCausalLM
+) -> None:
+    """They are spread evenly over all, so that no part of the data is left out."""
     asked: list[int] = []
 
     class Rows(list[Example]):
@@ -47,5 +53,6 @@ def test_only_so_many_rows_are_asked(target: Qwen3ForCausalLM) -> None:
             asked.append(at)
             return super().__getitem__(at)
 
-    own_share(find_target(target), Rows([Example.from_pair([5, 9, 4], [7, 8])] * 130), num_rows=4)
-    assert asked == [0, 32, 64, 96]
+    examples = Rows([Example.from_pair([5, 9, 4], [7, 8])] * num_examples)
+    own_share(find_target(target), examples, num_rows=4)
+    assert asked == expected

@@ -32,8 +32,9 @@ def own_share(target: Target, examples: Sequence[Example], num_rows: int = ROWS)
     Raises:
         ValueError: If there is no answer token behind another one.
     """
-    step = max(1, len(examples) // num_rows)
-    chosen = range(0, len(examples), step)[:num_rows]
+    num_examples = len(examples)
+    num_chosen = min(num_rows, num_examples)
+    chosen = [at * num_examples // num_chosen for at in range(num_chosen)]
     num_own = 0
     num_tokens = 0
     for at in chosen:
