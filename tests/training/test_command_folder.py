@@ -226,6 +226,64 @@ def test_parts_of_a_killed_run_count_in_another_working_folder(
     assert made == [5, *range(4, 10)]
 
 
+def test_rows_of_a_stage_that_did_not_end_count_where_bad_ones_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the refusal of a bad row advises."""
+    data = write_rows(tmp_path / "rows.jsonl")
+    rows = data.read_text().splitlines(keepends=True)
+    rows[8] = '{"text": "q"}\n'
+    data.write_text("".join(rows))
+    monkeypatch.setattr(sources, "PART_ROWS", 4)
+    out = tmp_path / "out"
+    result = train("--dataset", data, *SMALL, "--stages", "prepare", "--output-dir", out)
+    assert result.exit_code == 2, result.output
+    assert "or leave such rows out with --skip-bad-rows" in said(result)
+    made: list[int] = []
+    real = prepare_module.prepare_row
+
+    def prepare_row(values: Any, number: int, rank: int | None, **options: Any) -> dict[str, Any]:
+        made.append(number)
+        return real(values, number, rank, **options)
+
+    monkeypatch.setattr(prepare_module, "prepare_row", prepare_row)
+    result = train("--output-dir", out, "--stages", "prepare", "--skip-bad-rows")
+    assert result.exit_code == 0, result.output
+    assert "made again" not in result.output
+    assert made == [8, 9]
+
+
+def test_self_written_prompts_of_a_stage_that_did_not_end_count_for_other_rows(
+    tmp_path: Path,
+) -> None:
+    asked = TrainSettings(target="org/x", output_dir=tmp_path / "out", self_prompts=2)
+    begun = RunState(asked, STAGES, redo=False)
+    begun.write("prepare")
+    (begun.folder("prepare") / train_stages.SELF_PROMPTS).touch()
+    others: dict[str, Any] = {
+        "skip_bad_rows": True,
+        "num_prompts": 3,
+        "num_eval": 4,
+        "dataset": (str(write_rows(tmp_path / "rows.jsonl")),),
+    }
+    for name, value in others.items():
+        state = RunState(replace(asked, **{name: value}), STAGES, redo=False)
+        state.check()
+        assert state.outdated == []
+    with pytest.raises(ValueError, match="got a change: self_prompts was 2 and is 3; add --redo"):
+        RunState(replace(asked, self_prompts=3), STAGES, redo=False).check()
+    refusal = "got a change: skip_bad_rows was False and is True; add --redo"
+    other = replace(asked, skip_bad_rows=True)
+    # What stands behind the stage is of the rows that it was begun with
+    begun.write("regenerate")
+    with pytest.raises(ValueError, match=refusal):
+        RunState(other, STAGES, redo=False).check()
+    begun.folder("regenerate").rmdir()
+    begun.write("prepare", {})
+    with pytest.raises(ValueError, match=refusal):
+        RunState(other, STAGES, redo=False).check()
+
+
 def test_a_disk_without_a_checkpoint_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

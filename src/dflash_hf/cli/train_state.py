@@ -49,6 +49,8 @@ COSTLY: dict[Stage, tuple[str, ...]] = {
     "bench": (),
     "export": (),
 }
+# Options of the first stage that change neither what is made of a row nor the prompts that the target writes.
+WHICH_ROWS = ("dataset", "num_prompts", "num_eval", "skip_bad_rows")
 
 
 @contextmanager
@@ -253,12 +255,20 @@ class RunState:
         defaults = TrainSettings(target="", output_dir=self.path, answers=self.settings.answers)
         default = _as_json(defaults.made_from(stage))
         told: list[str] = []
-        for name in sorted({*now, *self._own_names(stage, before)}):
+        compared = {*now, *self._own_names(stage, before)}
+        if stage == "prepare" and self._is_preparing():
+            compared = compared.difference(WHICH_ROWS)
+        for name in sorted(compared):
             was = before.get(name, default.get(name))
             if was != now.get(name):
                 told.append(f"{name} was {shown(was)} and is {shown(now.get(name))}")
         told += self._changed_data(stage)
         return listed(told, "; ")
+
+    def _is_preparing(self) -> bool:
+        """Whether the first stage did not end, and nothing stands behind it: it goes on with other rows, too."""
+        is_done = bool(self._record("prepare").get("finished"))
+        return not is_done and not any(self._record(later) for later in STAGES[1:])
 
     def _changed_data(self, stage: Stage) -> list[str]:
         """Names the files that a finished stage has read and that say something else now."""
