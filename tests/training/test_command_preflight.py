@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dflash_hf.cli.train_errors import CHECKPOINTING, explained, less_memory
 from dflash_hf.cli.train_settings import STAGES, TrainSettings, flag
 from dflash_hf.cli.train_state import RunState
 from dflash_hf.training.arguments import DFlashTrainingArguments
+from dflash_hf.training.checkpoints import STATE_FILE
 from dflash_hf.training.identity import processor_identity, target_identity
 from helpers.training_command import SMALL, TOY, said, train, write_rows
 
@@ -210,6 +212,50 @@ def test_a_disk_without_room_is_refused_first(
     assert result.exit_code == 2, result.output
     assert f"GB free on the disk of {tmp_path / 'out'} for answers, checkpoints" in said(result)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_what_a_run_has_written_needs_no_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint more than those that are kept does: it goes only when the next one is whole."""
+
+    class Usage:
+        free = 0
+
+    monkeypatch.setattr("dflash_hf.cli.train_preflight.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr(train_preflight, "GB", 1)
+    out = tmp_path / "out"
+    given = ["--dataset", write_rows(tmp_path / "rows.jsonl"), "--output-dir", out, *SMALL]
+    given += ["--num-prompts", 10, "--save-total-limit", 2]
+    assert train(*given, "--stages", "prepare").exit_code == 0
+
+    def needed() -> int:
+        result = train(*given)
+        assert result.exit_code == 2, result.output
+        found = re.search(r"expected (\d+)\.0 GB free on the disk", said(result))
+        assert found is not None, result.output
+        return int(found[1])
+
+    whole = needed()
+    for name, size, credit in (
+        ("answered/train.jsonl", 100, 100),
+        ("run/checkpoint-2/model.safetensors", 1000, 1000),
+        ("run/checkpoint-4/model.safetensors", 2000, 2000),
+        (".draft/model.safetensors", 50, 50),
+        # Larger than the forecast of its kind; the others need their room all the same
+        ("answered/held_out.jsonl", 5000, 10 * 12 * train_preflight.TOKEN_BYTES - 100),
+    ):
+        file = out / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x" * size)
+        whole -= credit
+        assert needed() == whole, name
+    for step in (2, 4, 6):
+        folder = out / "run" / f"checkpoint-{step}"
+        folder.mkdir(exist_ok=True)
+        (folder / STATE_FILE).write_text("{}")
+    # Those of 4 and 6 are kept, and their states are written
+    assert needed() == whole + 1000 - 2 * len("{}")
 
 
 def test_the_target_is_told_by_weights_template_and_vocabulary() -> None:

@@ -42,6 +42,7 @@ from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.identity import processor_identity, target_identity
@@ -434,12 +435,20 @@ def _check_loader(arguments: DFlashTrainingArguments) -> None:
 def _check_disk(
     settings: TrainSettings, arguments: DFlashTrainingArguments, num_weights: int
 ) -> None:
-    """Refuses a disk without room for the checkpoints that are kept, the draft, its exports, and some answers."""
+    """Refuses a disk without room for the checkpoints that are kept, the draft, its exports, and some answers.
+
+    What the run has written of them needs no room again.
+    """
+    out = settings.output_dir
+    num_kept = arguments.save_total_limit or 1
     # One is whole before an older one goes
-    checkpoints = (arguments.save_total_limit or 1) + 1
-    per_weight = CHECKPOINT_BYTES * checkpoints + DRAFT_BYTES * (1 + len(settings.formats))
+    checkpoints = CHECKPOINT_BYTES * (num_kept + 1) * num_weights
+    checkpoints -= _num_bytes(out / "run") - _num_bytes(*whole_checkpoints(out / "run")[num_kept:])
+    drafts = DRAFT_BYTES * (1 + len(settings.formats)) * num_weights
+    drafts -= _num_bytes(out / ".draft", out / "draft", out / "export")
     answers = (settings.num_prompts or 0) * settings.max_new_tokens * TOKEN_BYTES
-    needed = per_weight * num_weights + answers
+    answers -= _num_bytes(out / "answered")
+    needed = max(0, checkpoints) + max(0, drafts) + max(0, answers)
     folder = settings.output_dir.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -450,3 +459,9 @@ def _check_disk(
         f"{free / GB:.1f} GB",
         "free some space, name another --output-dir, or keep fewer checkpoints with --save-total-limit 1",
     )
+
+
+def _num_bytes(*folders: Path) -> int:
+    """The bytes of all files in some folders; 0 of one that is not there."""
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
