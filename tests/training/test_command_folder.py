@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import Trainer
+from harness.stub_server import StubServer, behaviour_of
+from transformers import AutoTokenizer, Trainer
 
 from dflash_hf.cli import train_stages
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
@@ -20,7 +22,7 @@ from dflash_hf.cli.train_state import LOCK_FILE, RunState, locked
 from dflash_hf.data import sources
 from dflash_hf.training import prepare as prepare_module
 from helpers import forked_python
-from helpers.training_command import SMALL, said, train, write_rows
+from helpers.training_command import SMALL, TOY, said, train, write_rows
 
 
 def finished(out: Path) -> RunState:
@@ -282,6 +284,53 @@ def test_self_written_prompts_of_a_stage_that_did_not_end_count_for_other_rows(
     begun.write("prepare", {})
     with pytest.raises(ValueError, match=refusal):
         RunState(other, STAGES, redo=False).check()
+
+
+def test_prompts_without_an_answer_are_sent_again_where_their_file_is_removed(
+    tmp_path: Path,
+) -> None:
+    """Also behind the end of the stage, but not once a draft learns from its answers."""
+    texts = [f"What is {at}?" for at in range(10)]
+    texts[3] = "long " * 200
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    out = tmp_path / "out"
+    errors = out / "answered" / "train.errors.jsonl"
+    answers = out / "answered" / "train.jsonl"
+    tokenizer: Any = AutoTokenizer.from_pretrained(TOY / "target")
+
+    def answered(context: int) -> str:
+        server = StubServer(0, behaviour_of(tokenizer, context=context, slots=8))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        words = ["--dataset", data, *SMALL, "--output-dir", out, "--server", server.url]
+        result = train(*words, "--stages", "prepare,regenerate")
+        server.shutdown()
+        server.server_close()
+        assert result.exit_code == 0, result.output
+        (line,) = (line for line in result.output.splitlines() if line.startswith("regenerate: "))
+        return line
+
+    assert "answers 7, " in answered(100)
+    told = f"regenerate: done before, {out / 'answered'}"
+    assert answered(1000) == told
+    first = answers.read_text()
+    errors.unlink()
+    assert "answers 8, " in answered(1000)
+    assert answers.read_text().startswith(first)
+    assert not errors.exists()
+    assert answered(1000) == told
+
+
+def test_prompts_are_not_sent_again_behind_a_training_that_has_begun(tmp_path: Path) -> None:
+    state = finished(tmp_path / "out")
+    state.write("regenerate", {"in_the_errors_file": 1})
+    assert state.pending() == []
+    for folder in ("draft", "run"):
+        (state.path / folder).rmdir()
+    assert state.pending() == ["regenerate", "run"]
+    (state.folder("regenerate") / "train.errors.jsonl").touch()
+    assert state.pending() == ["run"]
 
 
 def test_a_disk_without_a_checkpoint_says_how_to_go_on(

@@ -39,7 +39,7 @@ from dflash_hf.cli.train_settings import (
     num_processes,
     process_index,
 )
-from dflash_hf.cli.train_state import HELD_OUT, TRAIN, RunState, locked
+from dflash_hf.cli.train_state import ERRORS_FACT, HELD_OUT, TRAIN, RunState, locked
 from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.devices import execution_device
@@ -288,7 +288,7 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
                 "tokens_per_second": round(report.tokens_per_second, 1),
             }
             if report.num_errors:
-                facts["in_the_errors_file"] = report.num_errors
+                facts[ERRORS_FACT] = report.num_errors
             if report.num_inexact:
                 facts["tokenized_otherwise"] = report.num_inexact
     return facts

@@ -33,6 +33,9 @@ LOCK_FILE = ".lock"
 # Of each of the first two stages: the rows that are trained on, and those that are held out.
 TRAIN = "train.jsonl"
 HELD_OUT = "held_out.jsonl"
+# Prompts that got no answer, beside the answers, and the name of their number in `stages.json`.
+ERRORS = "train.errors.jsonl"
+ERRORS_FACT = "in_the_errors_file"
 # Folders that each stage leaves; the first one is there when it is done.
 FOLDERS: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared",),
@@ -196,7 +199,10 @@ class RunState:
 
     def pending(self) -> list[Stage]:
         """Returns the stages that are asked for and not done."""
-        return [stage for stage in self.stages if not self.is_done(stage)]
+        pending = {stage for stage in self.stages if not self.is_done(stage)}
+        if self._has_prompts_to_send_again():
+            pending.add("regenerate")
+        return [stage for stage in self.stages if stage in pending]
 
     def discard_outdated(self) -> None:
         """Removes what outdated stages have left, the last one's first: killed in between it can be done again."""
@@ -239,6 +245,13 @@ class RunState:
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(asked, sort_keys=False, allow_unicode=True)
         write_whole(self.path / SETTINGS_FILE, text)
+
+    def _has_prompts_to_send_again(self) -> bool:
+        """Whether the file of prompts that got no answer was removed, and no draft learns from the others' answers."""
+        had_errors = ERRORS_FACT in self.facts("regenerate")
+        is_removed = not (self.folder("regenerate") / ERRORS).exists()
+        is_learned = bool(self._record("run")) and "run" not in self.outdated
+        return had_errors and is_removed and not is_learned
 
     def _looked_at(self) -> list[Stage]:
         """The stages whose options matter: those that are asked for, and the costly ones before them."""
