@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from dflash_hf import load_draft
 from dflash_hf.cli.train_settings import OPTIONS
+from dflash_hf.training.prompts import PromptSettings
 from helpers.training_command import SMALL, TOY, said, train, write_rows, write_shallow_target
 
 MOOD = "{%- if mood is defined -%}{{- '<|im_start|>system\\nBe ' + mood + '.<|im_end|>\\n' -}}{%- endif -%}"
@@ -225,6 +226,36 @@ def test_conversations_are_counted_in_each_set(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "out" / "prepared" / "train.jsonl")) == 6
     (item,) = (item for item in OPTIONS if item.name == "num_prompts")
     assert item.metadata["help"] == "Number of conversations taken from each set; default: all."
+
+
+def test_prompts_that_the_target_writes_are_all_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--num-prompts` counts the conversations of `--dataset` alone."""
+
+    def write(settings: PromptSettings, *rest: Any) -> None:
+        texts = [f"What is {number}?" for number in range(settings.num_prompts)]
+        rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+        settings.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr("dflash_hf.cli.train_stages.write_prompts", write)
+    words = [
+        *SMALL,
+        "--num-prompts",
+        3,
+        "--num-eval",
+        0,
+        "--self-prompts",
+        6,
+        "--stages",
+        "prepare",
+    ]
+    words += ["--output-dir", tmp_path / "out"]
+    result = train(*words)
+    assert "expected --num-prompts with --dataset, got 3" in said(result)
+    result = train(*words, "--dataset", write_rows(tmp_path / "rows.jsonl"))
+    assert result.exit_code == 0, result.output
+    assert len(lines(tmp_path / "out" / "prepared" / "train.jsonl")) == 3 + 6
 
 
 def test_a_folder_begun_before_an_option_was_there_goes_on(tmp_path: Path) -> None:

@@ -359,6 +359,7 @@ class TrainSettings:
             ),
             (OF_SAMPLES, is_sampled, "with a --temperature above 0"),
             (("server_model",), bool(self.server), "with --server"),
+            (("num_prompts",), bool(self.dataset), "with --dataset"),
             (("gamma",), self.loss != "dpace", "with another --loss than dpace"),
             (("feature_dtype",), self.feature_cache is not None, "with --feature-cache"),
             (("bench_data_dir",), bool(self.bench_data), "with --bench-data"),

@@ -206,6 +206,7 @@ def _upload(settings: TrainSettings, draft: Path) -> str:
 def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict[str, Any]:
     folder = state.folder("prepare")
     datasets = list(settings.dataset)
+    whole: list[str] = []
     if settings.self_prompts:
         model, processor = target.look()
         written = PromptSettings(
@@ -214,13 +215,16 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
             chat_template_kwargs=settings.chat_template_kwargs,
         )
         write_prompts(written, model, processor)
-        datasets.append(str(written.output))
+        # The limit is for the data
+        whole = [str(written.output)]
+        datasets += whole
     found = prepare(
         PrepareSettings(
             datasets=datasets,
             output=folder / EVERY,
             turns="none" if settings.answers == "target" else settings.turns,
             num_rows=settings.num_prompts,
+            whole=whole,
             max_length=settings.max_length,
             template=settings.template,
             streaming=settings.streaming,

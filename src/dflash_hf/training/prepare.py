@@ -52,7 +52,7 @@ COLUMNS = {
 }
 NOTHING = {name: "" if kind == "string" else 0 for name, kind in COLUMNS.items()}
 # Settings that say which rows are written, and not what is made of one.
-WHICH_ROWS = ("datasets", "num_rows", "streaming", "skip_bad_rows")
+WHICH_ROWS = ("datasets", "num_rows", "whole", "streaming", "skip_bad_rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,7 @@ class PrepareSettings:
             where their prompt is as long, or they have images.
         template (`str`, *optional*): What the user says, of rows of other columns: `"{question}"`.
         num_rows (`int`, *optional*): How many rows to read of each set.
+        whole (sequence of `str`): Which of `datasets` are read to their end, whatever `num_rows` is.
         streaming (`bool`): Fetch sets of the Hub row by row, and keep none.
         skip_bad_rows (`bool`): Leave out rows that are malformed, and say how many, instead of refusing the first.
         chat_template_kwargs (mapping): What else the chat template reads: `{"enable_thinking": False}`.
@@ -83,6 +84,7 @@ class PrepareSettings:
     max_length: int | None = None
     template: str | None = None
     num_rows: int | None = None
+    whole: Sequence[str] = ()
     streaming: bool = False
     skip_bad_rows: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -171,7 +173,9 @@ def prepare(
     require(settings.turns in ("all", "last", "none"), what, settings.turns, "choose one of them")
     require(bool(settings.datasets), "data sets to prepare", list(settings.datasets), "name one")
     # A run that was killed may go on in another working folder
-    settings = replace(settings, datasets=[full_name(name) for name in settings.datasets])
+    datasets = [full_name(name) for name in settings.datasets]
+    whole = [full_name(name) for name in settings.whole]
+    settings = replace(settings, datasets=datasets, whole=whole)
     _check_num_rows(settings.num_rows)
     template = ChatTemplate(processing_class, settings.chat_template_kwargs)
     for name in settings.chat_template_kwargs:  # Jinja takes a name that is misspelt without a word
@@ -287,7 +291,10 @@ def _kept_lines(
             folder=parts,
             key=json.dumps(made_from, sort_keys=True),
         )
-        for made in source.mapped(row_map, settings.num_rows):
+        limit = settings.num_rows
+        if name in settings.whole:
+            limit = None
+        for made in source.mapped(row_map, limit):
             if not made["where"]:
                 continue
             if made["malformed"] and not settings.skip_bad_rows:
