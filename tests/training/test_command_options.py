@@ -96,22 +96,28 @@ def test_prompts_that_the_target_writes_are_told_too(
     assert [settings.chat_template_kwargs for settings in asked] == [{"mood": "brief"}]
 
 
-def test_a_name_that_the_template_does_not_read_is_refused(target: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl")
-    words = [
-        "--dataset",
-        data,
-        "--output-dir",
-        tmp_path / "out",
-        *SMALL,
-        "--target",
-        target,
-        "--stages",
-        "prepare",
-    ]
-    result = train(*words, "--chat-template-kwargs", '{"moood": "brief"}')
+@pytest.mark.parametrize("name", ["moood", "moo", "role"])
+def test_a_name_that_the_template_does_not_read_is_refused_first(
+    target: Path, name: str, tmp_path: Path
+) -> None:
+    """A part of a name that it reads and a field of a message are none; no stage is begun."""
+    words = ["--output-dir", tmp_path / "out", *SMALL, "--target", target, "--stages", "prepare"]
+    options = json.dumps({name: "brief"})
+    result = train(*words, "--self-prompts", 1, "--chat-template-kwargs", options)
     assert result.exit_code == 2
-    assert "expected chat_template_kwargs that the chat template reads, got 'moood'" in said(result)
+    assert f"expected chat_template_kwargs that the chat template reads, got '{name}'" in said(
+        result
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_a_template_that_is_none_are_refused(tmp_path: Path) -> None:
+    target = write_shallow_target(tmp_path / "target")
+    (target / "chat_template.jinja").write_text("{% for")
+    words = ["--output-dir", tmp_path / "out", *SMALL, "--target", target, "--stages", "prepare"]
+    result = train(*words, "--self-prompts", 1, *TOLD)
+    assert result.exit_code == 2
+    assert "expected a chat template that Jinja reads, got" in said(result)
 
 
 def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:

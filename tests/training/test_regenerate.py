@@ -669,6 +669,12 @@ def test_the_template_of_written_prompts_is_told_what_it_reads(
     expected = (tmp_path / "knows").read_bytes()
     assert (tmp_path / "told").read_bytes() == expected
     assert (tmp_path / "untold").read_bytes() != expected
+    misspelt = PromptSettings(
+        output=tmp_path / "none", chat_template_kwargs={"moo": "brief"}, **options
+    )
+    what = "expected chat_template_kwargs that the chat template reads, got 'moo'"
+    with pytest.raises(ValueError, match=what):
+        write_prompts(misspelt, target, told)
 
 
 def test_prompts_that_come_to_no_end_are_given_up(

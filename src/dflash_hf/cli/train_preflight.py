@@ -46,6 +46,7 @@ from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.identity import processor_identity, target_identity
+from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.optimizer import MuonAndAdamW
 from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.served_answers import has_images
@@ -154,6 +155,9 @@ def _check_before_loading(
     Raises:
         ValueError: If something is missing; with the option that asks for it.
     """
+    if "prepare" in pending and settings.chat_template_kwargs:
+        # The target may write prompts for hours before they are prepared
+        ChatTemplate(load_processor(settings.target), settings.chat_template_kwargs).check_options()
     if "run" in pending:
         check_one_gpu(arguments)
         _check_evaluation(settings, arguments)

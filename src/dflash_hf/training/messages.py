@@ -8,16 +8,18 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from os import PathLike, fspath
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import chat_template_utils
 
 from dflash_hf.data.prompt_files import SOURCES
 from dflash_hf.data.row_files import parsed
-from dflash_hf.errors import require, shown
+from dflash_hf.errors import one_line, require, shown
 from dflash_hf.processing_qwen3_vl import check_pixels
 from dflash_hf.training.masks import (
     MARKS,
@@ -68,6 +70,26 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     if row.get(DATE):
         options[DATE] = row[DATE]
     return options
+
+
+def names_in(template: str) -> set[str]:
+    """Returns the names that a chat template reads, of what it is rendered with.
+
+    Raises:
+        ValueError: If the template is not one of Jinja's.
+    """
+    from jinja2 import TemplateError
+
+    # It has no public name in Transformers. Where a release has no such function, all words of the template count.
+    variables_of: Any = getattr(chat_template_utils, "_get_template_variables", None)
+    if variables_of is None:
+        return set(re.findall(r"\w+", template))
+    try:
+        return set(variables_of(template))
+    except TemplateError as error:
+        raise ValueError(
+            f"expected a chat template that Jinja reads, got an error in it ({one_line(error)}); correct it"
+        ) from error
 
 
 def _of_day(template: str, date: str) -> str:
@@ -216,6 +238,19 @@ class ChatTemplate:
         self.text: str = found
         if date:
             self.text = _of_day(found, date)
+
+    def check_options(self) -> None:
+        """Refuses options that the template does not read: Jinja takes a name that is misspelt without a word.
+
+        Raises:
+            ValueError: On the first of them, or if the template is not one of Jinja's.
+        """
+        if not self.options:
+            return
+        names = names_in(self.text)
+        for name in self.options:
+            what = "chat_template_kwargs that the chat template reads"
+            require(name in names, what, name, "correct the name, or leave it out")
 
     @property
     def has_day(self) -> bool:

@@ -178,9 +178,7 @@ def prepare(
     settings = replace(settings, datasets=datasets, whole=whole)
     _check_num_rows(settings.num_rows)
     template = ChatTemplate(processing_class, settings.chat_template_kwargs)
-    for name in settings.chat_template_kwargs:  # Jinja takes a name that is misspelt without a word
-        what = "chat_template_kwargs that the chat template reads"
-        require(name in template.text, what, name, "correct the name, or leave it out")
+    template.check_options()
     asked = _asked(settings, template.text)
     parts = settings.output.with_suffix(".parts")
     is_there = settings.output.exists()

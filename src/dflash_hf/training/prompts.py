@@ -82,10 +82,12 @@ def write_prompts(
         `int`: How many there are.
 
     Raises:
-        ValueError: If the chat template writes no turns of the user's, the target writes none, or the disk is full.
+        ValueError: If the chat template reads no such keyword or writes no turns of the user's, the target writes
+            none, or the disk is full.
     """
     settings.check()
     template = ChatTemplate(processing_class, settings.chat_template_kwargs)
+    template.check_options()
     tokenizer: Any = template.tokenizer
     before, _ = template.around("user")
     ends = template.end_of_turn("user")[:1]
