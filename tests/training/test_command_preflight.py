@@ -291,6 +291,9 @@ def test_an_evaluation_of_too_few_rows_is_refused(words: list[object], tmp_path:
     assert result.exit_code == 2, result.output
     assert f"expected conversations that are held out in {out / 'prepared'} for" in said(result)
     assert not (out / "answered").exists()
+    less = ["--eval-strategy", "no", "--load-best-model-at-end", "false"]
+    result = train(*given, *less)
+    assert result.exit_code == 0, result.output
 
 
 def test_more_rows_are_taken_behind_too_few(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from harness.stub_server import Behaviour, Handler, StubServer, behaviour_of
-from transformers import AutoProcessor
+from transformers import AutoProcessor, AutoTokenizer
 
 from dflash_hf.training import ChatDataset, OpenAIClient, RegenerateSettings, server_pool
 from dflash_hf.training.answering import regenerate
@@ -24,6 +24,7 @@ from dflash_hf.training.messages import today
 from helpers import answer_by_servers, forked_python
 from helpers.processors import picture, published_folder
 from helpers.templates import FAMILIES
+from helpers.training_command import SMALL, TOY, said, train
 
 NUM_PROMPTS = 60
 LONG = "long " * 30
@@ -257,6 +258,44 @@ def test_a_prompt_that_breaks_a_server_is_given_up(
     (broken,) = (row for row in rows_of(settings.errors) if "CUDA" in row["reason"])
     assert broken["line"] == 6
     assert numbers(rows_of(settings.output)) == [at for at in SHORT if at != 5]
+
+
+@pytest.mark.timeout(60)
+def test_held_out_prompts_without_an_answer_leave_out_the_evaluation(
+    tmp_path: Path, servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless one is asked for: then nothing else is asked, and the refusal says how to train without."""
+    toy = Servers(AutoTokenizer.from_pretrained(TOY / "target"))
+    server = toy.start()
+    servers.running.append(server)
+    asked(tmp_path)
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
+    too_long = lines[9].replace(LONG, 8 * LONG)
+    # The first one is held out
+    (tmp_path / "prompts.jsonl").write_text("".join([too_long, *lines[:8]]))
+    words = [*SMALL, "--num-eval", 1, "--server", server.url]
+    words += ["--dataset", tmp_path / "prompts.jsonl"]
+    learn = ["--stages", "prepare,regenerate,run"]
+    out = tmp_path / "unasked"
+    result = train(*words, *learn, "--output-dir", out)
+    assert result.exit_code == 0, result.output
+    assert "The draft is trained without an evaluation" in caplog.text
+    assert len(rows_of(out / "answered" / "train.jsonl")) == 8
+    assert len(rows_of(out / "answered" / "held_out.errors.jsonl")) == 1
+    out = tmp_path / "asked"
+    words += ["--output-dir", out]
+    refusal = f"expected conversations that are held out in {out / 'answered'} for --eval-strategy"
+    for _ in range(2):
+        result = train(*words, *learn, "--eval-strategy", "epoch")
+        assert result.exit_code == 2, result.output
+        assert refusal in said(result)
+    assert not (out / "answered" / "train.jsonl").exists()
+    result = train(*words, "--stages", "prepare,regenerate")
+    assert result.exit_code == 0, result.output
+    assert refusal in said(train(*words, *learn))
+    assert not (out / "run").exists()
+    result = train(*words, *learn, "--eval-strategy", "no")
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.timeout(60)

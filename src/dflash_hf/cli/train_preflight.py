@@ -97,6 +97,9 @@ def _check_without_target(
     _check_before_loading(settings, arguments, pending)
     if "run" in pending and state.is_done("prepare"):
         check_prepared(settings, state.folder("prepare"))
+    is_answered = settings.answers == "target" and state.is_done("regenerate")
+    if "run" in pending and is_answered:
+        check_held_out(settings, state.folder("regenerate"))
     is_answering = settings.answers == "target" and not settings.server
     needs_target = (
         ("prepare" in pending and settings.self_prompts > 0)
@@ -222,13 +225,23 @@ def check_prepared(settings: TrainSettings, prepared: Path) -> None:
     """
     if settings.packing_length is not None:
         _check_packed_rows(prepared / TRAIN)
+    check_held_out(settings, prepared)
+
+
+def check_held_out(settings: TrainSettings, folder: Path) -> None:
+    """Refuses an evaluation that is asked for where nothing is held out, or nothing of that has an answer.
+
+    Args:
+        folder (`Path`): Of `prepare` or `regenerate`.
+    """
     asked = settings.arguments
     is_evaluated = asked.get("eval_strategy", "no") != "no"
     keeps_best = bool(asked.get("load_best_model_at_end"))
-    has_held_out = (prepared / HELD_OUT).stat().st_size > 0
-    what = f"conversations that are held out in {prepared} for --eval-strategy or --load-best-model-at-end"
+    file = folder / HELD_OUT
+    has_held_out = file.is_file() and file.stat().st_size > 0
+    what = f"conversations that are held out in {folder} for --eval-strategy or --load-best-model-at-end"
     # The folder keeps the options, and would give them again
-    action = "take 5 conversations or more, or a new --output-dir without these options"
+    action = "take 5 other conversations or more, or add --eval-strategy no --load-best-model-at-end false"
     require(has_held_out or not (is_evaluated or keeps_best), what, 0, action)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from dflash_hf.cli.train_card import card_facts, question_of
 from dflash_hf.cli.train_errors import explained, less_memory
 from dflash_hf.cli.train_preflight import (
     answer_settings,
+    check_held_out,
     check_prepared,
     clients_of,
     feature_servers,
@@ -47,7 +49,7 @@ from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor
 from dflash_hf.pair.loading import load_processor
-from dflash_hf.training.answering import regenerate
+from dflash_hf.training.answering import NoAnswersError, regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.data import Example
@@ -62,6 +64,8 @@ from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.steps import share_of
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens
+
+logger = logging.getLogger(__name__)
 
 QUESTIONS = "held_out_questions.jsonl"
 EVERY = "conversations.jsonl"
@@ -277,13 +281,17 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
         prompts = state.folder("prepare") / name
         if not prompts.stat().st_size:
             continue
-        report = regenerate(
-            answer_settings(settings, prompts, state.folder("regenerate") / name),
-            model,
-            processor,
-            draft,
-            ranks,
-        )
+        asked = answer_settings(settings, prompts, state.folder("regenerate") / name)
+        try:
+            report = regenerate(asked, model, processor, draft, ranks)
+        except NoAnswersError as error:
+            if name == TRAIN:
+                raise
+            if "run" in state.stages:
+                check_held_out(settings, state.folder("regenerate"))
+            # An error would come again with each repetition: the prompts would get no answer either
+            logger.warning("The draft is trained without an evaluation: %s", error)
+            continue
         if name == TRAIN:
             facts = {
                 "answers": report.num_answers,

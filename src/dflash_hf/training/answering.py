@@ -41,6 +41,10 @@ from dflash_hf.training.served_answers import ServedAnswers
 logger = logging.getLogger(__name__)
 
 
+class NoAnswersError(ValueError):
+    """None of the prompts has an answer, and none is asked again."""
+
+
 def regenerate(
     settings: RegenerateSettings,
     target: PreTrainedModel | Sequence[OpenAIClient],
@@ -58,6 +62,7 @@ def regenerate(
     Raises:
         ValueError: If the prompts cannot be read (naming the line), the file was begun by another target or with other
             settings, the disk is full, or no server answers. What has been answered is kept.
+        NoAnswersError: If no prompt has an answer in the end.
     """
     settings.check()
     common = Answering(
@@ -93,12 +98,10 @@ def regenerate(
         report.tokens_per_second = progress.tokens_per_second
     report.seconds = time.monotonic() - began
     run.count()
-    require(
-        report.num_answers > 0,
-        f"prompts in {settings.prompts}",
-        "none to answer",
-        f"take other data, or see {settings.errors}",
-    )
+    if report.num_answers == 0:
+        raise NoAnswersError(
+            f"expected prompts in {settings.prompts}, got 'none to answer'; take other data, or see {settings.errors}"
+        )
     logger.info("%s", report)
     return report
 
