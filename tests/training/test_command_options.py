@@ -145,6 +145,24 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     assert train(*words, "--output-dir", tmp_path / "on", "--skip-bad-rows").exit_code == 0
 
 
+def test_rows_without_an_answer_are_left_out_where_the_data_answers(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl")
+    answer = {"role": "assistant", "content": "Two."}
+    asked = [row["messages"] for row in lines(data)]
+    answered = [[*messages, answer] for messages in asked]
+    asked_again = [[*messages, messages[0]] for messages in answered[:3]]
+    rows = [{"messages": messages} for messages in (*answered, *asked, *asked_again)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    out = tmp_path / "out"
+    words = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare"]
+    result = train(*words, "--answers", "data")
+    assert result.exit_code == 0, result.output
+    assert "left out 13" in result.output
+    rows = lines(out / "prepared" / "train.jsonl") + lines(out / "prepared" / "held_out.jsonl")
+    assert len(rows) == 10
+    assert all(row["sequences"] for row in rows)
+
+
 def test_held_out_turns_may_say_nothing(tmp_path: Path) -> None:
     """Calls of tools have no text, many sets have an empty system prompt, and the bench asks them as they are."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -394,6 +412,10 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "template": (
         ["--template", "{q}", "--self-prompts", 2],
         "expected --template without --self-prompts",
+    ),
+    "prompts without answers": (
+        ["--answers", "data", "--self-prompts", 2],
+        "expected no --self-prompts with --answers data, got 2; let the target answer",
     ),
 }
 

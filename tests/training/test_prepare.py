@@ -352,6 +352,34 @@ def test_an_example_is_told_with_its_line(tmp_path: Path, smollm2: Any) -> None:
     assert examples.places_of([0]) == f"lines 2 of {tmp_path / 'out.jsonl'}"
 
 
+def test_rows_that_have_to_have_an_answer_are_left_out_without_one(
+    tmp_path: Path, smollm2: Any
+) -> None:
+    asked = {"messages": CHAT[:3]}
+    rows = [{"messages": CHAT}, asked, {"messages": QUESTION}, {"messages": weighted(0, 0)}]
+    for turns, kept, left_out in (("last", [CHAT], 3), ("all", [CHAT, CHAT[:3]], 2)):
+        found, report = prepared(tmp_path, smollm2, *rows, turns=turns, needs_answers=True)
+        assert [row["messages"] for row in found] == kept
+        assert all(row["sequences"] for row in found)
+        assert report.num_kept == len(kept)
+        first = f"line {5 - left_out} of {tmp_path / 'in.jsonl'}"
+        assert report.left_out == {"no answer to train on": (left_out, first)}
+    with pytest.raises(ValueError, match=r"expected turns all or last with needs_answers, got 'n"):
+        prepared(tmp_path, smollm2, *rows, turns="none", needs_answers=True)
+    with pytest.raises(ValueError, match=r"expected rows to train on in .* no answer to train on"):
+        prepared(tmp_path, smollm2, asked, needs_answers=True, turns="last")
+
+
+def test_prompts_beside_answers_are_told(
+    tmp_path: Path, smollm2: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(tmp_path, smollm2, {"messages": QUESTION}, {"messages": CHAT})
+    with caplog.at_level(logging.WARNING):
+        assert len(read_examples(tmp_path / "out.jsonl", smollm2)) == 1
+    assert "1 of 2 rows of" in caplog.text
+    assert "have no answer to train on" in caplog.text
+
+
 def test_prompts_alone_for_the_targets_own_answers(tmp_path: Path) -> None:
     """No answer has to be found then, so that any template will do."""
     tokenizer = byte_tokenizer(THOUGHTLESS, ("<|User|>", "<|Assistant|>", "<e>"), "<e>")

@@ -280,6 +280,9 @@ class TrainSettings:
         has_room = packed is None or packed >= self.max_length
         what = f"--packing-length of {self.max_length} (--max-length) or more"
         require(has_room, what, packed, "give a smaller --max-length, or pack longer rows")
+        are_answered = self.answers == "target" or self.self_prompts == 0
+        what = "no --self-prompts with --answers data"
+        require(are_answered, what, self.self_prompts, "let the target answer (--answers target)")
 
     def _check_without_layers(self) -> None:
         """Refuses what needs the target's layers, where a server runs them."""

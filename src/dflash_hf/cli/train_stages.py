@@ -227,6 +227,7 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
             datasets=datasets,
             output=folder / EVERY,
             turns="none" if settings.answers == "target" else settings.turns,
+            needs_answers=settings.answers == "data",
             num_rows=settings.num_prompts,
             whole=whole,
             max_length=settings.max_length,

@@ -76,6 +76,13 @@ def read_examples(
         for number, length in found:
             chosen.append((at, number))
             lengths.append(length)
+    if num_prompts and chosen:
+        logger.warning(
+            "%d of %d rows of %s have no answer to train on, and are left out",
+            num_prompts,
+            len(file),
+            path,
+        )
     rows = _Sequences(file, chosen)
     if UNKNOWN in lengths:  # written by somebody else: their texts are counted
         lengths = ChatDataset(rows, processing_class).lengths

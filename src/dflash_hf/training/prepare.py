@@ -66,6 +66,8 @@ class PrepareSettings:
         output (`Path`): The file to write.
         turns (`str`): Which answers of the data are trained on: `"all"`, `"last"`, or `"none"` where the target is to
             give its own ([`regenerate`]).
+        needs_answers (`bool`): Leave out rows without an answer that is trained on. They are prompts otherwise, which
+            the target may answer.
         max_length (`int`, *optional*): Tokens of a sequence; longer ones are cut when they are read, and left out
             where their prompt is as long, or they have images.
         template (`str`, *optional*): What the user says, of rows of other columns: `"{question}"`.
@@ -81,6 +83,7 @@ class PrepareSettings:
     datasets: Sequence[str]
     output: Path
     turns: Turns = "all"
+    needs_answers: bool = False
     max_length: int | None = None
     template: str | None = None
     num_rows: int | None = None
@@ -171,6 +174,9 @@ def prepare(
     """
     what = "none of turns, all, last"
     require(settings.turns in ("all", "last", "none"), what, settings.turns, "choose one of them")
+    has_answers = settings.turns != "none" or not settings.needs_answers
+    what = "turns all or last with needs_answers"
+    require(has_answers, what, settings.turns, "leave one of them out")
     require(bool(settings.datasets), "data sets to prepare", list(settings.datasets), "name one")
     # A run that was killed may go on in another working folder
     datasets = [full_name(name) for name in settings.datasets]
@@ -370,6 +376,8 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     ends_with_user = messages[-1]["role"] == "user"
     check_turns(template.render(prepared, ends_with_user), prepared)
     made: dict[str, Any] = {"id": found["id"]}
+    if not turns and settings.needs_answers:
+        return made | {"left_out": "no answer to train on"}
     if not turns and not ends_with_user:
         return made | {"left_out": "no answer to train on and no question at its end"}
     limit = settings.max_length
