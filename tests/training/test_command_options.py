@@ -429,3 +429,17 @@ def test_what_cannot_be_run_is_a_sentence_and_leaves_nothing(name: str, tmp_path
     assert result.exit_code == 2, result.output
     assert sentence in said(result)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_are_prepared_again_for_the_answers_in_the_data(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl")
+    answer = {"role": "assistant", "content": "Two."}
+    rows = [{"messages": [*row["messages"], answer]} for row in lines(data)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    out = tmp_path / "out"
+    words = ["--dataset", data, "--output-dir", out, *SMALL, "--stages", "prepare"]
+    result = train(*words)
+    assert result.exit_code == 0, result.output
+    result = train(*words, "--answers", "data")
+    assert "made again: prepare; answers was 'target' and is 'data'" in said(result)
+    assert all(row["sequences"] for row in lines(out / "prepared" / "train.jsonl"))

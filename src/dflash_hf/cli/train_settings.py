@@ -486,6 +486,7 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
         "num_eval",
         "max_length",
         "turns",
+        "answers",
         "chat_template_kwargs",
         "template",
         "skip_bad_rows",
