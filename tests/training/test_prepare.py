@@ -703,6 +703,33 @@ def test_large_images_are_shrunk(tmp_path: Path) -> None:
         prepare(again, processor)
 
 
+def test_images_in_base64_become_files(tmp_path: Path) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+    picture(64, 48).save(tmp_path / "a.png")
+    image = (tmp_path / "a.png").read_bytes()
+
+    def row(code: object, text: str) -> dict[str, Any]:
+        content = [{"type": "image", "base64": code}, {"type": "text", "text": text}]
+        return {"messages": [{"role": "user", "content": content}, CHAT[1]]}
+
+    whole = base64.b64encode(image).decode()
+    codes = [whole, base64.encodebytes(image).decode(), f"data:image/png;base64,{whole}"]
+    rows = [row(code, str(at)) for at, code in enumerate(codes)]
+    kept, _ = prepared(tmp_path, processor, *rows)
+    names = {kept_row["messages"][0]["content"][0]["image"] for kept_row in kept}
+    assert (len(kept), len(names)) == (3, 1)
+    assert (tmp_path / names.pop()).read_bytes() == image
+    assert len(read_examples(tmp_path / "out.jsonl", processor)) == 3
+    kept, _ = prepared(tmp_path, processor, rows[0], max_image_pixels=24 * 16)
+    stored = kept[0]["messages"][0]["content"][0]["image"]
+    assert Image.open(tmp_path / stored).size == (22, 16)
+    for code in ("a.png", "é", 3):
+        with pytest.raises(ValueError, match=r"expected base64 of an image in line 1 of .*; fix"):
+            prepared(tmp_path, processor, row(code, "q"))
+    with pytest.raises(ValueError, match=r"cannot identify image file.* \(line 1 of "):
+        prepared(tmp_path, processor, row("AAAA", "q"))
+
+
 def test_images_as_bytes_become_files(tmp_path: Path) -> None:
     processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
     folder = tmp_path / "set"

@@ -9,7 +9,6 @@ or messages), `turns` of the user's, and any other columns through a template of
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import json
@@ -242,12 +241,15 @@ def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:
     what = f"blocks of type text, image or video in {where}"
     require(kind in MEDIA, what, block, "leave the row out")
     names = VIDEO_SOURCES if kind == "video" else SOURCES
-    sources = [block[name] for name in names if name in block]
-    if not sources:
+    given = [name for name in names if name in block]
+    if not given:
         return {"type": kind}
+    source = block[given[0]]
     if kind == "video":
-        return {"type": "video", "video": _video(sources[0], row)}
-    return {"type": "image", "image": _image(sources[0], row, images)}
+        return {"type": "video", "video": _video(source, row)}
+    if given[0] == "base64":
+        source = {"bytes": _decoded(source, row)}
+    return {"type": "image", "image": _image(source, row, images)}
 
 
 def _video(video: Any, row: Row) -> str:
@@ -271,7 +273,7 @@ def _image(image: Any, row: Row, images: Images) -> str:
     if isinstance(place, str) and place.startswith("data:"):
         if not images.has_limit:
             return place
-        source = _embedded(place, row)
+        source = _decoded(place, row)
     else:
         source = row.image(image)
     if isinstance(source, bytes):
@@ -294,13 +296,15 @@ def _is_too_large(source: Any, images: Images) -> bool:
     return height * width > images.max_pixels
 
 
-def _embedded(address: str, row: Row) -> bytes:
-    """The bytes of an image that stands in its address."""
+def _decoded(code: Any, row: Row) -> bytes:
+    """The bytes of an image in base64, alone or in a `data:` address."""
+    what = f"base64 of an image in {row.where}"
+    require(isinstance(code, str), what, code, FIX)
+    letters = "".join(code.rpartition("base64,")[2].split())  # some encoders write lines
     try:
-        return base64.b64decode(address.partition("base64,")[2], validate=True)
-    except binascii.Error as error:
-        what = f"base64 in the address of an image in {row.where}"
-        raise ValueError(f"expected {what}, got {shown(address[:80])}; {FIX}") from error
+        return base64.b64decode(letters, validate=True)
+    except ValueError as error:
+        raise ValueError(f"expected {what}, got {shown(code[:80])}; {FIX}") from error
 
 
 def _stored(image: bytes, row: Row, images: Images) -> str:
