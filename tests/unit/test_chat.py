@@ -29,7 +29,13 @@ from dflash_hf.chat.model import RunStreamer, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli import pair
 from dflash_hf.cli.chat import converse
-from dflash_hf.data.image_files import KEPT_PIXELS, MAX_FILE_BYTES, ImageError, read_image
+from dflash_hf.data.image_files import (
+    KEPT_PIXELS,
+    MAX_FILE_BYTES,
+    ImageError,
+    read_image,
+    shrunk_image,
+)
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.pair.agreement import Agreement
 from helpers.processors import picture, qwen_tokenizer
@@ -83,6 +89,11 @@ def test_large_images_are_kept_small_or_never_decoded(tmp_path: Path) -> None:
     assert 0.99 * KEPT_PIXELS < kept.width * kept.height <= KEPT_PIXELS
     assert kept.width / kept.height == pytest.approx(4 / 3, rel=1e-2)
     Image.new("1", (9000, 9000)).save(tmp_path / "larger.png")
+    for limit in (KEPT_PIXELS // 4, 2 * KEPT_PIXELS, 16_000_000):
+        data = shrunk_image(tmp_path / "large.png", None, limit)
+        shrunk = Image.open(io.BytesIO(data))
+        size = min(limit, 4000 * 3000)
+        assert 0.99 * size < shrunk.width * shrunk.height <= size
     with pytest.raises(
         ValueError, match=r"at most 64 megapixels, got larger\.png with 9000 × 9000 \(81\)"
     ):

@@ -17,7 +17,9 @@ from typing import Any
 
 MAX_FILE_BYTES = 20 * 2**20
 MAX_PIXELS = 64_000_000  # decoded, before anything is shrunk: 192 MB
-KEPT_PIXELS = 4_000_000  # larger ones are shrunk to this: what a conversation holds stays bounded
+KEPT_PIXELS = (
+    4_000_000  # a conversation's larger ones are shrunk to this: what it holds stays bounded
+)
 THUMBNAIL = (320, 320)
 # No others: some of Pillow's readers start programs or follow references.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -40,7 +42,9 @@ class ChatImage:
     """An image of a conversation."""
 
     name: str  # of its file
-    image: Any  # `PIL.Image.Image`: RGB, upright, at most `KEPT_PIXELS`
+    image: (
+        Any  # `PIL.Image.Image`: RGB, upright, of at most as many pixels as `read_image` was told
+    )
     thumbnail: str  # a small copy as a `data:` address, for the page
     note: str = ""  # what was done to it that a person should know
 
@@ -63,10 +67,11 @@ def check_pillow() -> None:
         ) from error
 
 
-def read_image(path: Path, data: bytes | None = None) -> ChatImage:
+def read_image(path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIXELS) -> ChatImage:
     """Reads an image: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
 
-    With `data` that is what would be in the file, and `path` only what to call it.
+    With `data` that is what would be in the file, and `path` only what to call it. An image of more than `max_pixels`
+    is shrunk to that.
 
     Raises `ImageError` if it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is
     no image that can be read; `ValueError` if there is no Pillow.
@@ -91,7 +96,7 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
                 raise Image.DecompressionBombError
             frames = int(getattr(file, "n_frames", 1))
             file.seek(0)
-            image = _upright_rgb(file)
+            image = _of_at_most(_upright_rgb(file), max_pixels)
     except Image.DecompressionBombError as error:  # Pillow's own comes before it says a size
         limit = f"{MAX_PIXELS // 10**6} megapixels"
         raise ImageError(
@@ -113,7 +118,7 @@ def read_image(path: Path, data: bytes | None = None) -> ChatImage:
 
 def shrunk_image(path: Path, data: bytes | None, max_pixels: int) -> bytes:
     """Returns an image of at most so many pixels, as PNG; arguments and errors as of [`read_image`]."""
-    image = _of_at_most(read_image(path, data).image, max_pixels)
+    image = read_image(path, data, max_pixels).image
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
@@ -169,7 +174,7 @@ def image_size(source: Any) -> tuple[int, int] | None:
 
 
 def _upright_rgb(file: Any) -> Any:
-    """The pixels of an image file as a conversation keeps them."""
+    """The pixels of an image file: RGB, upright, on white."""
     from PIL import Image, ImageOps
 
     image: Any = ImageOps.exif_transpose(file)
@@ -180,8 +185,7 @@ def _upright_rgb(file: Any) -> Any:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    image = image.convert("RGB")
-    return _of_at_most(image, KEPT_PIXELS)
+    return image.convert("RGB")
 
 
 def _of_at_most(image: Any, max_pixels: int) -> Any:
