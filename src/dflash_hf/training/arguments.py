@@ -26,6 +26,7 @@ CHOICES = {
     "feature_dtype": get_args(FeatureDtype),
     "save_dtype": ("float32", "auto"),
 }
+MEASURES_ALONE = "leave it out: an evaluation measures the acceptance length, and keeps no logits"
 # Transformers' arguments that a draft's training has no use for: the value that asks for nothing, and what to do.
 WITHOUT_USE = {
     "neftune_noise_alpha": (None, "leave it out: a draft is not trained on embeddings with noise"),
@@ -44,6 +45,14 @@ WITHOUT_USE = {
         "random",
         "leave it out: batches have rows of similar length already",
     ),
+    "bf16_full_eval": (False, "leave it out: the draft that is trained is measured as it is"),
+    "fp16_full_eval": (False, "leave it out: the draft that is trained is measured as it is"),
+    "prediction_loss_only": (False, MEASURES_ALONE),
+    "eval_accumulation_steps": (None, MEASURES_ALONE),
+    "eval_do_concat_batches": (True, MEASURES_ALONE),
+    "eval_use_gather_object": (False, MEASURES_ALONE),
+    "batch_eval_metrics": (False, MEASURES_ALONE),
+    "include_for_metrics": ([], MEASURES_ALONE),
 }
 # No decay over the slots, no clipping of gradients, no evaluation: infinity says it, and NaN says nothing.
 MAY_BE_INFINITE = ("gamma", "max_grad_norm", "eval_delay")
