@@ -57,6 +57,8 @@ XML = f"<tool_call>\n<function=f>\n{PARAMETERS}\n</function>\n</tool_call>"
 BARE = '<tool_call>\n{"name": "f"}\n</tool_call>'
 GEMMA = '<|tool_call>call:f{path:<|"|>/<|"|>,dry:true}<tool_call|>'
 ARGUMENTS = {"path": "/", "dry": True}
+CLOSED_EARLY = CALL.replace('"/"', '"</tool_call>"')
+CLOSES = r'"a \"</tool_call>\n</tool_call>"'  # an argument in JSON
 ENDS = {"logit_bias": {"2": 100}}  # the end token, whatever is asked
 BYTE = {"logit_bias": {"131": 100}}  # the first byte of a character, and never the rest
 MOMENT = 3.0  # seconds that a busy machine may take longer
@@ -160,6 +162,16 @@ CASES = [
     scripted("a_call_without_arguments", BARE, "", "tool_calls", calls=[("f", {})]),
     scripted("half_a_character_in_a_call", CALL.replace("/\"", "\\ud83d\""), "", "tool_calls",
              calls=[("f", {"path": "\ufffd", "dry": True})]),
+    scripted("a_close_mark_in_a_call", CALL.replace('"/"', CLOSES), "", "tool_calls",
+             calls=[("f", {"path": "a \"</tool_call>\n</tool_call>", "dry": True})]),
+    scripted("a_close_mark_in_a_call_of_gemma", GEMMA.replace("/", 'a "<tool_call|>'), "", "tool_calls",
+             markup="gemma4", calls=[("f", {"path": 'a "<tool_call|>', "dry": True})]),
+    scripted("a_close_mark_in_the_second_call", f"A\n{CALL}\n{CLOSED_EARLY}\nB", "A\nB", "tool_calls",
+             calls=[("f", ARGUMENTS), ("f", {"path": "</tool_call>", "dry": True})]),
+    scripted("limit_behind_a_close_mark_in_a_call", CLOSED_EARLY, CLOSED_EARLY.partition('",')[0], "length",
+             cut=CLOSED_EARLY.partition('",')[0]),
+    scripted("a_text_that_is_not_closed_before_a_call", f'<tool_call>{{"x": "</tool_call>\n{CALL}',
+             '<tool_call>{"x": "</tool_call>', "tool_calls", **CALLED),
     scripted("a_call_with_infinity", CALL.replace("true", "1e999"), CALL.replace("true", "1e999")),
     scripted("a_call_without_json", "<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>"),
     scripted("a_call_without_a_name", '<tool_call>{"x": 1}</tool_call>', '<tool_call>{"x": 1}</tool_call>'),
@@ -282,13 +294,44 @@ def test_a_cut_call_is_text_at_every_limit(server: InProcess, markup: str, says:
 
 @pytest.mark.parametrize("run", [1, 2, 7, 1000])
 def test_pieces_do_not_depend_on_the_runs(server: InProcess, run: int) -> None:
-    for says, markup in ((f"A\n{CALL}\nB", "qwen3"), (f"A {XML}", "qwen3_5"), (GEMMA, "gemma4")):
+    for says, markup, path in (
+        (f"A\n{CALL}\nB", "qwen3", "/"),
+        (f"A {XML}", "qwen3_5", "/"),
+        (GEMMA, "gemma4", "/"),
+        (f"A\n{CLOSED_EARLY}\nB", "qwen3", "</tool_call>"),
+        (GEMMA.replace("/", "<tool_call|>"), "gemma4", "<tool_call|>"),
+    ):
         fields = prepare(server, Case("run", {"messages": HELLO, "tools": TOOLS}, says, markup))
         script: Any = server.pair.engine
         script.run = run
         found = server.ask("http", True, True, fields)
-        assert found.calls == [("f", ARGUMENTS)]
+        assert found.calls == [("f", {**ARGUMENTS, "path": path})]
         assert found.content == says.split("<")[0].strip() + "\nB" * says.endswith("B")
+
+
+def test_a_close_mark_in_a_list_of_calls() -> None:
+    field = {
+        "open": "<calls>",
+        "close": "</calls>",
+        "content": "python-call-list",
+        "transform_each": True,
+        "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+    }
+    template = {"start_anchor": "assistant", "fields": {"tool_calls": field, "content": {}}}
+    for quote in "\"'":
+        reader = MarkupReader(template, "", TOOLS)
+        says = f"<calls>[f(path={quote}</calls>{quote}, dry=True)]</calls>"
+        pieces = [*reader.add(says), *reader.end()]
+        told = [(piece.name, json.loads(piece.text)) for piece in pieces]
+        assert told == [("f", {"path": "</calls>", "dry": True})]
+
+
+def test_only_a_mark_within_a_text_is_waited_for() -> None:
+    for body in ('{"name": "f", }', '{"name": "f"', '{"name": "f\n', "{name: 5}", '{"a": "\\'):
+        says = f"<tool_call>{body}</tool_call> and"
+        reader = MarkupReader(markup_of("qwen3"), "", TOOLS)
+        told = "".join(piece.text for piece in reader.add(says))
+        assert told == says, body
 
 
 def test_a_call_that_is_too_deep_is_text() -> None:

@@ -232,6 +232,17 @@ def test_a_tool_that_must_be_called_is_called(server: InProcess) -> None:
             assert choice == "required" or len(found.calls) == 1
 
 
+def test_a_forced_argument_may_have_the_mark_that_ends_calls(server: InProcess) -> None:
+    says = {"a": "</tool_call>"}
+    parameters = {"properties": {"a": {"const": says["a"]}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    asks: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "seed": 2}
+    for streamed in (False, True):
+        found = asked(server, streamed, **asks, parallel_tool_calls=False)
+        assert (found.calls, found.content) == ([("f", says)], "")
+        assert found.reasons == ["tool_calls"]
+
+
 def test_one_call_is_made_without_parallel_calls(server: InProcess) -> None:
     asks: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "seed": 0}
     several = asked(server, **asks)

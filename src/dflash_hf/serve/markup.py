@@ -26,6 +26,7 @@ REASONING = (
     "reasoning",
 )  # names of the field in response templates
 CALLS = "tool_calls"
+QUOTES = {"json": '"', "python-call-list": "\"'"}  # around texts, by what is in a call
 HALF = regex.compile("[\ud800-\udfff]")  # of a character, which JSON may have as an escape alone
 
 
@@ -52,7 +53,8 @@ class Region:
 
     field: Any
     opened: str  # the mark that opened it
-    body: str = ""
+    num_searched: int = 0  # letters of it up to the last mark in a text of its own
+    quote: str = ""  # that this text begins with
 
 
 @dataclass
@@ -193,10 +195,17 @@ class MarkupReader:
 
     def _read_call(self, pieces: list[Piece], region: Region, is_end: bool) -> bool:
         """Reads a call once it is closed; returns whether the state has changed."""
-        match = region.field.close_re.search(self.buffer)
+        match = region.field.close_re.search(self.buffer, region.num_searched)
         body = self.buffer
         if match is not None:
             body = self.buffer[: match.start()]
+            before = region.quote + body[region.num_searched :]
+            region.quote = _open_quote(region.field, before)
+            # A pattern may match where nothing is: behind that the search would not go on.
+            is_text = bool(region.quote and match.group())
+            if is_text:
+                region.num_searched = match.end()
+                return True
         can_be_json = not body.strip() or body.lstrip().startswith(("{", "["))
         is_hopeless = region.field.content == "json" and not can_be_json
         if match is None and not is_end and not is_hopeless:
@@ -226,7 +235,8 @@ class MarkupReader:
             return []
         try:
             raw = region.opened + _with_arguments(body) + closed
-            message = parse_response(raw, self.template, prefix="", tools=list(self.tools))
+            template = _closed_at_the_end(self.template, region.field)
+            message = parse_response(raw, template, prefix="", tools=list(self.tools))
         except (ValueError, KeyError, TypeError, RecursionError):
             return []
         pieces: list[Piece] = []
@@ -247,6 +257,32 @@ class MarkupReader:
         """Forgets the beginning of the buffer."""
         self.last = self.buffer[max(end - 1, 0) : end] or self.last
         self.buffer = self.buffer[end:]
+
+
+def _open_quote(one: Any, body: str) -> str:
+    """The quote that begins the text in which a part of a call ends; empty where it ends outside of all texts."""
+    delims = one.content_args.get("string_delims", [])
+    texts = [
+        rf"(?P<quote>{regex.escape(opened)}).*?(?:{regex.escape(closed)}|(?P<cut>\Z))"
+        for opened, closed in delims
+    ]
+    texts += [
+        rf"(?P<quote>{quote})(?:\\.|[^{quote}\\\n\r])*+(?:{quote}|(?P<cut>\Z))"
+        for quote in QUOTES.get(one.content, "")
+    ]
+    if not texts:
+        return ""
+    for match in regex.finditer("|".join(texts), body, flags=regex.DOTALL):
+        if match["cut"] is not None:
+            return str(match["quote"])
+    return ""
+
+
+def _closed_at_the_end(template: dict[str, Any], one: Any) -> dict[str, Any]:
+    """A response template for a single call, whose own texts may have the mark that closes it."""
+    calls = {**template["fields"][CALLS], "close_pattern": rf"(?:{one.close_re.pattern})\Z"}
+    calls.pop("close", None)
+    return {**template, "fields": {**template["fields"], CALLS: calls}}
 
 
 def _with_arguments(body: str) -> str:
