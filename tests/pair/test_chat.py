@@ -1,14 +1,18 @@
 """The chat on the bundled text pair: its answers, what it counts, what it goes on from, and the terminal."""
 
+import io
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from dflash_hf.chat.conversation import Answer, Conversation, Settings
+from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings
 from dflash_hf.chat.model import ChatModel, RunStreamer
+from dflash_hf.cli.chat import converse
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
 from helpers.held_chat import held_put
@@ -82,6 +86,44 @@ def test_stopped_answer_leaves_a_conversation_that_goes_on(monkeypatch: pytest.M
     )
 
 
+@pytest.mark.parametrize("press", ["stop", "forget"])
+@pytest.mark.parametrize("is_race", [False, True])
+@pytest.mark.parametrize("is_encoding", [False, True])
+def test_who_stops_while_a_message_is_read_is_heard(
+    monkeypatch: pytest.MonkeyPatch, press: str, is_race: bool, is_encoding: bool
+) -> None:
+    sessions = Sessions()
+    encode = ChatModel.encode
+
+    def pressed(*given: Any) -> Any:
+        inputs = encode(*given)
+        if is_encoding:
+            getattr(sessions, press)("page")
+        return inputs
+
+    def run(conversation: Conversation) -> list[Answer]:
+        if is_race:
+            *_, race = model().race(conversation, conversation.turns, 32)
+            return list(race)
+        *_, answer = model().ask(conversation, QUESTIONS[1], [], Settings(max_new_tokens=32))
+        return [answer]
+
+    with sessions.use("page") as conversation:
+        ask(conversation, QUESTIONS[0], max_new_tokens=8)
+    with monkeypatch.context() as patch, sessions.use("page") as conversation:
+        patch.setattr(ChatModel, "encode", pressed)
+        if not is_encoding:  # but an image
+            getattr(sessions, press)("page")
+        first, *_ = run(conversation)
+    assert (first.state, first.ids) == ("stopped", [])
+    # The next run hears nothing of it.
+    with sessions.use("page") as conversation:
+        ask(conversation, QUESTIONS[0], max_new_tokens=8)
+    sessions.stop("page")
+    with sessions.use("page") as conversation:
+        assert {answer.state for answer in run(conversation)} == {"done"}
+
+
 def test_leaving_an_answer_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = Conversation()
     with monkeypatch.context() as patch:
@@ -124,6 +166,23 @@ def test_race_is_identical_and_counts_both() -> None:
     assert texts[0] == texts[1] == ask(Conversation(), QUESTIONS[0]).text
     assert len(drafted.runs) < len(plain.runs)
     assert conversation.turns[0].answer is answer
+
+
+def test_terminal_chat_goes_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class Interrupted(Console):
+        def out(self, *objects: Any, **options: Any) -> None:
+            written.append(str(objects[0]))
+            if len(written) == 1:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[1]}\n"))
+        # The first answer is not over where it is interrupted.
+        patch.setattr(RunStreamer, "put", held_put(lambda: None if written else 1))
+        converse(model(), Settings(max_new_tokens=32), Interrupted(file=io.StringIO()))
+    assert len("".join(written[1:])) > 32, "the second answer ended with the first one"
 
 
 def test_terminal_chat_answers_and_counts() -> None:

@@ -166,6 +166,11 @@ class Conversation:
     stop: threading.Event = field(default_factory=threading.Event)
     left: bool = False  # the person began a new one, or went, while a run was in progress
 
+    def begin(self) -> None:
+        """Gives the run that begins its own `stop`, unless [`Sessions.use`] has done so."""
+        if not self.busy:
+            self.stop = threading.Event()
+
     @property
     def read_turns(self) -> list[Turn]:
         """Those that the target reads at the next answer: the newest, and before it those with an answer."""
@@ -227,6 +232,8 @@ class Sessions:
                 raise ValueError(
                     "expected one run at a time, got a second one before the first has ended; stop the first one"
                 )
+            # From here on, so that who stops while a message is read is heard
+            conversation.begin()
             conversation.busy = True
             self._by_page.move_to_end(page)
             self._drop_surplus()

@@ -234,8 +234,8 @@ class ChatModel:
         """Adds a turn and answers it, yielding the answer whenever there is more of it, and once at its end.
 
         With `again` the turn takes the newest one's place. Leaving the iterator ends the run, as the conversation's
-        `stop` does; the turn stays with what there is of its answer. Raises `ValueError` at the call if the message is
-        refused; the conversation is then as before.
+        `stop` does, a page's also before the call; the turn stays with what there is of its answer. Raises
+        `ValueError` at the call if the message is refused; the conversation is then as before.
         """
         before = replace(conversation)
         if again:
@@ -245,7 +245,7 @@ class ChatModel:
         turns = [*before.turns, Turn(text=text, images=images, answer=answer)]
         inputs = self.encode(replace(before, turns=turns), settings.max_new_tokens)
         conversation.turns = turns
-        conversation.stop = threading.Event()
+        conversation.begin()
         return self._run(conversation, answer, inputs, settings)
 
     def race(
@@ -262,7 +262,7 @@ class ChatModel:
                 "expected a question to race on, got an empty conversation; ask something first"
             )
         settings = Settings(max_new_tokens=max_new_tokens)
-        conversation.stop = threading.Event()
+        conversation.begin()
         inputs = self.encode(replace(conversation, turns=turns), max_new_tokens)
         plain, drafted = (
             Answer(drafted=use_draft, block_size=self.block_size) for use_draft in (False, True)
