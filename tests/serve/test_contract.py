@@ -159,6 +159,9 @@ CASES = [
     scripted("text_around_a_call", f"A\n{CALL}\nB", "A\nB", "tool_calls", **CALLED),
     scripted("text_around_a_call_in_xml", f"A\n{XML}\nB", "A\nB", "tool_calls", markup="qwen3_5", **CALLED),
     scripted("white_space_behind_a_call", f"{CALL}\n", "", "tool_calls", **CALLED),
+    scripted("white_space_behind_a_call_behind_text", f"A\n{CALL}\n", "A", "tool_calls", **CALLED),
+    scripted("white_space_at_the_end_behind_a_call", f"{CALL}\nB\n", "B\n", "tool_calls", **CALLED),
+    scripted("white_space_at_the_end_between_calls", f"A\n{CALL}\nB\n{CALL}\n", "A\nB", "tool_calls", **TWICE),
     scripted("a_call_without_arguments", BARE, "", "tool_calls", calls=[("f", {})]),
     scripted("half_a_character_in_a_call", CALL.replace("/\"", "\\ud83d\""), "", "tool_calls",
              calls=[("f", {"path": "\ufffd", "dry": True})]),
@@ -185,6 +188,11 @@ CASES = [
     # ---- thoughts
     scripted("thoughts", "<think>\nso\n</think>\n\n4", "4", reasoning="so"),
     scripted("thoughts_that_are_cut", "<think>\nso it is", "", "length", reasoning="so it", cut="<think>\nso it"),
+    scripted("white_space_at_the_end_behind_thoughts", "<think>\nso\n</think>\n\nA\n\nB", "A\n\n", reasoning="so",
+             fields={"stop": "B"}),
+    scripted("white_space_behind_thoughts", "\n<think>\nso\n</think>\n\nB", "", reasoning="so", fields={"stop": "B"}),
+    scripted("white_space_at_the_end_of_thoughts", "<think>\nso\n\nB", "", reasoning="so\n\n", fields={"stop": "B"}),
+    scripted("white_space_before_thoughts_that_are_cut", "\n<think>\nB", "", fields={"stop": "B"}),
     scripted("empty_thoughts_before_a_call", f"<think>\n\n</think>\n\n{CALL}", "", "tool_calls", **CALLED),
     scripted("a_mark_of_thoughts_in_the_text", "Use <think> tags.", "Use <think> tags."),
     # ---- what is refused, by name
@@ -307,6 +315,15 @@ def test_pieces_do_not_depend_on_the_runs(server: InProcess, run: int) -> None:
         found = server.ask("http", True, True, fields)
         assert found.calls == [("f", {**ARGUMENTS, "path": path})]
         assert found.content == says.split("<")[0].strip() + "\nB" * says.endswith("B")
+
+
+def test_white_space_at_the_end_stays_behind_marks_of_the_prompt() -> None:
+    begun = "<|im_start|>assistant\n"
+    for prompt in (begun, f"{begun}<think>\n\n</think>\n\n"):
+        for says in ("A\n\n", "A \nB\n"):
+            reader = MarkupReader(markup_of("qwen3"), prompt, ())
+            pieces = [*reader.add(says), *reader.end()]
+            assert "".join(piece.text for piece in pieces) == says
 
 
 def test_a_close_mark_in_a_list_of_calls() -> None:

@@ -61,12 +61,13 @@ class Region:
 class Trimmed:
     """Text of one kind whose white space at both ends is held back.
 
-    At its beginning it is dropped, at its end until more text comes.
+    At its beginning it is dropped, at its end until more text comes, or the answer's end. Beside a mark it is dropped.
     """
 
     held: str = ""
     has_text: bool = False
     keeps_start: bool = False
+    is_beside_mark: bool = False  # whether nothing but white space has come since a mark
 
     def add(self, text: str) -> str:
         """Returns what can be told after some more text."""
@@ -77,7 +78,20 @@ class Trimmed:
         self.held = text[len(told) :]
         if told:
             self.has_text = True
+            self.is_beside_mark = False
         return told
+
+    def meet_mark(self) -> None:
+        """Drops the white space before a mark, and what comes behind it."""
+        self.held = ""
+        self.keeps_start = False
+        self.is_beside_mark = True
+
+    def end(self) -> str:
+        """Returns the white space at the end of the answer; none beside a mark."""
+        if self.is_beside_mark:
+            return ""
+        return self.held
 
 
 @dataclass
@@ -124,8 +138,12 @@ class MarkupReader:
     def end(self) -> list[Piece]:
         """Returns the last pieces: a call that is not closed is text."""
         pieces = self._read(is_end=True)
-        if self.content.held and not self.is_marked:
-            pieces.append(Piece(kind="content", text=self.content.held))
+        thoughts = self.reasoning.end()
+        if thoughts:
+            pieces.append(Piece(kind="reasoning", text=thoughts))
+        text = self.content.end()
+        if text:
+            pieces.append(Piece(kind="content", text=text))
         return pieces
 
     def _read(self, is_end: bool) -> list[Piece]:
@@ -176,6 +194,7 @@ class MarkupReader:
     def _read_reasoning(self, pieces: list[Piece], region: Region, is_end: bool) -> bool:
         """Reads up to the end of the thoughts; returns whether it was there."""
         self.is_marked = True
+        self.content.meet_mark()
         match = region.field.close_re.search(self.buffer, partial=not is_end)
         end = len(self.buffer)
         is_closed = match is not None and not match.partial
@@ -190,7 +209,7 @@ class MarkupReader:
         assert match is not None
         self._drop(match.end())
         self.region = None
-        self.content.keeps_start = False
+        self.reasoning.meet_mark()
         return True
 
     def _read_call(self, pieces: list[Piece], region: Region, is_end: bool) -> bool:
@@ -220,9 +239,7 @@ class MarkupReader:
             return True
         assert match is not None
         pieces.extend(calls)
-        # White space before a call separates it from the text, and is no text.
-        self.content.held = ""
-        self.content.keeps_start = False
+        self.content.meet_mark()
         self.is_marked = True
         self.region = None
         self._drop(match.end())
