@@ -318,6 +318,14 @@ def test_forced_arguments_are_an_object(server: InProcess, parameters: Any) -> N
         assert found.reasons == ["length"] or len(found.calls) == 1, found
 
 
+def test_a_tool_of_an_unknown_schema_leaves_the_form(server: InProcess) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "no such type"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    found = asked(server, tools=[tool], **schema(type="object", properties={}, required=[]))
+    assert found.status == 200, found.error
+    assert isinstance(json.loads(found.content), dict)
+
+
 def schema(**fields: Any) -> dict[str, Any]:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": fields}}
     return {"response_format": form}

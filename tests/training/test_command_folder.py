@@ -322,14 +322,23 @@ def test_prompts_without_an_answer_are_sent_again_where_their_file_is_removed(
     assert answered(1000) == told
 
 
-def test_prompts_are_not_sent_again_behind_a_training_that_has_begun(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fact", "file"),
+    [
+        ("in_the_errors_file", "train.errors.jsonl"),
+        ("held_out_in_the_errors_file", "held_out.errors.jsonl"),
+    ],
+)
+def test_prompts_are_not_sent_again_behind_a_training_that_has_begun(
+    fact: str, file: str, tmp_path: Path
+) -> None:
     state = finished(tmp_path / "out")
-    state.write("regenerate", {"in_the_errors_file": 1})
+    state.write("regenerate", {fact: 1})
     assert state.pending() == []
     for folder in ("draft", "run"):
         (state.path / folder).rmdir()
     assert state.pending() == ["regenerate", "run"]
-    (state.folder("regenerate") / "train.errors.jsonl").touch()
+    (state.folder("regenerate") / file).touch()
     assert state.pending() == ["run"]
 
 

@@ -164,7 +164,9 @@ class Guard:
             origin = headers.get("origin")
             # The proxy of a Space may hand on another name as the host.
             own = [headers.get("host", "").lower(), *self.space_names]
-            if origin is not None and _host_of(origin) not in own:
+            host = _host_of(origin or "")
+            is_own = bool(host) and host in own
+            if origin is not None and not is_own:
                 sentence = f"expected a request of this chat's own page, got one of {origin}; open the chat itself"
                 raise HTTPException(403, sentence)
             if not length.isdecimal():

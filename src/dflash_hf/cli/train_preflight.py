@@ -98,7 +98,7 @@ def _check_without_target(
     if "run" in pending and state.is_done("prepare"):
         check_prepared(settings, state.folder("prepare"))
     is_answered = settings.answers == "target" and state.is_done("regenerate")
-    if "run" in pending and is_answered:
+    if "run" in pending and "regenerate" not in pending and is_answered:
         check_held_out(settings, state.folder("regenerate"))
     is_answering = settings.answers == "target" and not settings.server
     needs_target = (
@@ -241,7 +241,11 @@ def check_held_out(settings: TrainSettings, folder: Path) -> None:
     has_held_out = file.is_file() and file.stat().st_size > 0
     what = f"conversations that are held out in {folder} for --eval-strategy or --load-best-model-at-end"
     # The folder keeps the options, and would give them again
-    action = "take 5 other conversations or more, or add --eval-strategy no --load-best-model-at-end false"
+    without = "add --eval-strategy no --load-best-model-at-end false"
+    action = f"take 5 other conversations or more, or {without}"
+    errors = file.with_suffix(".errors.jsonl")
+    if errors.is_file():
+        action = f"see in {errors.name} why the prompts got no answer, or {without}"
     require(has_held_out or not (is_evaluated or keeps_best), what, 0, action)
 
 

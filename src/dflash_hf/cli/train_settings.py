@@ -520,6 +520,11 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
 }
 # How names of training arguments begin that change nothing of the draft: they may be others when a run goes on.
 HOW_IT_IS_RUN = (
+    "bf16_full_eval",
+    "fp16_full_eval",
+    "prediction_loss_only",
+    "batch_eval_metrics",
+    "include_for_metrics",
     "report_to",
     "run_name",
     "project",

@@ -33,9 +33,11 @@ LOCK_FILE = ".lock"
 # Of each of the first two stages: the rows that are trained on, and those that are held out.
 TRAIN = "train.jsonl"
 HELD_OUT = "held_out.jsonl"
-# Prompts that got no answer, beside the answers, and the name of their number in `stages.json`.
-ERRORS = "train.errors.jsonl"
-ERRORS_FACT = "in_the_errors_file"
+# What `stages.json` calls the number of prompts that got no answer, and the file beside the answers that has them.
+ERRORS = {
+    "in_the_errors_file": "train.errors.jsonl",
+    "held_out_in_the_errors_file": "held_out.errors.jsonl",
+}
 # Folders that each stage leaves; the first one is there when it is done.
 FOLDERS: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared",),
@@ -247,11 +249,14 @@ class RunState:
         write_whole(self.path / SETTINGS_FILE, text)
 
     def _has_prompts_to_send_again(self) -> bool:
-        """Whether the file of prompts that got no answer was removed, and no draft learns from the others' answers."""
-        had_errors = ERRORS_FACT in self.facts("regenerate")
-        is_removed = not (self.folder("regenerate") / ERRORS).exists()
+        """Whether a file of prompts that got no answer was removed, and no draft learns from the others' answers."""
+        facts = self.facts("regenerate")
+        folder = self.folder("regenerate")
+        are_removed = [
+            not (folder / file).exists() for fact, file in ERRORS.items() if fact in facts
+        ]
         is_learned = bool(self._record("run")) and "run" not in self.outdated
-        return had_errors and is_removed and not is_learned
+        return any(are_removed) and not is_learned
 
     def _looked_at(self) -> list[Stage]:
         """The stages whose options matter: those that are asked for, and the costly ones before them."""

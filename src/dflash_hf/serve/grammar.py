@@ -197,15 +197,20 @@ def response_form(
         is_good = isinstance(named, dict) and isinstance(named.get("schema", OBJECT), dict)
         need(is_good, param, "json_schema with a schema", named)
         schema = named.get("schema", OBJECT)
-    form = json_form(schema, param)
-    if tools and has_form_of_calls(pair):
-        lines = (
-            "start: calls | answer",
-            *lines_of_calls(tools, has_parallel_calls),
-            f"answer: %json {json.dumps({**schema, 'x-guidance': LAYOUT})}",
-        )
-        form = "\n".join(lines)
-    return Form(pair, form, param)
+    form = Form(pair, json_form(schema, param), param)
+    if not tools or not has_form_of_calls(pair):
+        return form
+    lines = (
+        "start: calls | answer",
+        *lines_of_calls(tools, has_parallel_calls),
+        f"answer: %json {json.dumps({**schema, 'x-guidance': LAYOUT})}",
+    )
+    try:
+        return Form(pair, "\n".join(lines), param)
+    except Refusal as refusal:
+        # The answer is of the form that was asked for; the tools' schemas are not of this server's making.
+        pair.note(f"no calls beside {param}, {one_line(refusal)}")
+        return form
 
 
 def _structured(outputs: Any, pair: Pair) -> Form:
