@@ -321,9 +321,13 @@ def test_forced_arguments_are_an_object(server: InProcess, parameters: Any) -> N
 def test_a_tool_of_an_unknown_schema_leaves_the_form(server: InProcess) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "no such type"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    found = asked(server, tools=[tool], **schema(type="object", properties={}, required=[]))
-    assert found.status == 200, found.error
-    assert isinstance(json.loads(found.content), dict)
+    form = schema(
+        type="object", properties={"n": {"const": 1}}, required=["n"], additionalProperties=False
+    )
+    for seed in range(3):
+        found = asked(server, tools=[tool], seed=seed, **form)
+        assert found.status == 200, found.error
+        assert json.loads(found.content) == {"n": 1}
 
 
 def schema(**fields: Any) -> dict[str, Any]:
