@@ -41,7 +41,14 @@ from dflash_hf.cli.train_settings import (
     num_processes,
     process_index,
 )
-from dflash_hf.cli.train_state import ERRORS, HELD_OUT, TRAIN, RunState, locked
+from dflash_hf.cli.train_state import (
+    HELD_OUT,
+    HELD_OUT_ERRORS,
+    TRAIN,
+    TRAIN_ERRORS,
+    RunState,
+    locked,
+)
 from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.data.row_files import RowFile, write_whole
 from dflash_hf.devices import execution_device
@@ -278,7 +285,6 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
         model = clients_of(settings)
         processor = load_processor(settings.target)
     facts: dict[str, Any] = {}
-    train_errors, held_out_errors = ERRORS
     for name in (HELD_OUT, TRAIN):
         prompts = state.folder("prepare") / name
         if not prompts.stat().st_size:
@@ -291,12 +297,12 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
                 raise
             if "run" in state.stages:
                 check_held_out(settings, state.folder("regenerate"))
-            facts[held_out_errors] = len(RowFile(prompts))
+            facts[HELD_OUT_ERRORS] = len(RowFile(prompts))
             # An error would come again with each repetition: the prompts would get no answer either
             logger.warning("The draft is trained without an evaluation: %s", error)
             continue
         if name == HELD_OUT and report.num_errors:
-            facts[held_out_errors] = report.num_errors
+            facts[HELD_OUT_ERRORS] = report.num_errors
         if name == TRAIN:
             facts |= {
                 "answers": report.num_answers,
@@ -305,7 +311,7 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
                 "tokens_per_second": round(report.tokens_per_second, 1),
             }
             if report.num_errors:
-                facts[train_errors] = report.num_errors
+                facts[TRAIN_ERRORS] = report.num_errors
             if report.num_inexact:
                 facts["tokenized_otherwise"] = report.num_inexact
     return facts

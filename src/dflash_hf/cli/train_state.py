@@ -33,11 +33,11 @@ LOCK_FILE = ".lock"
 # Of each of the first two stages: the rows that are trained on, and those that are held out.
 TRAIN = "train.jsonl"
 HELD_OUT = "held_out.jsonl"
-# What `stages.json` calls the number of prompts that got no answer, and the file beside the answers that has them.
-ERRORS = {
-    "in_the_errors_file": "train.errors.jsonl",
-    "held_out_in_the_errors_file": "held_out.errors.jsonl",
-}
+# What `stages.json` calls the number of prompts that got no answer, of each of these two.
+TRAIN_ERRORS = "in_the_errors_file"
+HELD_OUT_ERRORS = "held_out_in_the_errors_file"
+# The file beside the answers that has these prompts.
+ERRORS = {TRAIN_ERRORS: "train.errors.jsonl", HELD_OUT_ERRORS: "held_out.errors.jsonl"}
 # Folders that each stage leaves; the first one is there when it is done.
 FOLDERS: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared",),

@@ -17,9 +17,8 @@ from typing import Any
 
 MAX_FILE_BYTES = 20 * 2**20
 MAX_PIXELS = 64_000_000  # decoded, before anything is shrunk: 192 MB
-KEPT_PIXELS = (
-    4_000_000  # a conversation's larger ones are shrunk to this: what it holds stays bounded
-)
+# A conversation's larger images are shrunk to this: what it holds stays bounded.
+KEPT_PIXELS = 4_000_000
 THUMBNAIL = (320, 320)
 # No others: some of Pillow's readers start programs or follow references.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -42,9 +41,8 @@ class ChatImage:
     """An image of a conversation."""
 
     name: str  # of its file
-    image: (
-        Any  # `PIL.Image.Image`: RGB, upright, of at most as many pixels as `read_image` was told
-    )
+    # A `PIL.Image.Image`: RGB, upright, of at most as many pixels as `read_image` was told.
+    image: Any
     thumbnail: str  # a small copy as a `data:` address, for the page
     note: str = ""  # what was done to it that a person should know
 
