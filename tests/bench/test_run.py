@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -12,10 +13,15 @@ import httpx
 import pytest
 import torch
 
-from dflash_hf.bench.cells import Cell, Options, make_cells
+from dflash_hf.bench.cells import Cell, Options, RunSettings, make_cells
+from dflash_hf.bench.methods import Method
 from dflash_hf.bench.questions import Question
-from dflash_hf.bench.run import rounds_of, seed_of
-from helpers.bench_runs import Asked, answers_in, counts_in, settings_in
+from dflash_hf.bench.run import Asker, Processes, rounds_of, seed_of
+from dflash_hf.bench.run_files import RunFolder
+from dflash_hf.pair.answers import changed
+from helpers.bench_runs import Asked, Pretended, answers_in, counts_in, settings_in
+from helpers.static import TapeStep, use_tapes
+from tiny import prompts, shallow_target, tiny_draft
 
 Pretend = Callable[..., Asked]
 
@@ -201,3 +207,80 @@ def test_the_record_says_what_was_run(tmp_path: Path, pretend: Pretend) -> None:
     )
     assert (settings.out / "summary.json").is_file()
     assert (settings.out / "report.html").is_file()
+
+
+def captured_by(
+    settings: RunSettings, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, int, int]]:
+    """Asks a tiny pair on tapes; returns each measured batch: its cell, its size, and what was captured for it."""
+    use_tapes(monkeypatch, smallest_bucket=64)
+    target: Any = shallow_target("qwen3")
+    draft = tiny_draft(target)
+    cells = make_cells(settings)
+    measured: list[tuple[str, int, int]] = []
+
+    def method_of(cell: Cell) -> Method:
+        def generate(name: str, texts: list[str]) -> None:
+            inputs = prompts([len(text) for text in texts], 0)
+            arguments = cell.options.arguments()
+            with changed(draft.generation_config, **cell.options.for_draft()):
+                target.generate(**inputs, **arguments, assistant_model=draft)
+
+        return Pretended(cell.model_id, [], generate)
+
+    real = Asker._ask
+
+    def noting(self: Asker, cell: Cell, batch: Any, repeat: int) -> Any:
+        before = len(TapeStep.captured)
+        answers = real(self, cell, batch, repeat)
+        assert not [answer.error for answer in answers if answer.has_failed]
+        measured.append((cell.model_id, len(batch), len(TapeStep.captured) - before))
+        return answers
+
+    monkeypatch.setattr(Asker, "_ask", noting)
+    methods = {cell.model_id: method_of(cell) for cell in cells}
+    folder = RunFolder(settings.out)
+    folder.write_questions(questions)
+    asker = Asker(settings, cells, methods, folder, Processes("cpu"), questions, [draft])
+    asker.ask_all()
+    return measured
+
+
+def questions_of(lengths: list[int]) -> list[Question]:
+    """Questions whose prompts have so many tokens."""
+    return [
+        Question(dataset="any", question_id=number, category="", turns=("x" * length,))
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        ({"batch": (1, 2)}, True),
+        ({"verify_width": (2, 3, 4, 5, 6)}, False),
+        ({"temperature": (0.5, 0.6, 0.7, 0.8, 0.9)}, False),
+    ],
+    ids=["kept", "shapes", "settings"],
+)
+def test_no_measured_call_captures(
+    given: dict[str, Any],
+    is_kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = settings_in(tmp_path, methods=("dflash",), max_new_tokens=(4,), **given)
+    num_questions = 2 * max(given.get("batch", (1,)))
+    measured = captured_by(settings, questions_of([5] * num_questions), monkeypatch)
+    assert TapeStep.captured, "the first calls of each shape have captured"
+    assert not [call for call in measured if call[2]]
+    sizes = {cell.model_id: cell.options.batch for cell in make_cells(settings)}
+    answered = Counter[str]()
+    for name, size, _ in measured:
+        answered[name] += size
+    assert answered == dict.fromkeys(sizes, num_questions)
+    names = [name for name, _, _ in measured]
+    are_in_turns = len(list(itertools.groupby(names))) > len(sizes)
+    assert are_in_turns == is_kept
+    assert ("one cell after the other" in caplog.text) != is_kept

@@ -1,5 +1,8 @@
 """A run: every question asked of every cell, in turns, so that a machine that drifts does so for all alike.
 
+Where the device does not keep what all cells have captured, one cell is asked after the other: no call that counts
+captures anything.
+
 Questions of one set and as many turns go in rounds, in which every cell asks the same questions, in batches of its own
 size; cells take turns in being first. What is sampled follows from the seed of the run, the questions of the batch,
 the turn and the repeat, so that it does not matter who asks a round, nor when: rounds are dealt to the processes of
@@ -36,6 +39,7 @@ from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
 from dflash_hf.bench.server import server_method
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.errors import one_line, require
+from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.checks import check_static_stock, check_stock
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import tokenizer_of
@@ -90,7 +94,8 @@ def run(settings: RunSettings) -> Path | None:
     if processes.rank == 0:
         _begin(folder, settings, cells, questions, provenance(models, processes.size), is_resumed)
     processes.wait()
-    asker = Asker(settings, cells, methods, folder, processes, folder.read_questions())
+    drafts = [found.draft for found in models.values() if found.draft is not None]
+    asker = Asker(settings, cells, methods, folder, processes, folder.read_questions(), drafts)
     session = asker.ask_all()
     processes.wait()
     report = None
@@ -326,6 +331,19 @@ def seed_of(seed: int, batch: Sequence[Question], repeat: int, turn: int) -> int
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
+# A batch of a cell, and how often it was asked before.
+Asked = tuple[Cell, int, Sequence[Question]]
+
+
+def _by_cell_and_size(batches: Sequence[Asked]) -> list[list[Asked]]:
+    """Returns batches in parts, each of one cell and size: calls of a part share their buffers and graphs."""
+    parts: dict[tuple[str, int], list[Asked]] = {}
+    for asked in batches:
+        cell, _, batch = asked
+        parts.setdefault((cell.model_id, len(batch)), []).append(asked)
+    return list(parts.values())
+
+
 @dataclass(slots=True)
 class Asker:
     """Asks what is left to be asked, of one process's share."""
@@ -336,6 +354,9 @@ class Asker:
     folder: RunFolder
     processes: Processes
     questions: Sequence[Question]  # all of the run
+    drafts: Sequence[
+        DFlashDraftModel
+    ] = ()  # whose buffers and graphs calls leave for the next ones
     failures: dict[str, int] = field(default_factory=dict[str, int])
     method_seconds: float = 0.0
 
@@ -348,18 +369,27 @@ class Asker:
         totals = {cell.model_id: 0 for cell in self.cells if cell.model_id in self.methods}
         for cell, _, batch in left:
             totals[cell.model_id] += len(batch)
-        self._warm_up(left)
-        started = time.perf_counter()
+        parts = [left]
+        if self._warm_up(left):
+            logger.warning(
+                "The device does not keep what all cells have captured: they are asked one cell after the other"
+            )
+            parts = _by_cell_and_size(left)
+        seconds = 0.0
         with Bars(totals, is_shown=self.processes.rank == 0) as bars:
-            for cell, repeat, batch in left:
-                if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
-                    continue
-                answers = self._ask(cell, batch, repeat)
-                self.folder.append(cell.model_id, answers)
-                bars.add(cell.model_id, answers)
-                if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
-                    bars.give_up(cell.model_id)
-        seconds = time.perf_counter() - started
+            for part in parts:
+                if len(parts) > 1:
+                    self._warm_up(part)
+                started = time.perf_counter()
+                for cell, repeat, batch in part:
+                    if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
+                        continue
+                    answers = self._ask(cell, batch, repeat)
+                    self.folder.append(cell.model_id, answers)
+                    bars.add(cell.model_id, answers)
+                    if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
+                        bars.give_up(cell.model_id)
+                seconds += time.perf_counter() - started
         harness = seconds - self.method_seconds
         return {
             "seconds": seconds,
@@ -367,9 +397,7 @@ class Asker:
             "harness_seconds": harness,
         }
 
-    def _left(
-        self, done: Mapping[str, set[Which]]
-    ) -> Iterator[tuple[Cell, int, Sequence[Question]]]:
+    def _left(self, done: Mapping[str, set[Which]]) -> Iterator[Asked]:
         """The batches of this process that are not there, cells in turns."""
         rounds = rounds_of(self.questions, self.cells)
         asked = [cell for cell in self.cells if cell.model_id in self.methods]
@@ -385,9 +413,13 @@ class Asker:
                         ):
                             yield cell, repeat, batch
 
-    def _warm_up(self, left: Sequence[tuple[Cell, int, Sequence[Question]]]) -> None:
-        """Makes a call of every cell that does not count: the first ones pay for loading, compiling and capturing."""
+    def _warm_up(self, left: Sequence[Asked]) -> bool:
+        """Makes a call of every cell that does not count: the first ones pay for loading, compiling and capturing.
+
+        Returns whether something that one of them has captured is let go by the end.
+        """
         firsts = {cell.model_id: (cell, batch) for cell, _, batch in reversed(left)}
+        captured: set[object] = set()
         for cell, batch in firsts.values():
             options = cell.options
             if not torch.accelerator.is_available():
@@ -397,6 +429,17 @@ class Asker:
             with suppress(*FAILURES):  # it will fail again where it counts
                 conversations = [question.messages((), self.settings.system) for question in batch]
                 self.methods[cell.model_id](conversations, options, 0)
+            captured |= self._captured()
+        return captured != self._captured()
+
+    def _captured(self) -> set[object]:
+        """Returns what is kept for later calls: shapes of buffers, and the settings of the graphs over them."""
+        found: set[object] = set()
+        for number, draft in enumerate(self.drafts):
+            for buffers in kept_buffers(draft):
+                found.add((number, buffers.shape))
+                found |= {(number, buffers.shape, one) for one in buffers.graphs.captured}
+        return found
 
     def _ask(self, cell: Cell, batch: Sequence[Question], repeat: int) -> list[Answer]:
         """Asks a batch, turn by turn; an answer says what was wrong where there is none."""
