@@ -13,11 +13,13 @@ import httpx
 import pytest
 import torch
 
+from dflash_hf.bench import run as run_module
 from dflash_hf.bench.cells import Cell, Options, RunSettings, make_cells
 from dflash_hf.bench.methods import Method
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.run import Asker, Processes, rounds_of, seed_of
 from dflash_hf.bench.run_files import RunFolder
+from dflash_hf.generation import static_step
 from dflash_hf.pair.answers import changed
 from helpers.bench_runs import Asked, Pretended, answers_in, counts_in, settings_in
 from helpers.static import TapeStep, use_tapes
@@ -213,7 +215,9 @@ def captured_by(
     settings: RunSettings, questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, int, int]]:
     """Asks a tiny pair on tapes; returns each measured batch: its cell, its size, and what was captured for it."""
-    use_tapes(monkeypatch, smallest_bucket=64)
+    use_tapes(monkeypatch, smallest_bucket=32)
+    # As on a GPU, where one graph serves all lengths
+    monkeypatch.setattr(static_step, "reads_lengths_on_device", lambda *caches: True)
     target: Any = shallow_target("qwen3")
     draft = tiny_draft(target)
     cells = make_cells(settings)
@@ -255,31 +259,34 @@ def questions_of(lengths: list[int]) -> list[Question]:
 
 
 @pytest.mark.parametrize(
-    ("given", "is_kept"),
+    ("given", "lengths", "is_kept"),
     [
-        ({"batch": (1, 2)}, True),
-        ({"verify_width": (2, 3, 4, 5, 6)}, False),
-        ({"temperature": (0.5, 0.6, 0.7, 0.8, 0.9)}, False),
+        ({"batch": (1, 2)}, [5, 5, 5, 5], True),
+        ({"verify_width": (2, 3, 4, 5, 6)}, [5, 5], False),
+        ({"temperature": (0.5, 0.6, 0.7, 0.8, 0.9)}, [5, 5], False),
+        # The last batch is smaller, and the longest prompt is not in the first one.
+        ({"batch": (1, 2)}, [5, 9, 30, 7, 6], True),
     ],
-    ids=["kept", "shapes", "settings"],
+    ids=["kept", "shapes", "settings", "sizes"],
 )
 def test_no_measured_call_captures(
     given: dict[str, Any],
+    lengths: list[int],
     is_kept: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    settings = settings_in(tmp_path, methods=("dflash",), max_new_tokens=(4,), **given)
-    num_questions = 2 * max(given.get("batch", (1,)))
-    measured = captured_by(settings, questions_of([5] * num_questions), monkeypatch)
+    monkeypatch.setattr(run_module, "WARM_UP_TOKENS", 64)
+    settings = settings_in(tmp_path, methods=("dflash",), **{"max_new_tokens": (4,), **given})
+    measured = captured_by(settings, questions_of(lengths), monkeypatch)
     assert TapeStep.captured, "the first calls of each shape have captured"
     assert not [call for call in measured if call[2]]
     sizes = {cell.model_id: cell.options.batch for cell in make_cells(settings)}
     answered = Counter[str]()
     for name, size, _ in measured:
         answered[name] += size
-    assert answered == dict.fromkeys(sizes, num_questions)
+    assert answered == dict.fromkeys(sizes, len(lengths))
     names = [name for name, _, _ in measured]
     are_in_turns = len(list(itertools.groupby(names))) > len(sizes)
     assert are_in_turns == is_kept

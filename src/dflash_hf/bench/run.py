@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.bench.answers import Answer, Turn, Which
-from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, RunSettings, make_cells
+from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, Options, RunSettings, make_cells
 from dflash_hf.bench.methods import WAYS, Method, Models, local_method
 from dflash_hf.bench.progress import Bars
 from dflash_hf.bench.provenance import provenance
@@ -344,6 +344,15 @@ def _by_cell_and_size(batches: Sequence[Asked]) -> list[list[Asked]]:
     return list(parts.values())
 
 
+def _room_of(asked: Asked) -> tuple[int, int, int]:
+    """Returns how much room a batch needs: new tokens of a row, images and letters of the longest prompt."""
+    cell, _, batch = asked
+    new_tokens = cell.options.max_new_tokens * len(batch[0].turns)
+    num_images = max(len(question.images) for question in batch)
+    letters = max(len(f"{question.history}{question.turns}") for question in batch)
+    return new_tokens, num_images, letters
+
+
 @dataclass(slots=True)
 class Asker:
     """Asks what is left to be asked, of one process's share."""
@@ -414,21 +423,26 @@ class Asker:
                             yield cell, repeat, batch
 
     def _warm_up(self, left: Sequence[Asked]) -> bool:
-        """Makes a call of every cell that does not count: the first ones pay for loading, compiling and capturing.
+        """Makes calls that do not count: the first ones pay for loading, compiling and capturing.
+
+        Of every cell and size of its batches the longest is asked. The longest of all come first: what is made for
+        them has room for the others.
 
         Returns whether something that one of them has captured is let go by the end.
         """
-        firsts = {cell.model_id: (cell, batch) for cell, _, batch in reversed(left)}
+        longest: dict[tuple[str, int], Asked] = {}
+        for asked in sorted(left, key=_room_of, reverse=True):
+            cell, _, batch = asked
+            longest.setdefault((cell.model_id, len(batch)), asked)
         captured: set[object] = set()
-        for cell, batch in firsts.values():
+        for cell, repeat, batch in longest.values():
             options = cell.options
             if not torch.accelerator.is_available():
                 options = replace(
                     options, max_new_tokens=min(options.max_new_tokens, WARM_UP_TOKENS)
                 )
             with suppress(*FAILURES):  # it will fail again where it counts
-                conversations = [question.messages((), self.settings.system) for question in batch]
-                self.methods[cell.model_id](conversations, options, 0)
+                self._converse(cell, options, batch, repeat, [[] for _ in batch])
             captured |= self._captured()
         return captured != self._captured()
 
@@ -441,21 +455,32 @@ class Asker:
                 found |= {(number, buffers.shape, one) for one in buffers.graphs.captured}
         return found
 
+    def _converse(
+        self,
+        cell: Cell,
+        options: Options,
+        batch: Sequence[Question],
+        repeat: int,
+        turns: Sequence[list[Turn]],
+    ) -> None:
+        """Asks a batch, turn by turn; adds what is said to each question's `turns`."""
+        for number in range(len(batch[0].turns)):
+            conversations = [
+                question.messages([turn.text for turn in before], self.settings.system)
+                for question, before in zip(batch, turns, strict=True)
+            ]
+            seed = seed_of(self.settings.seed, batch, repeat, number)
+            said = self.methods[cell.model_id](conversations, options, seed)
+            for before, turn in zip(turns, said, strict=True):
+                before.append(turn)
+
     def _ask(self, cell: Cell, batch: Sequence[Question], repeat: int) -> list[Answer]:
-        """Asks a batch, turn by turn; an answer says what was wrong where there is none."""
+        """Asks a batch for answers that count; an answer says what was wrong where there is none."""
         turns: list[list[Turn]] = [[] for _ in batch]
         error = None
         started = time.perf_counter()
         try:
-            for number in range(len(batch[0].turns)):
-                conversations = [
-                    question.messages([turn.text for turn in before], self.settings.system)
-                    for question, before in zip(batch, turns, strict=True)
-                ]
-                seed = seed_of(self.settings.seed, batch, repeat, number)
-                said = self.methods[cell.model_id](conversations, cell.options, seed)
-                for before, turn in zip(turns, said, strict=True):
-                    before.append(turn)
+            self._converse(cell, cell.options, batch, repeat, turns)
         except FAILURES as failure:
             error = one_line(f"{type(failure).__name__}: {failure}")
             logger.warning("%s: %s", cell.model_id, error)
