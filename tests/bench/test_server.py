@@ -18,6 +18,7 @@ from dflash_hf.bench.cells import Options
 from dflash_hf.bench.run import run
 from dflash_hf.bench.server import server_method
 from dflash_hf.data.openai_client import NoTextError, OpenAIClient, run_async
+from dflash_hf.serve.requests import NUMBERS
 from helpers.bench_runs import TOY, answers_in, settings_in
 from helpers.http_threads import running
 
@@ -193,15 +194,19 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
         assert turn.wall_time < turn.latency
         assert turn.token_ids == []
     body = small.bodies[0]
-    assert {
-        name: body[name] for name in ("model", "max_tokens", "temperature", "top_p", "seed")
-    } == {
+    asked_for = {
         "model": "small",
         "max_tokens": 3,
         "temperature": 0.5,
         "top_p": 0.9,
+        # Without the filters that a server, or the checkpoint, has of its own.
+        "top_k": -1,
+        "min_p": 0,
         "seed": 5,
     }
+    assert {name: body.get(name) for name in asked_for} == asked_for
+    for name, (low, high, _) in NUMBERS.items():
+        assert low <= body.get(name, low) <= high, "`dflash-hf serve` takes it"
     assert body["messages"] == HELLO
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     counted = {
@@ -219,6 +224,7 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
     }
     assert [turn.counters for turn in turns] == [counters[small.kind], None, None]
     assert server([HELLO], Options(max_new_tokens=9), 0)[0].finish_reason == "stop"
+    assert "top_k" not in small.bodies[-1], "greedy decoding looks at no filter"
 
 
 @pytest.mark.parametrize("small", ["curt"], indirect=True)

@@ -58,6 +58,10 @@ def server_method(server: OpenAIClient, template_options: Mapping[str, Any]) -> 
             "top_p": options.top_p,
             "seed": seed % 2**31,
         }
+        if options.temperature > 0:
+            # Servers have filters of their own, or apply the checkpoint's. vLLM, SGLang, llama.cpp and ours have -1
+            # for all tokens; some do not take 0.
+            shared |= {"top_k": options.top_k or -1, "min_p": 0.0}
         if template_options:
             shared["chat_template_kwargs"] = dict(template_options)
         bodies = [{**shared, "messages": sent_messages(messages)} for messages in conversations]
