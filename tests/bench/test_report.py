@@ -208,6 +208,19 @@ def test_it_works_without_what_a_run_may_not_have(
     assert {"definitions", "provenance"} <= set(page.ids)
 
 
+def test_the_headline_counts_the_settings_with_a_speed_up(tmp_path: Path) -> None:
+    """The method's settings are ordered by speed-up over their own baselines; one of them has failed."""
+
+    def name_alike(record: dict[str, Any]) -> None:
+        for row in record["methods"]:
+            if row["model_id"] in ("stock", "zlab"):
+                row["method"] = "dflash"
+
+    answers = only("plain", "dflash", "stock", "zlab")
+    page = report(write_run(tmp_path, questions(2), answers, name_alike))
+    assert "dflash, with the largest speed-up of 2 settings, makes " in page.text
+
+
 def test_an_answer_that_ended_early_is_said_to_be_no_tie(tmp_path: Path) -> None:
     """There is no margin where one answer ends and the other goes on."""
     answers = only("plain", "dflash")

@@ -93,13 +93,16 @@ def _page(run: Run, summary: dict[str, Any], environment: Any) -> str:
         logger.warning("The report has no figures: %s", error)
         notes.append(f"There are no figures: {error}")
     answering = [method for method in summary["methods"] if method["all"]["texts"]]
+    alike: list[Any] = []
+    if main is not None:
+        alike = [m for m in answering if m["method"] == main["method"] and m["all"]["speedup"]]
     return environment.get_template("report.html.jinja").render(
         summary=summary,
         main=main,
         base=next(
             (m for m in summary["methods"] if main and m["model_id"] == main["baseline"]), None
         ),
-        num_alike=sum(m["method"] == main["method"] for m in summary["methods"]) if main else 0,
+        num_alike=len(alike),
         answering=answering,
         times=_tables(
             answering, list(summary["datasets"]), lambda block: block if block["texts"] else None
@@ -124,7 +127,10 @@ def _page(run: Run, summary: dict[str, Any], environment: Any) -> str:
 
 
 def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The method that the report is about: the fastest with our draft, else with any, else the fastest at all."""
+    """The method that the report is about: one with our draft, else with any, else any at all.
+
+    Of several it is the one with the largest speed-up over its own baseline, without one that of most tokens/s.
+    """
     answering = [method for method in summary["methods"] if method["all"]["texts"]]
 
     def order(method: Mapping[str, Any]) -> tuple[bool, bool, float, float]:
