@@ -115,7 +115,8 @@ def test_what_a_run_leaves(done: tuple[Path, list[object]]) -> None:
     assert described["dtype"] == "float32"
     assert described["attention"] == "sdpa"
     assert len(described["chat_template"]) == 16
-    assert sorted(described["target"]) == ["config", "weights"]
+    for part in ("target", "draft"):
+        assert sorted(described[part]) == ["config", "weights"]
     assert {"torch", "transformers", "python"} <= set(run["provenance"]["versions"])
 
 

@@ -13,11 +13,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dflash_hf.bench import run as run_module
 from dflash_hf.bench.cells import RunSettings
+from dflash_hf.bench.provenance import provenance
 from dflash_hf.bench.run import run
 from helpers.bench_runs import TOY, Asked, answers_in, counts_in, settings_in, write_set
 
@@ -192,6 +195,56 @@ def test_another_run_is_refused(name: str, tmp_path: Path, pretend: Pretend) -> 
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
     assert snapshot(settings.out) == before
+
+
+def test_another_training_of_the_draft_is_refused(
+    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folders are the same: what is in them is not."""
+    loaded = {"target": {"weights": "a"}, "chat_template": "c"}
+
+    def told(models: Any, num_processes: int) -> dict[str, Any]:
+        described = {"dtype": "float32", "device": "cpu", "attention": "sdpa", **loaded}
+        return {**provenance({}, num_processes), "models": {"auto": described}}
+
+    monkeypatch.setattr(run_module, "provenance", told)
+    settings = settings_in(tmp_path)
+    pretend(settings)
+    # An older version said nothing of drafts.
+    loaded["draft"] = {"weights": "b"}
+    assert pretend(replace(settings, resume=True)) == []
+    begun = replace(settings, out=tmp_path / "begun")
+    pretend(begun)
+    before = snapshot(begun.out)
+    loaded["draft"] = {"weights": "other"}
+    with pytest.raises(
+        ValueError, match=r"^expected the draft with which .*'b'.* got another .*'other'"
+    ):
+        pretend(replace(begun, resume=True))
+    assert snapshot(begun.out) == before
+
+
+def test_another_machine_is_told(
+    tmp_path: Path,
+    pretend: Pretend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = settings_in(tmp_path)
+    pretend(settings)
+    first = json.loads((settings.out / "run.json").read_text())["provenance"]
+    pretend(replace(settings, resume=True))
+    assert json.loads((settings.out / "run.json").read_text())["provenance"] == first
+    other = {**first["versions"], "torch": "9.9"}
+    monkeypatch.setattr("dflash_hf.bench.provenance.versions", lambda: other)
+    pretend(replace(settings, resume=True))
+    assert "other conditions than it was begun under (versions)" in caplog.text
+    provenance_now = json.loads((settings.out / "run.json").read_text())["provenance"]
+    (continued,) = provenance_now.pop("continued")
+    assert provenance_now == first
+    assert continued["versions"] == other
+    assert "machine" not in continued
+    assert "9.9" in (settings.out / "report.html").read_text()
 
 
 def test_where_the_files_are_and_what_happens_at_the_end_makes_no_other_run(

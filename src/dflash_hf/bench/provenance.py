@@ -18,6 +18,7 @@ import torch
 from dflash_hf import __version__
 from dflash_hf.bench.methods import Models
 from dflash_hf.devices import device_name
+from dflash_hf.errors import shown
 from dflash_hf.training.identity import target_identity, text_identity
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash", "tokenizers")
@@ -66,11 +67,41 @@ def _describe(models: Models) -> dict[str, Any]:
         "target": target_identity(models.target),
         "chat_template": None if template is None else text_identity(text),
     }
+    if models.assistant is not None:
+        described["assistant"] = target_identity(models.assistant)
     if models.draft is not None:
+        described["draft"] = target_identity(models.draft)
         described["draft_dtype"] = str(models.draft.dtype).removeprefix("torch.")
         described["draft_block_size"] = models.draft.config.block_size
         described["draft_options"] = models.draft.generation_config.to_diff_dict()
     return described
+
+
+def check_models(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Raises `ValueError` if a run that goes on has loaded other models than it was begun with.
+
+    Args:
+        before, now (mapping): What [`provenance`] returned then and now; what an older version did not say is as now.
+        folder (`Path`): The run's.
+    """
+    for dtype, found in now["models"].items():
+        described = before.get("models", {}).get(dtype, {})
+        for part in ("target", "draft", "assistant", "chat_template"):
+            was = described.get(part, found.get(part))
+            if was != found.get(part):
+                raise ValueError(
+                    f"expected the {part} with which the run of {folder} was begun ({shown(was)}), got another "
+                    f"({shown(found.get(part))}); load that one, in the same versions, or name another --out"
+                )
+
+
+def other_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of [`conditions`] that are others than when a run was begun, with the date of now."""
+    names = ("commit", "versions", "machine", "threads")
+    found = {name: now[name] for name in names if before.get(name) != now[name]}
+    if found:
+        found["date"] = now["date"]
+    return found
 
 
 def versions() -> dict[str, str | None]:

@@ -33,12 +33,12 @@ from dflash_hf.bench.answers import Answer, Turn, Which
 from dflash_hf.bench.cells import NEEDS_DRAFT, Cell, Options, RunSettings, make_cells
 from dflash_hf.bench.methods import WAYS, Method, Models, local_method
 from dflash_hf.bench.progress import Bars
-from dflash_hf.bench.provenance import provenance
+from dflash_hf.bench.provenance import check_models, other_conditions, provenance
 from dflash_hf.bench.questions import Question
 from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
 from dflash_hf.bench.server import server_method
 from dflash_hf.data.openai_client import OpenAIClient
-from dflash_hf.errors import one_line, require
+from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.checks import check_static_stock, check_stock
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -281,18 +281,37 @@ def _begin(
     conditions: Mapping[str, Any],
     is_resumed: bool,
 ) -> None:
-    """Writes what a run is before it is asked, or tidies what was answered so far."""
+    """Writes what a run is before it is asked, or tidies what was answered so far.
+
+    Raises `ValueError` if a run would go on with other models; nothing is written then.
+    """
     if is_resumed:
+        check_models(folder.read_run().get("provenance", {}), conditions, folder.path)
         folder.drop_counts()
     else:
         folder.write_questions(questions)
     before = folder.read_run() if is_resumed else {}
-    conditions = before.get("provenance", conditions)
+    conditions = _all_conditions(before.get("provenance", {}), conditions)
     settings_written = {**settings.what_matters(), "run_code": settings.run_code}
     folder.write_run(settings_written, cells, conditions, before.get("sessions", []))
     for cell in cells:
         batches = batches_of(cell, questions, cells, settings.repeats)
         folder.merge(cell.model_id, whole_batches(folder.read(cell.model_id), batches).values())
+
+
+def _all_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a run's provenance: that of its first session, and in `continued` what was another one later."""
+    if not before:
+        return now
+    others = other_conditions(before, now)
+    if not others:
+        return before
+    names = listed([name for name in others if name != "date"])
+    logger.warning(
+        "The run goes on under other conditions than it was begun under (%s): run.json has both",
+        names,
+    )
+    return {**before, "continued": [*before.get("continued", []), others]}
 
 
 # ---- what is asked when
