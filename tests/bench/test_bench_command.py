@@ -225,14 +225,16 @@ def test_a_width_that_does_not_fit_is_a_failed_cell(tmp_path: Path, held_out: li
     assert "expected verify_width between 1 and 16" in second["failed"]
 
 
-def test_images_need_a_target_that_sees_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["asked", "before"])
+def test_images_need_a_target_that_sees_them(place: str, tmp_path: Path) -> None:
     image = next((TOY / "vision" / "pictures").rglob("*.png"))
     data = tmp_path / "seen.jsonl"
-    data.write_text(
-        json.dumps(
-            {"question_id": 1, "category": "any", "turns": ["What?"], "images": [str(image)]}
-        )
-    )
+    row: dict[str, object] = {"turns": ["What?"], "images": [str(image)]}
+    if place == "before":
+        seen = {"role": "user", "content": [{"type": "image", "path": str(image)}]}
+        reply = {"role": "assistant", "content": "A cat."}
+        row = {"messages": [seen, reply, {"role": "user", "content": "What?"}]}
+    data.write_text(json.dumps({"question_id": 1, "category": "any", **row}))
     words = [
         "--data",
         data,

@@ -303,6 +303,31 @@ def test_of_a_conversation_the_last_message_is_asked_behind_the_others(tmp_path:
         load_questions(str(path), data_dir=None, num_prompts=None, seed=0)
 
 
+def test_images_of_earlier_messages_are_checked_and_carried_along(tmp_path: Path) -> None:
+    image = tmp_path / "from" / "a.png"
+    image.parent.mkdir()
+    Image.new("RGB", (4, 4), "red").save(image)
+    parts = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What?"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": "Colour?"},
+    ]
+    path = image.parent / "own.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    (written,) = prepare([str(path)], tmp_path / "out")
+    assert str(tmp_path) not in written.read_text(encoding="utf-8")
+    (tmp_path / "out").rename(tmp_path / "moved")
+    moved = tmp_path / "moved" / "own.jsonl"
+    (question,) = load_questions(str(moved), data_dir=None, num_prompts=None, seed=0)
+    (file,) = question.image_files
+    assert Path(file).parent == tmp_path / "moved" / "images"
+    assert Path(file).read_bytes() == image.read_bytes()
+    image.unlink()
+    with pytest.raises(ValueError, match=r"expected an image file in line 1 .*fix the path"):
+        load_questions(str(path), data_dir=None, num_prompts=None, seed=0)
+
+
 def test_a_template_asks_of_any_columns(tmp_path: Path) -> None:
     rows = [
         {"town": "Bonn", "n": 2, "score": 4.5, "category": 1},

@@ -52,7 +52,7 @@ def prepare(
                 path not in texts, f"sets of different names for {out}", path.name, "rename one"
             )
             texts[path] = "".join(f"{json.dumps(_portable(question))}\n" for question in questions)
-            images += [Path(image) for question in questions for image in question.images]
+            images += [Path(image) for question in questions for image in question.image_files]
         for path, text in texts.items():
             is_free = not path.exists() or path.read_text(encoding="utf-8") == text
             require(
@@ -70,7 +70,24 @@ def _portable(question: Question) -> dict[str, object]:
     """The question's line, its images named by their contents in the folder beside it."""
     row = question.to_dict()
     if question.images:
-        row["images"] = [
-            f"{IMAGES}/{content_name(Path(path).read_bytes())}" for path in question.images
+        row["images"] = [_stored_name(path) for path in question.images]
+    if question.history:
+        row["history"] = [
+            {**message, "content": _portable_content(message["content"])}
+            for message in question.history
         ]
     return row
+
+
+def _portable_content(content: Any) -> Any:
+    """A message's content, its image files named as [`_portable`] does."""
+    if isinstance(content, str):
+        return content
+    return [
+        {**part, "path": _stored_name(part["path"])} if part.get("path") else part
+        for part in content
+    ]
+
+
+def _stored_name(path: str) -> str:
+    return f"{IMAGES}/{content_name(Path(path).read_bytes())}"

@@ -13,6 +13,7 @@ from math import isfinite
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dflash_hf.data.prompt_files import image_paths
 from dflash_hf.errors import is_a, shown
 
 # Kept per class: to look them up takes longer than to check a value.
@@ -52,6 +53,11 @@ class Question:
     def key(self) -> Key:
         """What the question is found by in the files of a run: its set and its id there."""
         return self.dataset, self.question_id
+
+    @property
+    def image_files(self) -> list[str]:
+        """Paths of all its images, those of the messages before its first turn too."""
+        return [*image_paths(self.history), *self.images]
 
     def messages(
         self, answers: Sequence[str] = (), system: str | None = None

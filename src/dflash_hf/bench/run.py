@@ -38,6 +38,7 @@ from dflash_hf.bench.questions import Question
 from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
 from dflash_hf.bench.server import server_method
 from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.data.prompt_files import image_names
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.checks import check_static_stock, check_stock
@@ -216,14 +217,14 @@ def _check_questions(
 ) -> None:
     """Refuses images that are not there, or that the target cannot see."""
     for question in questions:
-        for image in question.images:
+        for image in question.image_files:
             require(
                 Path(image).is_file(),
                 f"the image of question {question.question_id}",
                 image,
                 "fix its path",
             )
-    with_images = next((question for question in questions if question.images), None)
+    with_images = next((one for one in questions if one.images or image_names(one.history)), None)
     for found in models.values():
         if with_images is not None and tokenizer_of(found.processor) is found.processor:
             raise ValueError(
@@ -367,7 +368,7 @@ def _room_of(asked: Asked) -> tuple[int, int, int]:
     """Returns how much room a batch needs: new tokens of a row, images and letters of the longest prompt."""
     cell, _, batch = asked
     new_tokens = cell.options.max_new_tokens * len(batch[0].turns)
-    num_images = max(len(question.images) for question in batch)
+    num_images = max(len(question.image_files) for question in batch)
     letters = max(len(f"{question.history}{question.turns}") for question in batch)
     return new_tokens, num_images, letters
 

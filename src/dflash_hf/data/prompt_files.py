@@ -53,10 +53,19 @@ def text_of(prompt: Prompt) -> str:
 
 def image_names(prompt: Prompt) -> list[str]:
     """Returns what to call a prompt's images, in their order: the name of the file, else `"image"`."""
+    places = [part.get("path", part.get("url")) for part in _image_parts(prompt)]
+    return ["image" if place is None else Path(place).name for place in places]
+
+
+def image_paths(prompt: Prompt) -> list[str]:
+    """Returns the paths of those images of a prompt that are named by one, in their order."""
+    return [part["path"] for part in _image_parts(prompt) if part.get("path")]
+
+
+def _image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
     contents = [message["content"] for message in as_messages(prompt)]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
-    places = [part.get("path", part.get("url")) for part in parts if part["type"] == "image"]
-    return ["image" if place is None else Path(place).name for place in places]
+    return [part for part in parts if part["type"] == "image"]
 
 
 def with_images(text: str, files: Sequence[Path]) -> Prompt:

@@ -12,7 +12,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.data.prompt_files import Message, check_text, image_names, prompt_of
+from dflash_hf.data.prompt_files import (
+    Message,
+    check_text,
+    image_names,
+    image_paths,
+    prompt_of,
+)
 from dflash_hf.errors import listed, require, shown
 
 FIX = "fix the row, or take the upstream file"
@@ -111,7 +117,10 @@ class Row:
             return []
         require(isinstance(value, list | tuple), f"a list of messages in {self.where}", value, FIX)
         found = prompt_of({"messages": list(value)}, self.where, self.folder.resolve())
-        return [message for message in found if isinstance(message, Mapping)]
+        messages = [message for message in found if isinstance(message, Mapping)]
+        for path in image_paths(messages):
+            self.image(path)
+        return messages
 
     def name(self, *names: str) -> int | str:
         """Returns an id from one of some columns; the row's number where it has none of them."""
