@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +124,17 @@ def test_the_draft_is_also_compared_with_this_package_without_it() -> None:
         "dflash-batch8-width4": "undrafted-batch8",
         "dflash-batch8-width8": "undrafted-batch8",
     }
+
+
+def test_code_that_cannot_be_run_is_refused_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = RunSettings(
+        out=TOY, data=("x",), methods=("plain",), target=str(TOY / "target"), run_code=True
+    )
+    settings.check()
+    nowhere = SimpleNamespace(name="nt")
+    monkeypatch.setattr("dflash_hf.bench.cells.os", nowhere, raising=False)
+    with pytest.raises(ValueError, match=r"expected Linux or macOS .*leave out --run-code"):
+        settings.check()
+    replace(settings, run_code=False).check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -191,6 +192,9 @@ class RunSettings:
                     value,
                     action,
                 )
+        # Else the questions would all be answered before `scores.failure` refuses.
+        can_run = not self.run_code or os.name == "posix"
+        require(can_run, "Linux or macOS for --run-code", os.name, "leave out --run-code")
         for value in self.proposal:
             allowed = get_args(Proposal)
             require(
