@@ -232,6 +232,9 @@ def run_decode(
     bare: dict[int, BareForwards] = {}
     for batch in batches:
         chosen = [method for method in methods if batch == 1 or method.takes_batches]
+        if not chosen:
+            logger.warning("leaving out batch %d: no method of this run takes it", batch)
+            continue
         asked = groups_of_prompts(pair, batch, prompts)
         for method in chosen:
             measure(pair, method, pair.inputs(*asked[0], batch), options, seed)

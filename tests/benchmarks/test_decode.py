@@ -76,6 +76,15 @@ def test_decode_compares_the_methods(results: Path) -> None:
     assert not results.exists(), "nothing is recorded under --force"
 
 
+def test_batches_that_no_method_takes_are_left_out(
+    results: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = run(*TINY, "--methods", "lookup", "--batch", "1,2", "--force")
+    assert result.exit_code == 0, result.output
+    assert [(row["method"], row["batch"]) for row in record_of(result)["rows"]] == [("lookup", 1)]
+    assert "leaving out batch 2" in caplog.text
+
+
 def test_force_still_writes_where_it_is_told_to(
     results: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
