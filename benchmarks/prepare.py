@@ -169,13 +169,18 @@ WAYS: dict[str, Callable[[Path, Any], int]] = {
 
 
 def measure(way: str, folder: Path, target: str) -> dict[str, Any]:
-    """Returns seconds and peak memory of one way, in a process of its own."""
+    """Returns seconds and peak memory of one way, in a process of its own; ends the script if that fails."""
     spawned = multiprocessing.get_context("spawn")
     receive, send = spawned.Pipe(duplex=False)
     process = spawned.Process(target=_measure_here, args=(way, folder, target, send))
     process.start()
+    # The process has its own: once that is closed too, nothing more can come.
+    send.close()
     process.join()
-    return receive.recv()
+    try:
+        return receive.recv()
+    except EOFError:
+        raise SystemExit(f"{way} failed with exit code {process.exitcode}, see above") from None
 
 
 def _measure_here(way: str, folder: Path, target: str, send: Connection) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
 import gemm_times
+import prepare
 import pytest
 import torch
 from harness.experiments import WAIT, Streams, with_wait
@@ -129,3 +132,14 @@ def test_without_cuda_a_stream_only_calls() -> None:
     streams = Streams(torch.device("cpu"), 2)
     assert streams.on(1, streams.mark(), lambda: 7) == 7
     streams.join()
+
+
+def test_a_way_of_preparing_that_fails_ends_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked instead of spawned: it need not import anything."""
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(prepare.multiprocessing, "get_context", lambda method: forked)
+    monkeypatch.setattr(prepare, "_measure_here", lambda *args: os._exit(3))
+    with pytest.raises(SystemExit, match="map failed with exit code 3"):
+        prepare.measure("map", tmp_path, "nowhere")
