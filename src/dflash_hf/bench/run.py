@@ -429,6 +429,16 @@ class Asker:
     def _left(self, done: Mapping[str, set[Which]]) -> Iterator[Asked]:
         """The batches of this process that are not there, cells in turns."""
         rounds = rounds_of(self.questions, self.cells)
+        num_rounds = len(rounds) * self.settings.repeats
+        if self.processes.rank == 0 and num_rounds < self.processes.size:
+            logger.warning(
+                "%d of %d processes have nothing to do: there are only %d groups of up to %d questions (the least "
+                "common multiple of the batch sizes)",
+                self.processes.size - num_rounds,
+                self.processes.size,
+                num_rounds,
+                max(map(len, rounds)),
+            )
         asked = [cell for cell in self.cells if cell.model_id in self.methods]
         for repeat in range(self.settings.repeats):
             for index, questions in enumerate(rounds, repeat * len(rounds)):
