@@ -97,7 +97,13 @@ def forgetful(endless: Server, tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
     """A browser for all tests; every test opens contexts of its own."""
-    names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
+    names = (
+        os.environ.get("CHROMIUM", ""),
+        "chromium-headless-shell",
+        "chromium",
+        "chromium-browser",
+        "google-chrome",
+    )
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     if path is None:
         pytest.fail(
