@@ -21,10 +21,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import dflash_hf
+from dflash_hf.bench import run as bench_run
 from dflash_hf.cli.generate import read_prompt
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import ABOUT
-from dflash_hf.pair.loading import load_weights, loaded
+from dflash_hf.pair import loading as pair_loading
+from dflash_hf.pair.loading import load_pair, load_weights, loaded
 from helpers.forked_python import start
 from helpers.source_tree import ROOT
 
@@ -301,6 +303,39 @@ def test_a_target_that_only_lends_its_weights_is_whole_too(tmp_path: Path) -> No
     result = run("convert", TOY / "draft", out, "--to", "deepspec", "--target", tmp_path / "target")
     assert_refused(result, "expected all weights of a .*, got none for model.norm.weight; ")
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["a pair", "bench"])
+def test_a_draft_is_on_one_device_also_if_its_target_is_spread(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device map of "auto" lays even a small draft on all GPUs, and a draft on several is refused."""
+    places: list[Any] = []
+    target: Any = torch.nn.Linear(1, 1)
+    target.dtype = torch.float32
+    processor = SimpleNamespace(pad_token="", chat_template=None, tokenizer=SimpleNamespace())
+    settings: Any = SimpleNamespace(
+        target="org/x",
+        draft="org/draft",
+        dtype=("auto",),
+        methods=("dflash",),
+        assistant=None,
+        template_options={},
+        system=None,
+    )
+    module = pair_loading if command == "a pair" else bench_run
+    monkeypatch.setattr(module, "load_target", lambda *_: (target, processor))
+    monkeypatch.setattr(bench_run, "tokenizer_of", lambda _: processor)
+    monkeypatch.setattr(
+        dflash_hf.DFlashDraftModel,
+        "from_pretrained",
+        lambda *_, dtype, device_map: places.append(device_map),
+    )
+    if command == "a pair":
+        load_pair("org/x", "org/draft")
+    else:
+        bench_run._load_models(settings, "auto")
+    assert places == [{"": torch.device("cpu")}]
 
 
 def test_quantised_weights_may_come_without_what_their_library_makes() -> None:

@@ -196,6 +196,7 @@ def test_a_ratio_that_was_not_measured_is_left_empty(
     block = {"questions": 8, "acceptance": {"acceptance_length": 3.0}, **speedups}
     facts = CardFacts(target="org/target", measured={"sets/gsm8k.jsonl": block})
     text = export.card(make_draft(), facts)
+    assert 'dtype="auto", device_map={"": target.device})' in text, "a draft is on one device"
     (row,) = (line for line in text.splitlines() if "gsm8k.jsonl" in line)
     assert row.startswith("| gsm8k.jsonl | 8 | 3.00 | ")
     assert row.endswith(cells)

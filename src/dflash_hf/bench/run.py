@@ -39,6 +39,7 @@ from dflash_hf.bench.run_files import Batch, RunFolder, whole_batches
 from dflash_hf.bench.server import server_method
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.data.prompt_files import image_names
+from dflash_hf.devices import execution_device
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.checks import check_static_stock, check_stock
@@ -197,7 +198,7 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
         if needs_draft:
             # As the other commands load it, also where it was saved in another dtype
             loaded["draft"] = DFlashDraftModel.from_pretrained(
-                settings.draft, dtype=target.dtype, device_map=device_map
+                settings.draft, dtype=target.dtype, device_map={"": execution_device(target)}
             )
         if settings.assistant:
             loaded["assistant"] = load_weights(

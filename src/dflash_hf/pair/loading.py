@@ -327,17 +327,20 @@ def _missing_file(folder: Path, what: str) -> str:
 def load_pair(
     target: str, draft: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
-    """Loads a target, its draft in the target's dtype, and what encodes its prompts.
+    """Loads a target, its draft in the target's dtype onto its first device, and what encodes its prompts.
 
     See [`load_target`], also for what it raises.
     """
     check_place("--draft", draft)
     model, processor = load_target(target, dtype, device)
+    from dflash_hf.devices import execution_device
     from dflash_hf.modeling_dflash import DFlashDraftModel
 
+    # A map of "auto" would lay it on every GPU, and its buffers are on one.
+    place = {"": execution_device(model)}
     assistant = loaded(
         "a draft",
         draft,
-        lambda: DFlashDraftModel.from_pretrained(draft, dtype=model.dtype, device_map=device),
+        lambda: DFlashDraftModel.from_pretrained(draft, dtype=model.dtype, device_map=place),
     )
     return model, assistant, processor

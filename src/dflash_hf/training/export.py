@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")
 tokenizer = AutoTokenizer.from_pretrained("{target}")
-draft = dflash_hf.DFlashDraftModel.from_pretrained("{draft}", dtype="auto", device_map="auto")
+draft = dflash_hf.DFlashDraftModel.from_pretrained("{draft}", dtype="auto", device_map={{"": target.device}})
 messages = [{{"role": "user", "content": "How many primes are there below 30?"}}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 output = target.generate(**inputs.to(target.device), assistant_model=draft, max_new_tokens=256)
