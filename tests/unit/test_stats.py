@@ -16,9 +16,18 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, DFlashGenerationConfig, SpeculativeStats, iterate
 from dflash_hf.generation.stats import Stopwatch
+from dflash_hf.pair.answers import without_draft
 from fuzz.targets import Oracle, arm
 from helpers.widths import use_random_widths
-from tiny import draft_config, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
+from tiny import (
+    draft_config,
+    oracle_draft,
+    prompts,
+    shallow_target,
+    tiny_draft,
+    tiny_target,
+    truth_of,
+)
 
 # Two rows, blocks of 4 (three proposals). Row 0 ended at an end-of-sequence token: its last verify accepted 3 and
 # committed 2. Row 1 accepted 1 of 3 each time.
@@ -54,6 +63,19 @@ def test_definitions_by_hand() -> None:
     assert plain.acceptance_length_as("vllm") == 4.0
     with pytest.raises(ValueError, match=r"expected a definition in .* got 'eagle'"):
         HAND.acceptance_length_as("eagle")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+def test_without_a_draft_every_step_is_one_token(sample_from_anchor: bool) -> None:
+    target: Any = shallow_target("qwen3")
+    draft = tiny_draft(target, sample_from_anchor=sample_from_anchor)
+    with without_draft(draft):
+        target.generate(
+            **prompts([5], seed=0), max_new_tokens=6, do_sample=False, assistant_model=draft
+        )
+    stats: Any = draft.last_stats
+    assert (stats.num_proposed, stats.num_committed) == (0, [[1] * 5])
+    assert draft.generation_config.verify_width is None
 
 
 def test_positions_not_tried_are_no_rejections() -> None:
