@@ -66,16 +66,24 @@ def test_definitions_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
-def test_without_a_draft_every_step_is_one_token(sample_from_anchor: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"num_assistant_tokens": 4}, {"num_tree_nodes": 6}], ids=str
+)
+def test_without_a_draft_every_step_is_one_token(
+    options: dict[str, int], sample_from_anchor: bool
+) -> None:
     target: Any = shallow_target("qwen3")
     draft = tiny_draft(target, sample_from_anchor=sample_from_anchor)
+    draft.generation_config = DFlashGenerationConfig(**options)
     with without_draft(draft):
         target.generate(
             **prompts([5], seed=0), max_new_tokens=6, do_sample=False, assistant_model=draft
         )
     stats: Any = draft.last_stats
     assert (stats.num_proposed, stats.num_committed) == (0, [[1] * 5])
-    assert draft.generation_config.verify_width is None
+    assert (
+        draft.generation_config.to_diff_dict() == DFlashGenerationConfig(**options).to_diff_dict()
+    )
 
 
 def test_positions_not_tried_are_no_rejections() -> None:

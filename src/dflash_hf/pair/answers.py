@@ -262,7 +262,13 @@ def compare_with_plain(
 def without_draft(draft: DFlashDraftModel) -> AbstractContextManager[None]:
     """Lets calls with a draft decode without it, one token at a step, until the block is left."""
     # A block of one still proposes a token where the anchor's slot does.
-    return changed(draft.generation_config, block_size=1, verify_width=1, num_tree_nodes=None)
+    return changed(
+        draft.generation_config,
+        block_size=1,
+        verify_width=1,
+        num_assistant_tokens=None,
+        num_tree_nodes=None,
+    )
 
 
 def _timed(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> tuple[list[int], float]:
