@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,26 @@ def test_a_folder_with_files_is_kept(pair: tuple[Path, Path], tmp_path: Path) ->
     biased.save_pretrained(tmp_path / "biased")
     assert convert(tmp_path / "biased", out, "--to", "muse", "--force")[0] == 2
     assert load_draft(out).config.vocab_size == VOCAB
+
+
+def test_a_folder_on_another_file_system_is_written(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point, or a link to one: what is made beside it cannot be moved there."""
+    source, out = pair[1], tmp_path / "out"
+    assert convert(source, out, "--to", "dflash")[0] == 0
+    move = Path.replace
+
+    def move_within(self: Path, target: Path) -> Path:
+        if out not in self.parents:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(self))
+        return move(self, target)
+
+    monkeypatch.setattr(Path, "replace", move_within)
+    status, printed = convert(source, out, "--to", "zlab", "--force")
+    assert status == 0, printed
+    assert weights_of(out).keys() == weights_of(source).keys()
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_unknown_layout_is_a_usage_error(pair: tuple[Path, Path], tmp_path: Path) -> None:

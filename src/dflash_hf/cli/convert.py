@@ -66,9 +66,11 @@ def convert(
     with Console(stderr=True).status(f"converting {escape(source)}"):
         draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
         model = None if target is None else load_target_for(target, draft, to)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        # Beside it first: a draft that the format cannot express must not cost the one that is there.
-        with TemporaryDirectory(dir=destination.parent, prefix=".convert-") as fresh:
+        # A folder that is there may be on another file system than the one above it.
+        place = destination if destination.is_dir() else destination.parent
+        place.mkdir(parents=True, exist_ok=True)
+        # Whole first: a draft that the format cannot express must not cost the one that is there.
+        with TemporaryDirectory(dir=place, prefix=".convert-") as fresh:
             save_draft(draft, fresh, to, model)
             destination.mkdir(exist_ok=True)
             for pattern in OF_A_DRAFT:
