@@ -187,6 +187,24 @@ def test_a_folder_on_another_file_system_is_written(
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("own", ["own_embed_tokens", "own_lm_head"])
+def test_deepspec_takes_the_one_of_embedding_and_head_that_a_draft_lacks(
+    own: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {"layer_types": None, "sliding_window": None, own: True}
+    draft = tiny_draft(tiny_target("qwen3"), sample_from_anchor=True, **fields)
+    draft.to(torch.bfloat16).save_pretrained(tmp_path / "one")
+    status, printed = convert(
+        tmp_path / "one", tmp_path / "out", "--to", "deepspec", "--target", pair[0]
+    )
+    assert status == 0, printed
+    both = weights_of(tmp_path / "out")
+    theirs = weights_of(pair[0])
+    lacking = {"own_embed_tokens": "lm_head.weight", "own_lm_head": "embed_tokens.weight"}[own]
+    assert {"embed_tokens.weight", "lm_head.weight"} <= both.keys()
+    assert torch.equal(both[lacking], theirs[lacking.replace("embed", "model.embed")])
+
+
 def test_unknown_layout_is_a_usage_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
     status, printed = convert(pair[1], tmp_path / "out", "--to", "gguf")
     assert status == 2

@@ -91,8 +91,9 @@ def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> Pre
     config = config_of_target(target)
     model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     has_vocabulary = FORMATS[to].has_vocabulary
-    has_own = draft.config.own_embed_tokens or draft.config.own_lm_head
-    if has_vocabulary is None or has_vocabulary == has_own:
+    # A draft may have one of the two, and the other is then the target's.
+    has_own = {draft.config.own_embed_tokens, draft.config.own_lm_head}
+    if has_vocabulary is None or has_own == {has_vocabulary}:
         with torch.device("meta"):
             return model_class.from_config(config)
     return load_weights(model_class, target, dtype="auto")
