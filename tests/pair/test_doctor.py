@@ -369,6 +369,14 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -381,9 +389,13 @@ YARN = {
         (HALF, YARN, ["RoPE over whole heads"]),
         (YARN, HALF, ["the target's default RoPE"]),
         (WHOLE, {**HALF, "partial_rotary_factor": 0.01}, []),
+        (YARN, YARN, []),
+        (YARN, {**YARN, "factor": 2.0}, ["the target's yarn RoPE"]),
+        (YARN, {**YARN, "factor": 2.0, "rope_theta": 1e6}, ["theta 1e+06", "the target's yarn"]),
+        (LLAMA3, {**LLAMA3, "factor": 32.0}, ["the target's llama3 RoPE"]),
     ],
 )
-def test_parts_of_heads_that_turn_are_tried(
+def test_what_differs_from_the_targets_rope_is_tried(
     own: dict[str, Any], theirs: dict[str, Any], labels: list[str]
 ) -> None:
     draft = variant(pair()[1], {"rope_parameters": own})
@@ -394,6 +406,15 @@ def test_parts_of_heads_that_turn_are_tried(
     for trial, label in zip(trials, labels, strict=True):
         assert label in trial.label
         variant(draft, trial.change)
+
+
+@pytest.mark.parametrize(("theirs", "status"), [(WHOLE, "ok"), (None, "skipped")])
+def test_a_target_without_a_rope_has_none_to_compare(theirs: Any, status: str) -> None:
+    text = SimpleNamespace(rope_parameters=theirs)
+    probe: Any = SimpleNamespace(draft=pair()[1], target=SimpleNamespace(config=text))
+    assert not list(doctor_module._rope_trials(probe))
+    check = doctor_module._unchanged(probe, "rope", Measurement((), ()), None)
+    assert check.status == status
 
 
 def test_two_mistakes_are_two_findings() -> None:

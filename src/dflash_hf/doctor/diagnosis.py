@@ -236,7 +236,8 @@ def _try_settings(
                 best = trial, result
         if best is None:
             return setup, [
-                found.get(name) or _unchanged(name, base, results.get(name)) for name in EXPLAINED
+                found.get(name) or _unchanged(probe, name, base, results.get(name))
+                for name in EXPLAINED
             ]
         trial, result = best
         sentence = f"{trial.label} accepts {result.mean:.2f} tokens per verify, as configured {base.mean:.2f}"
@@ -259,9 +260,11 @@ EXPLAINED = {
 }
 
 
-def _unchanged(name: str, base: Measurement, tried: dict[str, float] | None) -> Check:
+def _unchanged(probe: Probe, name: str, base: Measurement, tried: dict[str, float] | None) -> Check:
     """The check of a setting of which no other form is clearly better."""
     if tried is None:
+        if name == "rope" and rope_of(probe.target.config) is None:
+            return Check(name, "skipped", "the target has no RoPE to try")
         is_fine = name in ("rope", "dtype")
         status: Status = "skipped"
         if is_fine:
@@ -367,9 +370,11 @@ def _rope_trials(probe: Probe) -> Iterator[Trial]:
         yield Trial(
             "rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}}
         )
+    # Of one type too, of which the factor or another number may be another.
+    differs = {**own, "rope_theta": theta} != theirs
     # A RoPE that turns parts of heads has no other type that does.
     turns_part = "partial_rotary_factor" in own
-    if kind != own["rope_type"] and not turns_part:
+    if differs and not turns_part:
         advice = f"set rope_parameters to {theirs}, the target's"
         yield Trial("rope", f"the target's {kind} RoPE", advice, {"rope_parameters": theirs})
 
