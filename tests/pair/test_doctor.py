@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.quantization_config import QuantizationMethod
 from typer.testing import CliRunner, Result
 
 from dflash_hf import DFlashDraftModel
@@ -290,6 +291,22 @@ def test_each_damage_is_the_one_finding(damage: str) -> None:
     assert words in f"{diagnosis.findings[0].sentence}; {diagnosis.findings[0].advice}"
 
 
+METHOD = QuantizationMethod.COMPRESSED_TENSORS
+
+
+def compressed(
+    weights: tuple[str, int], activations: tuple[str, int] | None = None
+) -> dict[str, Any]:
+    """What compressed-tensors writes of weights, and of activations that are quantised too: kind and bits."""
+    kind, bits = weights
+    group = {"weights": {"type": kind, "num_bits": bits, "group_size": 16 if bits == 4 else None}}
+    given: Any = None
+    if activations is not None:
+        given = {"type": activations[0], "num_bits": activations[1]}
+    groups = {"group_0": {**group, "input_activations": given, "targets": ["Linear"]}}
+    return {"quant_method": METHOD, "config_groups": groups}
+
+
 @pytest.mark.parametrize(
     ("named", "quantised", "fits", "words"),
     [
@@ -299,6 +316,31 @@ def test_each_damage_is_the_one_finding(damage: str) -> None:
         ("some/Qwen3-8B-FP8", {"load_in_4bit": True}, False, "(bitsandbytes, 4 bits), and the dr"),
         ("some/Qwen3-8B-4bit", {"load_in_4bit": True}, True, "(bitsandbytes, 4 bits), and the dr"),
         ("some/Qwen3-8B-FP8", {"quant_method": "fp8"}, True, "(fp8), and the draft was trained"),
+        (
+            "some/Qwen3-8B-INT4",
+            {"quant_method": "auto-round", "bits": 4},
+            True,
+            "(auto-round, 4 bi",
+        ),
+        ("some/Qwen3-8B-FP8", {"quant_method": "torchao"}, None, "(torchao), and the draft was tr"),
+        (
+            "RedHatAI/Qwen3-8B-FP8-dynamic",
+            compressed(("float", 8), ("float", 8)),
+            True,
+            "(compress",
+        ),
+        ("RedHatAI/Qwen3-8B-quantized.w4a16", compressed(("int", 4)), True, "int4, w4a16"),
+        (
+            "RedHatAI/Qwen3-8B-quantized.w8a8",
+            compressed(("int", 8), ("int", 8)),
+            True,
+            "int8, w8a8",
+        ),
+        ("RedHatAI/Qwen3-8B-NVFP4", compressed(("float", 4)), True, "nvfp4"),
+        ("RedHatAI/Qwen3-8B-FP8-dynamic", compressed(("int", 4)), False, "int4, w4a16"),
+        ("RedHatAI/Qwen3-8B-FP8-dynamic", {"quant_method": METHOD}, None, "(compressed-tens"),
+        ("some/Qwen3-8B-AWQ", compressed(("int", 4)), None, "(compressed-tensors, int4, w4a16"),
+        ("some/Qwen3-8B-AWQ", {"load_in_4bit": True}, False, "(bitsandbytes, 4 bits)"),
         (None, None, None, "do not name the target"),
     ],
 )

@@ -17,6 +17,10 @@ MARKS = re.compile(
     r"(?<![a-z0-9])(nvfp4|mxfp4|mxfp8|fp8|int4|int8|w\d+a\d+|awq|gptq|[48]-?bit)(?![a-z0-9])",
     re.IGNORECASE,
 )
+# What precedes `fp4` and `fp8` in the names of formats of floating point: by bits, and by weights that share a scale.
+FLOAT_PREFIXES: dict[tuple[Any, Any], str] = {(4, 16): "nv", (4, 32): "mx", (8, 32): "mx"}
+# Ways of rounding to integers, of which compressed-tensors' files name none.
+ROUNDINGS = {"awq", "gptq"}
 
 
 def marks_of(name: str) -> set[str]:
@@ -31,13 +35,35 @@ def quantisation_of(model: PreTrainedModel) -> str:
         settings = settings.to_dict()
     if not settings:
         return ", ".join(foreign_weights(model))
-    method = str(settings.get("quant_method", "a quantisation"))
+    method = settings.get("quant_method", "a quantisation")
+    # Transformers makes it a member of an enumeration.
+    method = str(getattr(method, "value", method))
     for bits, name in ((4, "load_in_4bit"), (8, "load_in_8bit")):
         if settings.get(name):
             return f"{method}, {bits} bits"
     if settings.get("bits"):
-        return f"{method}, {settings['bits']} bits"
-    return method
+        bits = settings["bits"]
+        return f"{method}, {bits} bits, int{bits}, w{bits}a16"
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return method
+    kinds = [_stored_as(group) for group in groups.values() if isinstance(group, Mapping)]
+    return ", ".join(dict.fromkeys([method, *filter(None, kinds)]))
+
+
+def _stored_as(group: Mapping[str, Any]) -> str:
+    """Returns how a group of compressed-tensors is stored, in the words of models' names; nothing if none says it."""
+    weights: Mapping[str, Any] = group.get("weights") or {}
+    activations: Mapping[str, Any] = group.get("input_activations") or {}
+    bits = weights.get("num_bits")
+    # One of an enumeration too, where the package has read it.
+    kind = str(weights.get("type")).rpartition(".")[2].lower()
+    if kind == "float":
+        prefix = FLOAT_PREFIXES.get((bits, weights.get("group_size")), "")
+        return f"{prefix}fp{bits}"
+    if kind == "int":
+        return f"int{bits}, w{bits}a{activations.get('num_bits', 16)}, {bits} bits"
+    return ""
 
 
 def compare_precision(model: PreTrainedModel, draft: DFlashDraftModel) -> tuple[bool | None, str]:
@@ -59,6 +85,13 @@ def compare_precision(model: PreTrainedModel, draft: DFlashDraftModel) -> tuple[
         if now:
             sentence += ": without a quantisation of the target, more may be accepted"
         return True, sentence
+    sentence = f"{has}, and the draft was trained for {trained_for}"
     words = f"{model.config.name_or_path} {now}".replace(" bits", "bit")
-    fits = bool(stated & marks_of(words))
-    return fits, f"{has}, and the draft was trained for {trained_for}"
+    if stated & marks_of(words):
+        return True, sentence
+    # A quantisation that does not say its precision may be any, and compressed-tensors' integers any rounding.
+    says_none = not marks_of(now.replace(" bits", "bit"))
+    is_rounding_open = now.startswith("compressed-tensors, int") and stated <= ROUNDINGS
+    if now and (says_none or is_rounding_open):
+        return None, sentence
+    return False, sentence
