@@ -81,6 +81,14 @@ BAD: dict[str, tuple[list[object], str]] = {
         ["--chat-template-kwargs", "[1]"],
         "expected a JSON object as --chat-template-kwargs",
     ),
+    "no option of a template": (
+        ["--chat-template-kwargs", '{"template": 1}'],
+        "expected options of the chat template as --chat-template-kwargs, got 'template'",
+    ),
+    "no option of a template either": (
+        ["--chat-template-kwargs", '{"tokenize": false}'],
+        "expected options of the chat template as --chat-template-kwargs, got 'tokenize'",
+    ),
     "system": (["--system", "a\udcff"], "expected UTF-8 as --system"),
     "two prompts": (["--file", "x"], "expected one prompt, got an argument and --file"),
     "target": (["--target", "/nowhere"], "expected a folder or a Hub id as --target"),
@@ -102,6 +110,12 @@ def assert_refused(result: Result, message: str) -> None:
 def test_bad_options_are_one_sentence(name: str) -> None:
     arguments, message = BAD[name]
     assert_refused(run("generate", PROMPT, *arguments), message)
+
+
+def test_options_of_a_template_may_have_our_parameters_names() -> None:
+    options = '{"device": "a", "processor": "b", "prompt": "c", "prompts": "d"}'
+    result = run("generate", PROMPT, "--max-new-tokens", 1, "--chat-template-kwargs", options)
+    assert result.exit_code == 0, result.stderr
 
 
 def test_an_accelerator_that_is_not_here() -> None:

@@ -55,6 +55,16 @@ PairOption = Annotated[
         help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2.",
     ),
 ]
+# Names that no option of a chat template can have: of the call that fills it, and of what it is filled with
+NO_OPTIONS = (
+    "template",
+    "conversation",
+    "messages",
+    "add_generation_prompt",
+    "tokenize",
+    "return_tensors",
+    "return_dict",
+)
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
 
@@ -160,7 +170,10 @@ def about(target: str, draft: str) -> str:
 
 
 def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
-    """Returns the options of a chat template, by two of ours; raises `ValueError` if the text is no JSON object."""
+    """Returns the options of a chat template, by two of ours.
+
+    Raises `ValueError` if the text is no JSON object, or has a name that is no option of a template.
+    """
     found: Any = None
     with suppress(ValueError, RecursionError):
         found = json.loads(text)
@@ -171,6 +184,9 @@ def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
         text,
         "write the whole object between one pair of single quotes: '...'",
     )
+    for name in NO_OPTIONS:
+        what = "options of the chat template as --chat-template-kwargs"
+        require(name not in found, what, name, "leave it out")
     if no_thinking:
         found["enable_thinking"] = False
     return found
