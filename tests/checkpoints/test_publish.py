@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from dflash_hf.checkpoints.drafts import inspect_draft, load_draft, save_draft
-from dflash_hf.checkpoints.files import StoredTensor
+from dflash_hf.checkpoints.files import StoredTensor, stored_tensors
 from dflash_hf.checkpoints.formats import FORMATS
 from dflash_hf.cli.drafts import published_drafts
 from dflash_hf.cli.main import app
@@ -31,6 +32,33 @@ def run(*arguments: object, columns: int = 80) -> Result:
 
 
 # ---- inspect
+
+
+@pytest.mark.parametrize(
+    ("format", "unused"),
+    [
+        ("zlab", {"confidence_head.proj.weight": (1, 32), "confidence_head.proj.bias": (1,)}),
+        ("speculators", {"verifier_norm.weight": (32,), "verifier_lm_head.weight": (64, 32)}),
+    ],
+)
+def test_what_is_stored_and_not_loaded_has_no_dtype_and_no_parameters(
+    format: Any, unused: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    target = tiny_target("qwen3")
+    draft = tiny_draft(target, layer_types=None, sliding_window=None).to(torch.bfloat16)
+    save_draft(draft, tmp_path, format, target)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    more = {name: torch.ones(shape) for name, shape in unused.items()}
+    save_file(weights | more, file, metadata={"format": "pt"})
+    found = inspect_draft(tmp_path)
+    assert (found["num_parameters"], found["dtypes"]) == (draft.num_parameters(), ["BF16"])
+    result = run("convert", tmp_path, tmp_path / "out", "--to", "zlab")
+    assert result.exit_code == 0, result.stderr
+    assert {one.dtype for one in stored_tensors(tmp_path / "out").values()} == {"BF16"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    assert load_draft(tmp_path).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -68,7 +68,9 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
     """
     found = DFlashDraftModel._checked(path_or_repo, {}, {})
     config = found.config
-    tensors = found.stored.values()
+    # What is stored and not loaded (a confidence head, the verifier's norm) is no part of the draft.
+    weights = [tensor for tensor in found.found.values() if tensor.dtype in FLOAT_DTYPES]
+    stored_files = {tensor.file for tensor in found.stored.values()}
     names = (
         *(
             "num_target_layers",
@@ -83,11 +85,9 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
     return {
         "format": found.form.name,
         "is_dflash2": config.is_dflash2,
-        "num_parameters": sum(
-            prod(tensor.shape) for tensor in tensors if tensor.dtype in FLOAT_DTYPES
-        ),
-        "num_bytes": sum(file.stat().st_size for file in {tensor.file for tensor in tensors}),
-        "dtypes": sorted({tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}),
+        "num_parameters": sum(prod(tensor.shape) for tensor in weights),
+        "num_bytes": sum(file.stat().st_size for file in stored_files),
+        "dtypes": sorted({tensor.dtype for tensor in weights}),
         "quantised_bits": found.quantised_bits,
         "num_proposals": config.num_proposals(config.block_size),
         "target": _named_target(path_or_repo, found.raw),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,15 +117,9 @@ def stored_tensors(
     return found
 
 
-def widest_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
-    """Returns the floating-point type that holds all of the weights without loss, or `None` where there are none."""
-    kinds = [
-        FLOAT_DTYPES[kind]
-        for kind in {tensor.dtype for tensor in stored.values()} & FLOAT_DTYPES.keys()
-    ]
-    if not kinds:
-        return None
-    return functools.reduce(torch.promote_types, kinds)
+def widest_dtype(kinds: Iterable[str]) -> torch.dtype:
+    """Returns the type that holds weights of all these types, as safetensors spells them, without loss."""
+    return functools.reduce(torch.promote_types, [FLOAT_DTYPES[kind] for kind in kinds])
 
 
 def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | None:

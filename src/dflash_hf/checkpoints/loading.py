@@ -167,6 +167,11 @@ class DFlashPreTrainedModel(PreTrainedModel):
             logger.warning_once(
                 f"The confidence head of {path} is not used: how many tokens a step verifies follows verify_width."
             )
+        asked = kwargs.get("dtype") or kwargs.get("torch_dtype") or "auto"
+        if asked == "auto" and checkpoint.config.dtype is None:
+            # Transformers would take that of the first tensor, also of one that is not loaded.
+            kinds = (FLOAT_DTYPES.get(one.dtype) for one in checkpoint.found.values())
+            kwargs["dtype"] = next(filter(None, kinds))
         renamed = {
             f"^{re.escape(one.name)}$": name
             for name, one in checkpoint.found.items()

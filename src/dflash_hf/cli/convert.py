@@ -59,12 +59,12 @@ def convert(
         check_place("--target", target)
     from transformers.utils import logging
 
-    from dflash_hf.checkpoints.drafts import load_draft, save_draft
-    from dflash_hf.checkpoints.files import stored_tensors, widest_dtype
+    from dflash_hf.checkpoints.drafts import inspect_draft, load_draft, save_draft
+    from dflash_hf.checkpoints.files import widest_dtype
 
     logging.disable_progress_bar()
     with Console(stderr=True).status(f"converting {escape(source)}"):
-        draft = load_draft(source, dtype=widest_dtype(stored_tensors(source)))
+        draft = load_draft(source, dtype=widest_dtype(inspect_draft(source)["dtypes"]))
         model = None if target is None else load_target_for(target, draft, to)
         # A folder that is there may be on another file system than the one above it.
         place = destination if destination.is_dir() else destination.parent
