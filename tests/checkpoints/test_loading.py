@@ -299,8 +299,18 @@ def test_push_to_hub_happens_once_everything_is_there(
         "push_to_hub",
         lambda self, repo_id, **kwargs: pushed.append((repo_id, kwargs)),
     )
-    make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, commit_message="Say so")
-    assert pushed == [("name", {"commit_message": "Say so"})]
+    given = {
+        "commit_message": "Say so",
+        "commit_description": "and why",
+        "max_shard_size": "1GB",
+        "tags": ["a draft"],
+    }
+    make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, is_main_process=True, **given)
+    assert pushed == [("name", given)]
+    make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, repo_id="org/draft")
+    assert pushed[1:] == [("org/draft", {})]
+    make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, is_main_process=False)
+    assert len(pushed) == 2
 
 
 def cached_repository(cache: Path, draft: DFlashDraftModel, layout: Any) -> str:

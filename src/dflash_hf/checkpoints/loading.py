@@ -48,6 +48,15 @@ HUB_ARGUMENTS = (
     "subfolder",
     "token",
 )
+# Those of `save_pretrained` that `push_to_hub` does not have.
+ONLY_SAVED_WITH = {
+    "is_main_process",
+    "state_dict",
+    "variant",
+    "save_peft_format",
+    "save_original_format",
+    "distributed_checkpoint",
+}
 # An embedding of the draft's own for the mask token, as a pickle.
 MASK_FILE = "mask_embedding.pt"
 # How layers of quantised checkpoints call what they have instead of a weight, or beside it.
@@ -324,7 +333,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
         Args:
             save_directory (`str` or `os.PathLike`): The folder.
-            args, kwargs: Arguments of [`~transformers.PreTrainedModel.save_pretrained`].
+            args, kwargs: Arguments of [`~transformers.PreTrainedModel.save_pretrained`], and with `push_to_hub=True`
+                those of `push_to_hub`.
 
         Raises:
             ValueError: If the draft's weights are quantised, or it holds adapters.
@@ -342,15 +352,14 @@ class DFlashPreTrainedModel(PreTrainedModel):
         if embedding is not None and head is not None and head.weight is embedding.weight:
             kwargs.setdefault("state_dict", unshared(self.state_dict()))
         super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
+        is_main = kwargs.get("is_main_process", True)
+        if is_main:
             self.generation_config.save_pretrained(save_directory)
         # Only now is everything there; it saves once more, into a folder of its own
-        if push_to_hub:
-            names = ("commit_message", "create_pr", "token", "revision", "private")
-            self.push_to_hub(
-                kwargs.get("repo_id", Path(save_directory).name),
-                **{n: kwargs[n] for n in names if n in kwargs},
-            )
+        if push_to_hub and is_main:
+            repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+            for_hub = {name: kwargs[name] for name in kwargs.keys() - ONLY_SAVED_WITH}
+            self.push_to_hub(repo_id, **for_hub)
 
     def _check_names(self) -> None:
         """Raises `ValueError` if weights have other names than a loaded draft's: adapters stand around them."""
