@@ -387,6 +387,21 @@ def test_draft_windows_are_tried_on_longer_texts(longest: int, windows: list[int
         assert kinds == {(window, False, True)}
 
 
+@pytest.mark.parametrize(
+    ("is_causal", "advice"),
+    [([True, True, False], "and is_causal to [True, True, False]"), ([False] * 3, "attention'")],
+)
+def test_a_draft_without_its_window_stays_as_causal(is_causal: list[bool], advice: str) -> None:
+    """A config without `is_causal` has layers that are causal because they slide."""
+    draft = variant(pair()[1], {**SLIDING, "is_causal": is_causal})
+    probe: Any = SimpleNamespace(
+        draft=draft, examples=[SimpleNamespace(input_ids=torch.zeros(9))], target=None
+    )
+    (trial,) = doctor_module._window_trials(probe)
+    assert trial.change["is_causal"] == is_causal
+    assert trial.advice.endswith(advice)
+
+
 def test_a_draft_can_have_the_rope_of_a_vision_target() -> None:
     draft = pair()[1]
     axes = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}

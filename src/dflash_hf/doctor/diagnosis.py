@@ -328,12 +328,11 @@ def _window_trials(probe: Probe) -> Iterator[Trial]:
             "layer_types": ["full_attention"] * count,
             "is_causal": config.is_causal,
         }
-        yield Trial(
-            "sliding_window",
-            "no window",
-            "set every entry of layer_types to 'full_attention'",
-            change,
-        )
+        advice = "set every entry of layer_types to 'full_attention'"
+        # Where it is left out, layers are causal because they slide.
+        if any(config.is_causal):
+            advice += f", and is_causal to {config.is_causal}"
+        yield Trial("sliding_window", "no window", advice, change)
     if own is not None:
         return
     theirs = [window for window in layer_values(probe.target.config, "sliding_window") if window]
