@@ -132,6 +132,9 @@ def prepare_row(
     require(not outputs, "an answer of tokens alone", outputs, do)
     _check_images(model, ids, settings)
     arguments = dict(settings)
+    for name in OF_IMAGES:
+        if is_given(arguments, name):
+            arguments[name] = arguments[name].to(ids.device)
     if stop_ids:
         # Setting end tokens replaces the target's own, and these are to be added.
         own: Any = Settings(model, arguments)["eos_token_id"]
@@ -153,7 +156,7 @@ def prepare_row(
     inputs.pop("mm_encoder_outputs", None)
     for name in ("pixel_values", "image_grid_thw"):
         if is_given(arguments, name):
-            inputs[name] = arguments[name].to(device)
+            inputs[name] = arguments[name]
     noise: Tensor | None = None
     # Drawn now, so that seeds follow the order of requests and not that of their prefills.
     if request.config.do_sample:
@@ -190,7 +193,7 @@ def _checked_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> T
     num = find_target(model).vocab_size
     is_known = low >= 0 and high < num
     require(is_known, f"token ids from 0 to {num - 1}", f"{low} to {high}", "correct them")
-    return ids.to(torch.long)
+    return ids.to(find_target(model).device, torch.long)
 
 
 def _checked_stops(stop_token_ids: Tensor | Sequence[int] | None) -> list[int]:
@@ -257,7 +260,7 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
     # Where the images stand is read from the types, and the target reads it from the ids.
     config: Any = model.config
     are_tokens = ids == config.image_token_id
-    are_marked = settings["mm_token_type_ids"].cpu() == 1
+    are_marked = settings["mm_token_type_ids"].to(ids.device) == 1
     what = f"mm_token_type_ids that are 1 for the {int(are_tokens.sum())} image tokens alone"
     require(are_marked.equal(are_tokens), what, f"{int(are_marked.sum())} marks", do)
 
