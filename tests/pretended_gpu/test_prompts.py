@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel, Qwen3Config
+from transformers import GenerationMixin, Qwen3Config
 
 from dflash_hf import DFlashDraftModel, RunningBatch
+from dflash_hf.generation.generate import answer_with
+from dflash_hf.generation.request import Request
 from helpers.pretended_gpu import Answers, build_draft, build_target
 from tiny import draft_config
 
@@ -36,7 +38,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def pair() -> tuple[PreTrainedModel, DFlashDraftModel]:
+def pair() -> tuple[Any, DFlashDraftModel]:
     """A target of two layers and its draft, on the pretended device."""
     target = build_target(Qwen3Config(num_hidden_layers=2))
     draft = build_draft(draft_config(target))
@@ -58,3 +60,36 @@ def test_a_row_of_a_running_batch(places: dict[str, str]) -> None:
         with pytest.raises(PrefillReachedError):
             batch.step()
     assert are_on_target(places, ["input_ids", "position_ids"])
+
+
+@torch.no_grad()
+def test_a_call_with_all_tensors_on_the_cpu(places: dict[str, str]) -> None:
+    target, draft = pair()
+    ids = torch.zeros(2, PROMPT, dtype=torch.long)
+    positions = torch.arange(PROMPT).expand_as(ids)
+    with Answers(PROMPT - 1), pytest.raises(PrefillReachedError):
+        target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            position_ids=positions,
+            max_new_tokens=4,
+            assistant_model=draft,
+        )
+    assert are_on_target(places, ["input_ids", "position_ids"])
+
+
+@torch.no_grad()
+def test_processors_are_made_on_the_targets_device(places: dict[str, str]) -> None:
+    target, draft = pair()
+    ids = torch.zeros(1, PROMPT, dtype=torch.long)
+    made: list[Any] = []
+
+    def prepared(request: Request, inputs: dict[str, Any]) -> None:
+        made.extend(request.processors.processors)
+        assert request.given_on == ids.device
+
+    limits = {"min_new_tokens": 2, "max_new_tokens": 4, "eos_token_id": 1}
+    arguments = {"input_ids": ids, "do_sample": False, **limits}
+    with Answers(PROMPT - 1):
+        answer_with(prepared, target.generate, target, draft, arguments)
+    assert {one.eos_token_id.device.type for one in made} == {"cuda"}

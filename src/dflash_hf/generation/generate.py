@@ -16,13 +16,14 @@ from os import PathLike
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from dflash_hf.block.cache_name import given_cache
 from dflash_hf.checkpoints.formats import check_is_no_draft, explain_foreign_draft
 from dflash_hf.devices import Inventory
 from dflash_hf.errors import require
-from dflash_hf.generation.arguments import Settings, keep_new_images, use_tokenizer
+from dflash_hf.generation.arguments import Settings, given_ids, keep_new_images, use_tokenizer
 from dflash_hf.generation.checks import (
     check_draft,
     check_images,
@@ -145,6 +146,11 @@ def answer_with(
         # argument and says here that it is the caller's, not one that `generate` prepared.
         streamer = arguments.get("streamer")
         cache = given_cache(arguments)
+        given = given_ids(arguments)
+        # Transformers moves positions and masks along with the ids, and processors are made where these are.
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = value.to(target.device)
 
         def answer_prepared(
             model: Any,
@@ -158,6 +164,7 @@ def answer_with(
             # Transformers' own field: the id after it has looked at all configs.
             pad: Any = generation_config._pad_token_tensor
             pad_id = 0 if pad is None else int(pad)
+            given_on = given.device if isinstance(given, Tensor) else input_ids.device
             request = Request(
                 target=target,
                 draft=draft,
@@ -167,7 +174,7 @@ def answer_with(
                 cache=cache,
                 started=started,
                 input_ids=cast(torch.LongTensor, input_ids.to(target.device)),
-                given_on=input_ids.device,
+                given_on=given_on,
                 processors=BlockProcessors(logits_processor, pad_id),
                 criteria=stopping_criteria,
                 config=generation_config,
