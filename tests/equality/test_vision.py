@@ -393,6 +393,21 @@ def test_a_later_turn_brings_images_to_a_kept_cache(
     assert draft.last_stats.acceptance_length > 1.2
 
 
+def test_a_later_turn_with_an_image_is_not_cut_into_chunks() -> None:
+    name = "qwen3-vl"
+    target = shallow_vision_target(name)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
+    first, more = (vision_prompts(target, name, [[grid]], 0) for grid in [(4, 4), (2, 6)])
+    answer = target.generate(**first, **settings)
+    both = conversation(first, answer, more, [[1], [1]])
+    ref = target.generate(**both, **settings)
+    cache = DynamicCache(config=target.config.get_text_config())
+    settings |= {"assistant_model": tiny_draft(target), CACHE_NAME: cache}
+    target.generate(**first, **settings)
+    out = target.generate(**both, **settings, prefill_chunk_size=5)
+    assert torch.equal(out, ref)
+
+
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
 @pytest.mark.parametrize(
     "rows", [[[(4, 4)]], [[(4, 4)], [], [(2, 6), (4, 4)]]], ids=["one row", "batch"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf import ops
@@ -37,6 +38,9 @@ PER_TOKEN = {
     "mm_token_type_ids",
     "moe_mm_token_type_ids",
 }
+
+# What newer Transformers have encoded of images before the prefill.
+ENCODED = "mm_encoder_outputs"
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -128,8 +132,11 @@ class Filling:
                 # Transformers cuts the prompt into chunks where the call asks for them.
                 self._outputs = model._prefill(request.input_ids, request.config, self.inputs)
             return
-        # Without a chunk size all that is left is one chunk.
-        chunk_size = request.config.prefill_chunk_size or self.num_columns - past
+        num_left = self.num_columns - past
+        chunk_size = request.config.prefill_chunk_size or num_left
+        # Images go with one forward, and their tokens with them.
+        if _has_images(self.inputs):
+            chunk_size = num_left
         with self._tapped():
             for end in range(past + chunk_size, self.num_columns + chunk_size, chunk_size):
                 self._forward(min(end, self.num_columns))
@@ -246,6 +253,15 @@ class Filling:
             if value is not None:
                 cut[name] = value[..., : value.shape[-1] - num_left]
         self._outputs = model._prefill(chunk, config, cut)
+
+
+def _has_images(inputs: Mapping[str, Any]) -> bool:
+    """Returns True if the keywords of a prefill hold images, or what else is no text: raw or encoded."""
+    names = set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) - {ENCODED}
+    # By kind, and nothing of kinds that the call does not have.
+    encoded: Mapping[str, Any] = inputs.get(ENCODED) or {}
+    found = [*(inputs.get(name) for name in names), *encoded.values()]
+    return any(value is not None for value in found)
 
 
 def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
