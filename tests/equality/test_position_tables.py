@@ -14,7 +14,7 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 from helpers.half import pairs
 from helpers.static import set_engine, tensor_oracle
-from tiny import DEPTH, VOCAB, oracle_draft, prompts, tiny_target, truth_of
+from tiny import DEPTH, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 NUM = 40
 TOKENS: dict[str, Any] = {
@@ -108,6 +108,23 @@ def test_what_plain_generate_fails_on_is_said(engine: Any) -> None:
                 ValueError, match=r"expected rows of at most 41 tokens .* lower max_new_tokens"
             ):
                 target.generate(**settings, max_length=NUM + extra, assistant_model=draft)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt-bigcode"])
+def test_types_of_tokens_are_refused(family: str) -> None:
+    """These targets add them to every token of the answer too, and plain `generate` goes on with the last one."""
+    target = tabled_target(family)
+    inputs = prompts([9], 0)
+    settings: dict[str, Any] = {**inputs, "max_new_tokens": 8, "do_sample": False}
+    ref = target.generate(**settings)
+    types = torch.full_like(inputs["input_ids"], 5)
+    assert not torch.equal(target.generate(**settings, token_type_ids=types), ref)
+    calls: list[int] = []
+    target.register_forward_pre_hook(lambda module, args: calls.append(1))
+    settings["assistant_model"] = tiny_draft(target)
+    with pytest.raises(ValueError, match="expected no token_type_ids for a target of text"):
+        target.generate(**settings, token_type_ids=types)
+    assert not calls
 
 
 def test_rows_that_end_before_the_limit() -> None:

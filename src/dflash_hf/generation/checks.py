@@ -141,12 +141,8 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
     if not is_asked_for:
         return
     device = target.device
-    require(
-        device.type == "cuda",
-        "a target on CUDA under engine='cuda_graph'",
-        str(device),
-        "leave engine at 'auto'",
-    )
+    what = "a target on CUDA under engine='cuda_graph'"
+    require(device.type == "cuda", what, str(device), "leave engine at 'auto'")
     action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
     counted = counted_experts(target)  # asks CUDA about its device
     require(not counted, "experts that need no host under engine='cuda_graph'", counted, action)
@@ -217,12 +213,17 @@ def check_inputs(target: Target, settings: Settings) -> None:
     """Refuses prompts that cannot be decoded, and a cache that they cannot go on from.
 
     That is an empty prompt or row, a mask over tokens to come or with right padding, positions that plain decoding
-    counts on in another way, embeddings in chunks, and a cache that is not the target's, not the rows', or cannot be
-    read and advanced exactly.
+    counts on in another way, types of tokens that are added to texts, embeddings in chunks, and a cache that is not
+    the target's, not the rows', or cannot be read and advanced exactly.
     """
     given = settings.arguments
     if is_given(given, "position_ids"):
         _check_position_dtype(given["position_ids"])
+    # A target of images marks them by types, in the prefill; its text config is a part of its own.
+    is_text = target.config is target.model.config
+    has_types = is_text and is_given(given, "token_type_ids")
+    what = "no token_type_ids for a target of text, which adds them to every token"
+    require(not has_types, what, "some", "leave them out, or drop the draft")
     has_embeds = is_given(given, "inputs_embeds")
     prompt = given["inputs_embeds"] if has_embeds else given_ids(given)
     # Without a prompt Transformers makes one of the token that begins texts.
@@ -519,12 +520,8 @@ def check_padding(target: Target, mask: Tensor) -> None:
     # Every row has to end in a token: the first new one follows from the last column's logits.
     is_left = bool(mask[:, -1].all())
     got = "padding after the last token (as which every pad token counts)"
-    require(
-        is_left,
-        "left-padded prompts",
-        got,
-        "tokenize with padding_side='left' and pass attention_mask",
-    )
+    do = "tokenize with padding_side='left' and pass attention_mask"
+    require(is_left, "left-padded prompts", got, do)
     has_gaps = bool((mask[:, 1:] < mask[:, :-1]).any())
     # Sliding layers are looked for only where it matters: to ask for them, a cache is made.
     is_refused = has_gaps and any(DynamicCache(config=target.config).is_sliding)
@@ -552,12 +549,8 @@ def check_room(target: Target, cache: Cache, num_columns: int) -> None:
 
 def check_is_draft(draft: object) -> None:
     """Refuses what is no draft."""
-    require(
-        isinstance(draft, DFlashDraftModel),
-        "a DFlashDraftModel as draft",
-        type(draft).__name__,
-        "use load_draft",
-    )
+    is_draft = isinstance(draft, DFlashDraftModel)
+    require(is_draft, "a DFlashDraftModel as draft", type(draft).__name__, "use load_draft")
 
 
 def check_iterated(draft: object, arguments: Mapping[str, Any]) -> None:

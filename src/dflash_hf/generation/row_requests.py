@@ -236,7 +236,7 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
     given = {name for name in OF_PROMPTS if is_given(settings, name)}
     if not given:
         return
-    # Of text some tokenizers make them, and no target of text takes them.
+    # Some tokenizers make them of text; a target of text that takes them adds them to every token.
     is_text = given == {"token_type_ids"}
     require(not is_text, "a text without token_type_ids", sorted(given), "leave them out")
     alone = "generate it alone"
