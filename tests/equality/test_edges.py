@@ -15,6 +15,7 @@ from transformers import (
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation import BaseStreamer
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -222,6 +223,28 @@ def test_stop_strings_of_the_model_work_and_can_be_overridden(
     assert config.stop_strings == [stop]
     # Only an argument beside the config keeps the model's own strings from being filled in again.
     deprecations.messages.clear()
+
+
+def test_a_criterion_of_stop_strings_replaces_the_setting() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("demos/toy/target")
+    target = shallow_target("qwen3", vocab_size=len(tokenizer))
+    inputs = prompts([6], 4)
+    free = target.generate(**inputs, **GREEDY)
+    early, late = (tokenizer.decode(free[0, column]) for column in (15, 20))
+    settings = {
+        **GREEDY,
+        "stop_strings": [early],
+        "tokenizer": tokenizer,
+        "stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, [late])]),
+    }
+    ref = target.generate(**inputs, **settings)
+    assert (
+        ref.shape[1] > target.generate(**inputs, **settings | {"stopping_criteria": None}).shape[1]
+    )
+    draft = oracle_draft(target, truth_of(inputs, free), 1)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
 
 
 def test_autocast() -> None:

@@ -130,8 +130,11 @@ def use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> 
         arguments[name] = model.heal_tokens(arguments[name], tokenizer)
         _outweigh(model, arguments, "token_healing", False)
     if stop_strings is not None:
-        own = StopStringCriteria(tokenizer, stop_strings)
-        criteria = [*(arguments.get("stopping_criteria") or []), own]
+        criteria = [*(arguments.get("stopping_criteria") or [])]
+        kinds = {type(criterion) for criterion in criteria}
+        # As for plain `generate`, a criterion of the caller's takes the place of one of the same type.
+        if StopStringCriteria not in kinds:
+            criteria.append(StopStringCriteria(tokenizer, stop_strings))
         arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
         _outweigh(model, arguments, "stop_strings", None)
 
