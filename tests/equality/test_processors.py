@@ -130,6 +130,17 @@ def test_greedy_text_is_plain_generates(case: str, rows: int) -> None:
     assert draft.last_stats.acceptance_length > 1
 
 
+def test_a_pad_token_below_0_is_shown_to_no_processor() -> None:
+    """As old configs of Llama have it."""
+    target = shallow_target("qwen3")
+    inputs = prompts(LENGTHS, 8)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": -1}
+    settings |= PROCESSORS["repetition"]
+    ref = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, ref), 1, 8)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+
+
 @pytest.mark.parametrize(("case", "rows"), half([*WARPERS, *PROCESSORS], [1, 4]))
 def test_sampled_text_is_the_same_at_every_block_size(case: str, rows: int) -> None:
     target = shallow_target("qwen3")

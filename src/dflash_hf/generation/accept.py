@@ -238,7 +238,8 @@ class PositionRule:
         prefix = state.ids[:, :length].clone()
         column = torch.arange(length, device=state.ids.device)
         is_padding = column >= num_seen[:, None]
-        prefix[is_padding] = self.processors.pad_id
+        # Processors look scores up by id, and old configs say -1 where there is no padding.
+        prefix[is_padding] = max(self.processors.pad_id, 0)
         # A copy in float32, which processors expect: rows of another length may have float64 scores by now.
         raw = scores_BV.to(torch.float32, copy=True)
         processed = self.processors.at(prefix, raw, rows)
