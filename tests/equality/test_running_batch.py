@@ -606,6 +606,18 @@ def test_requests_that_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["output_scores", "output_logits", "output_hidden_states", "output_attentions"]
+)
+def test_outputs_that_the_model_asks_for_are_left_out(name: str) -> None:
+    target = shallow_target("qwen3")
+    ref = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    setattr(target.generation_config, name, True)
+    draft = tiny_draft(target)
+    answers = list(generate_batch(target, draft, [[5, 6, 7]], max_new_tokens=4, do_sample=False))
+    assert answers[0].token_ids == ref[0, 3:].tolist()
+
+
+@pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
         (

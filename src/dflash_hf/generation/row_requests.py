@@ -145,6 +145,8 @@ def prepare_row(
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": max_new_tokens,
         "return_dict_in_generate": False,
+        # The model's own config may ask for them.
+        **dict.fromkeys(OUTPUTS, False),
     }
     generate = functools.partial(_generate_without_pixels, cast(Any, model).generate)
     # Transformers prepares processors, limits and positions as for `generate`; nothing runs yet.
