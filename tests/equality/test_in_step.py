@@ -125,6 +125,31 @@ def test_code_that_sees_the_batch_is_called_as_in_generate(
     assert num_stopped or case not in ("criterion", "all")
 
 
+class Keeper(LogitsProcessor, StoppingCriteria):
+    """Keeps the ids that it is given, in one line."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        self.kept.append(input_ids.view(-1))
+        # As a processor the scores, as a criterion no end.
+        return scores if isinstance(scores, Tensor) else False
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
+def test_ids_are_contiguous_and_may_be_kept(name: str) -> None:
+    target = shallow_target("qwen3")
+    inputs = prompts([7, 4], 0)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    plain, ours = Keeper(), Keeper()
+    ref = target.generate(**inputs, **settings, **{name: [plain]})
+    draft = oracle_draft(target, truth_of(inputs, ref), 0, 8)
+    out = target.generate(**inputs, **settings, **{name: [ours]}, assistant_model=draft)
+    assert torch.equal(out, ref)
+    assert [ids.tolist() for ids in ours.kept] == [ids.tolist() for ids in plain.kept]
+
+
 @pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
 def test_sampled_texts_in_step_are_the_same_at_every_block_size(proposal: Any) -> None:
     target = shallow_target("llama")

@@ -97,6 +97,17 @@ def test_scores_logits_and_hidden_states_equal_plain_generates(
         torch.testing.assert_close(transitions[0][row, :length], transitions[1][row, :length])
 
 
+def test_scores_and_logits_have_their_own_memory() -> None:
+    """They can be reshaped and saved one by one."""
+    target = shallow_target("qwen3")
+    settings = {**prompts([5, 3], 0), "max_new_tokens": 4, "do_sample": False, **WANTED}
+    out = target.generate(**settings, assistant_model=tiny_draft(target))
+    later = [layer for token in out.hidden_states[1:] for layer in token]
+    for tensor in (*out.scores, *out.logits, *later):
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_only_what_was_asked_for_is_returned() -> None:
     target = shallow_target("qwen3")
     draft = tiny_draft(target)

@@ -283,8 +283,10 @@ def stop_by_criteria(
     state.ids.scatter_(1, columns, state.tokens)
     is_end = ends_row(state.tokens, state.padded_eos_ids).tolist()
     for row, column in enumerate(state.cursor.tolist()):
+        # A copy: a criterion may keep what it gets, and the columns are written again.
+        text = state.ids[row : row + 1, : column + num_ahead[row]].clone()
         for num in range(1, num_ahead[row] + 1):
-            ids = cast(torch.LongTensor, state.ids[row : row + 1, : column + num])
+            ids = cast(torch.LongTensor, text[:, : column + num])
             if _stops(criteria, ids):
                 # The commit ends the row where nothing remains to be generated.
                 state.remaining[row] = num

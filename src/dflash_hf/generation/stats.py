@@ -22,11 +22,11 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -435,10 +435,10 @@ class Recorder:
 def _joined(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
     """Returns one tensor `[B, ...]` per new token, of each row's pieces `[n, ...]`; ended rows have zeros."""
     some = next(pieces[0] for pieces in rows if pieces)
-    # A row that has committed nothing has no pieces, and `cat` needs one of the right shape.
-    nothing = some[:0]
-    joined = [torch.cat([nothing, *pieces]) for pieces in rows]
-    return pad_sequence(joined, batch_first=True).unbind(1)
+    tokens = [[token for piece in pieces for token in piece] for pieces in rows]
+    padding = torch.zeros_like(some[0])
+    # Each with memory of its own: views of all tokens could not be reshaped, and would be saved with all others.
+    return tuple(torch.stack(column) for column in zip_longest(*tokens, fillvalue=padding))
 
 
 def _rows_of(counts: list[list[int]], row: int | None) -> list[list[int]]:

@@ -126,7 +126,8 @@ class SynchronizedRows:
             stopped.fill_(True)
         ids = state.ids[:, : state.host.columns + self.num_columns]
         for criterion in self.criteria:
-            verdict = criterion(ids, given)  # pyright: ignore[reportArgumentType]
+            # A copy, as from plain `generate`: it may be kept, and is contiguous.
+            verdict = criterion(ids.clone(), given)  # pyright: ignore[reportArgumentType]
             # Plain `generate` takes numbers for verdicts too.
             stopped |= torch.as_tensor(verdict, device=stopped.device, dtype=torch.bool)
         self.is_running = self.is_running & ~stopped
@@ -168,7 +169,7 @@ class _ProcessedColumns:
     def choose(self, column: int, num_new: int) -> Tensor:
         """Chooses the tokens of a column `[B]` behind so many new ones, and writes them into `state.tokens`."""
         state = self.state
-        prefix = state.ids[:, : state.host.columns + num_new]
+        prefix = state.ids[:, : state.host.columns + num_new].clone()
         # A copy, because processors may write into the scores that they get while the raw ones may be asked for.
         raw = self.scores[:, column].to(torch.float32, copy=True)
         processed = self.processors.processors(prefix, raw)
