@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
@@ -476,6 +476,37 @@ def test_a_streamer_of_trees_gets_those_of_iterate(
         sum(sum(tree["sources"]) for _, tree in streamer.heard[2::2])
         == draft.last_stats.num_tried_from_text
     )
+
+
+class Never(StoppingCriteria):
+    """Stops nothing, and may keep state."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        return False
+
+
+@pytest.mark.usefixtures("whole_trees")
+@pytest.mark.parametrize("is_own", [False, True], ids=["max_time", "own"])
+def test_a_streamer_beside_a_criterion(is_own: bool) -> None:
+    """A criterion of the caller's is called as in plain `generate`, token by token, and so is the streamer."""
+    target = target_of("qwen3")
+    inputs = prompts([5], 7)
+    settings: dict[str, Any] = {**inputs, "max_new_tokens": NEW, "do_sample": False}
+    ref = target.generate(**settings)
+    criterion = {"stopping_criteria": [Never()]} if is_own else {"max_time": 1e6}
+    heard: list[list[tuple[str, Any]]] = []
+    for extra in ({}, criterion):
+        streamer = Listener()
+        draft = branching(target, truth_of(inputs, ref), 7, 8)
+        out = target.generate(**settings, **extra, streamer=streamer, assistant_model=draft)
+        assert torch.equal(out, ref)
+        heard.append(streamer.heard)
+    if is_own:
+        tokens = ref[0, inputs["input_ids"].shape[1] :].tolist()
+        assert heard[1][1:] == [("tokens", [token]) for token in tokens]
+    else:
+        assert heard[1] == heard[0]
+        assert any(what == "tree" for what, _ in heard[0])
 
 
 class Listener(BaseStreamer):

@@ -332,8 +332,8 @@ def rule_for(
     keeps_state = any(may_keep_state(processor) for processor in processors.processors)
     compares_rows = any(_may_compare_rows(criterion) for criterion in criteria)
     if state.ids.shape[0] == 1:
-        # One row is in step with itself: nothing is lost by it.
-        is_synchronized = keeps_state or bool(criteria)
+        # One row is in step with itself, and its streamer gets all tokens of a commit at once.
+        is_synchronized = keeps_state or compares_rows
     else:
         # Without an end-of-sequence id plain `generate` lets stopped rows run on until all have stopped.
         stops_late = bool(criteria) and not pads_ended_rows(criteria, state)
