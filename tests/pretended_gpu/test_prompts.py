@@ -20,18 +20,21 @@ PROMPT = 8
 
 
 class PrefillReachedError(Exception):
-    """Ends a call at its prefill."""
+    """Ends a call behind its prefill."""
 
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The devices of the tensors that the prefill has got, by name; a call ends there."""
+    """The devices of the tensors that the prefill has got, by name; a call ends behind it."""
     found: dict[str, str] = {}
+    prefill: Any = GenerationMixin._prefill
 
     def stop(self: Any, input_ids: Tensor, config: Any, inputs: dict[str, Any], *rest: Any) -> None:
         given = {"input_ids": input_ids, **inputs}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         found.update({name: value.device.type for name, value in tensors.items()})
+        # Operations over two devices fail here as on a GPU.
+        prefill(self, input_ids, config, inputs, *rest)
         raise PrefillReachedError
 
     monkeypatch.setattr(GenerationMixin, "_prefill", stop)
