@@ -33,6 +33,7 @@ from dflash_hf.data.image_files import (
     KEPT_PIXELS,
     MAX_FILE_BYTES,
     ImageError,
+    image_size,
     read_image,
     shrunk_image,
 )
@@ -110,6 +111,60 @@ def test_what_is_no_image_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(content)
     with pytest.raises(ValueError, match=r"^expected an image .*, got x\.png"):
         read_image(tmp_path / "x.png")
+
+
+def _with_exif(exif: bytes) -> bytes:
+    """A picture whose Exif may be damaged, as PNG."""
+    buffer = io.BytesIO()
+    picture(48, 32).save(buffer, "PNG", exif=exif)
+    return buffer.getvalue()
+
+
+def _without_dimensions() -> bytes:
+    """The first frame of a TIFF, and a second one without a tag."""
+    buffer = io.BytesIO()
+    picture(48, 32).save(buffer, "TIFF")
+    data = bytearray(buffer.getvalue())
+    data += bytes(len(data) % 2)
+    first = int.from_bytes(data[4:8], "little")
+    number = int.from_bytes(data[first : first + 2], "little")
+    following = first + 2 + 12 * number
+    data[following : following + 4] = len(data).to_bytes(4, "little")
+    return bytes(data) + bytes(6)
+
+
+# As Transformers' and Datasets' readers refuse them
+@pytest.mark.parametrize(
+    "data",
+    [_with_exif(b"II*\0"), _with_exif(b"MM\0*\0\0\0"), _with_exif(b"II"), _without_dimensions()],
+    ids=["a cut-off beginning", "a cut-off place", "no beginning", "a frame without a size"],
+)
+def test_an_image_with_damaged_tags_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    path.write_bytes(data)
+    for where, what in ((path, None), (Path("x.png"), data)):
+        with pytest.raises(ImageError, match=r"got x\.png, which is none or is damaged; choose an"):
+            read_image(where, what)
+
+
+@pytest.mark.parametrize("exif", [b"II*\0", b"MM\0*\0\0\0", b"II"])
+def test_damaged_tags_do_not_say_a_size(exif: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    path.write_bytes(_with_exif(exif))
+    assert image_size(str(path)) is None
+    assert image_size(Image.open(path)) is None
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tif"])
+@pytest.mark.parametrize("turn", [1, 3, 6])
+def test_the_size_by_the_header_is_the_upright_images(kind: str, turn: int, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{kind}"
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    picture(48, 32).save(path, exif=exif)
+    image = read_image(path).image
+    assert image_size(str(path)) == (image.height, image.width)
+    assert image_size(Image.open(path)) == (image.height, image.width)
 
 
 # ---- text from ids

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import io
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ KINDS = {
     b"MM\0*": ".tif",
 }
 ORIENTATION = 0x0112  # of Exif; from 5 on width and height are swapped
+# What Pillow raises at an image that is none or is damaged, be it only in its tags (Exif): Transformers' and Datasets'
+# readers refuse such an image too.
+DAMAGED = (OSError, SyntaxError, EOFError, ValueError, IndexError, TypeError, struct.error)
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
@@ -100,7 +104,7 @@ def read_image(path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIX
         raise ImageError(
             f"expected an image of at most {limit}, got {name}; shrink it", path
         ) from error
-    except (OSError, SyntaxError, EOFError, ValueError) as error:
+    except DAMAGED as error:
         kinds = ", ".join(FORMATS)
         advice = "choose another file"
         sentence = f"expected an image ({kinds}), got {name}, which is none or is damaged; {advice}"
@@ -165,8 +169,9 @@ def image_size(source: Any) -> tuple[int, int] | None:
             else Image.open(source) as file
         ):
             width, height = file.size
-            is_turned = file.getexif().get(ORIENTATION, 1) >= 5
-    except (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError):
+            # Pillow says a TIFF's sides as they are shown
+            is_turned = file.getexif().get(ORIENTATION, 1) >= 5 and file.format != "TIFF"
+    except (*DAMAGED, AttributeError, Image.DecompressionBombError):
         return None
     return (width, height) if is_turned else (height, width)
 
