@@ -1,6 +1,8 @@
 """What the chat refuses or drops so that it stays small and private: names, uploads, conversations, their images."""
 
 import asyncio
+import html
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from dflash_hf.chat.conversation import (
     MAX_SESSIONS,
     Answer,
     Conversation,
+    Run,
     Sessions,
     Turn,
 )
@@ -515,6 +518,19 @@ def test_no_component_has_an_address_fetched(page: Page, monkeypatch: pytest.Mon
                         [file], part, check_in_upload_folder=True
                     )
                 )
+
+
+@pytest.mark.parametrize(
+    "text", ["def f():\n    if x:\n\treturn\n", "  a\n    b\n", "a\n    b\n    c", "\n\na\tb\n\n"]
+)
+def test_a_text_reaches_the_browser_with_its_white_space(page: Page, text: str) -> None:
+    run = Run(text=text, bonus="", num_tokens=1, num_accepted=0, seconds=0.1)
+    answer = Answer(drafted=True, block_size=4, runs=[run], state="done")
+    shown = page.talk.postprocess(page._messages([Turn(text=text, images=[], answer=answer)])).root
+    assert [message.role for message in shown] == ["user", "assistant", "assistant"]
+    assert shown[-1].content[0].text == text
+    for message in shown[:-1]:
+        assert text in html.unescape(re.sub("<[^>]*>", "", message.content[0].value))
 
 
 def test_message_is_refused_before_any_of_its_images_is_read(

@@ -312,7 +312,9 @@ class Page:
                 )
                 messages.append({"role": role, "content": content})
             if answer.state not in ("waiting", "running") and answer.text.strip():
-                messages.append({"role": "assistant", "content": answer.text})
+                # Not as a `str`, whose lines Gradio would indent anew
+                text = {"type": "text", "text": answer.text}
+                messages.append({"role": "assistant", "content": text})
         return messages
 
     def _controls(self, busy: bool, **box: Any) -> Change:
