@@ -516,6 +516,20 @@ def test_without_pillow_a_vision_target_names_the_extra(
     )
 
 
+def test_without_pillow_the_demo_leaves_the_vision_pair_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for name in ("target", "draft", "vision"):
+        (tmp_path / name).symlink_to(TOY / name)
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "Hello", "kind": "dialogue"}))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    done = run("demo", "--pair", tmp_path, "--max-new-tokens", 4, "--json")
+    assert done.exit_code == 0, done.output
+    assert [row["kind"] for row in json.loads(done.stdout)["rows"]] == ["dialogue"]
+    sentence = "The pair for images is left out, because there is no Pillow"
+    assert f"{sentence}; pip install 'dflash-hf[vlm]'" in caplog.text
+
+
 def test_what_nobody_foresaw_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("some\nthing")

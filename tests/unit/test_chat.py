@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -478,6 +479,9 @@ def test_the_real_pair_is_taken_where_it_was_fetched(
         (place / "target").mkdir(parents=True)
         (place / "draft").mkdir()
     assert pair.default_pair() == "vision", "the target of smollm2 was not fetched"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "PIL", None)
+        assert pair.default_pair() == "text", "images need Pillow"
     (tmp_path / "build" / "smollm2" / "target").mkdir(parents=True)
     assert pair.default_pair() == "smollm2"
     (tmp_path / "build" / "smollm2" / "target-bf16").mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +14,13 @@ from rich.progress import track
 
 from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
 from dflash_hf.cli.table import prompt_line, show_comparisons
+from dflash_hf.data.image_files import has_pillow
 from dflash_hf.data.prompt_files import image_names, read_rows
 
 if TYPE_CHECKING:
     from dflash_hf.pair.answers import Comparison
+
+logger = logging.getLogger(__name__)
 
 
 def demo(
@@ -58,8 +62,14 @@ def demo(
     torch.set_num_threads(threads)
     console = Console(stderr=as_json)
     folders = [pair]
-    if (pair / "vision" / "target").is_dir():
+    has_vision = (pair / "vision" / "target").is_dir()
+    if has_vision and has_pillow():
         folders.append(pair / "vision")
+    elif has_vision:
+        logger.warning(
+            "The pair for images is left out, because there is no Pillow; "
+            "pip install 'dflash-hf[vlm]'"
+        )
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
     # All of them are read before anything is loaded.
     prompts = [read_prompts(folder / "held_out.jsonl", per_kind) for folder in folders]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dflash_hf.data.image_files import has_pillow
 from dflash_hf.errors import require
 from dflash_hf.pair.loading import has_bfloat16_instructions, load_pair
 
@@ -151,8 +152,11 @@ def given_or_bundled(
 
 
 def default_pair() -> str:
-    """Returns the name of the pair to chat with: the real one where it has been fetched, else a toy that is there."""
-    for name in ("smollm2", "vision"):
+    """Returns the name of the pair to chat with: the real one where it has been fetched, else a toy that loads."""
+    names = ["smollm2"]
+    if has_pillow():
+        names.append("vision")
+    for name in names:
         target, draft = _folders(name)
         if target.is_dir() and draft.is_dir():
             return name

@@ -8,11 +8,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import importlib
 import io
 import os
 import struct
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,17 @@ class ImageError(ValueError):
         self.path = path
 
 
+def has_pillow() -> bool:
+    """Whether there is Pillow, without which neither images nor their processors load."""
+    return find_spec("PIL") is not None
+
+
 def check_pillow() -> None:
-    """Raises `ValueError` if there is no Pillow, without which neither images nor their processors load."""
-    try:
-        importlib.import_module("PIL")
-    except ModuleNotFoundError as error:
+    """Raises `ValueError` if there is no Pillow."""
+    if not has_pillow():
         raise ValueError(
             "expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'"
-        ) from error
+        )
 
 
 def read_image(path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIXELS) -> ChatImage:
