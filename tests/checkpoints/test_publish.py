@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,11 +255,15 @@ class Hub:
 
     asked: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
     refuses = False
+    public: tuple[str, ...] = ()  # repositories that are there
 
     def create_repo(self, repo: str, **kwargs: Any) -> None:
         if self.refuses:
             raise ConnectionError("no\nnetwork")
         self.asked.append((repo, kwargs))
+
+    def repo_info(self, repo: str) -> SimpleNamespace:
+        return SimpleNamespace(private=repo not in self.public)
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
         assert commit_message
@@ -288,6 +293,33 @@ def test_push_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expected to upload to my-org/my-draft, got ConnectionError: no network" in " ".join(
         result.stderr.split()
     )
+
+
+def test_without_private_the_organization_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    Hub.asked = []
+    monkeypatch.setattr(Hub, "public", ("my-org/my-draft",))
+    result = run("push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target")
+    assert result.exit_code == 0, result.stderr
+    assert [repo for repo, _ in Hub.asked] == ["my-org/my-draft"] * 2
+    assert Hub.asked[0][1] == {"private": None, "exist_ok": True}
+
+
+def test_nothing_private_is_uploaded_to_a_public_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    Hub.asked = []
+    monkeypatch.setattr(Hub, "public", ("my-org/my-draft",))
+    result = run(
+        "push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target", "--private"
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        "expected a private repository, got my-org/my-draft, which is there and public; make it private on the Hub, "
+        "or choose another id" in " ".join(result.stderr.split())
+    )
+    assert len(Hub.asked) == 1, "nothing is uploaded"
 
 
 BAD: list[tuple[list[object], str]] = [

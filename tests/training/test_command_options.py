@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,6 +303,9 @@ class Hub:
 
     def create_repo(self, repo: str, **kwargs: Any) -> None:
         self.asked.append((repo, kwargs))
+
+    def repo_info(self, repo: str) -> SimpleNamespace:
+        return SimpleNamespace(private=bool(repo))
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
         files = {

@@ -94,7 +94,8 @@ def push(
     ):
         write_repository(draft, Path(made), place, target, license)
         if to is None:
-            upload(Path(made), place, private)
+            # Without the option an organization's own rule holds
+            upload(Path(made), place, private or None)
         else:
             shutil.copytree(made, to, dirs_exist_ok=True)
     typer.echo(told)
@@ -160,7 +161,10 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
 
 
 def upload(folder: Path, repo: str, private: bool | None) -> None:
-    """Makes the repository where it is not there, and uploads a folder as one commit; `ValueError` if it cannot."""
+    """Makes the repository where it is not there, and uploads a folder as one commit.
+
+    Raises `ValueError` if it cannot, or if the repository was to be private and is there and public.
+    """
     from huggingface_hub import HfApi
 
     from dflash_hf.errors import one_line
@@ -168,8 +172,17 @@ def upload(folder: Path, repo: str, private: bool | None) -> None:
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a DFlash draft")
+        # Of a repository that is there the Hub ignores `private`
+        is_too_public = bool(private) and not api.repo_info(repo).private
+        if not is_too_public:
+            message = "Upload a DFlash draft"
+            api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except Exception as error:  # of its client, of its tokens, of the network: many classes
         what = f"{type(error).__name__}: {one_line(error)}"
         advice = "log in with hf auth login, or write to a folder with --to"
         raise ValueError(f"expected to upload to {repo}, got {what}; {advice}") from error
+    if is_too_public:
+        raise ValueError(
+            f"expected a private repository, got {repo}, which is there and public; make it private on the Hub, or "
+            "choose another id"
+        )
