@@ -26,7 +26,7 @@ from dflash_hf.cli.pair import (
     given_or_bundled,
     load_pair,
 )
-from dflash_hf.data.image_files import ChatImage, ImageError, read_image
+from dflash_hf.data.image_files import ChatImage, read_image
 from dflash_hf.data.prompt_files import check_text
 from dflash_hf.errors import one_line
 
@@ -41,8 +41,11 @@ HELP = """\
 Ctrl-C           ends an answer
 arrow keys       show earlier questions"""
 
+# Else they would refuse every later question, too
+LEFT_OUT = "The images of this question are left out; add them again with /image"
+
 if TYPE_CHECKING:
-    from dflash_hf.chat.conversation import Answer, Settings
+    from dflash_hf.chat.conversation import Answer, Conversation, Settings
     from dflash_hf.chat.model import ChatModel
 
 
@@ -203,8 +206,8 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
                 )
             elif line:
                 try:
-                    answers = model.ask(conversation, line, images, settings)
-                except ImageError:
+                    answers = _asked(model, conversation, line, images, settings)
+                except ValueError:
                     images = []
                     raise
                 images = []
@@ -238,6 +241,22 @@ def _image(name: str) -> ChatImage:
     if not is_file:
         raise ValueError(f"expected an image, got {path}, which is not there; correct the path")
     return read_image(path)
+
+
+def _asked(
+    model: ChatModel,
+    conversation: Conversation,
+    text: str,
+    images: list[ChatImage],
+    settings: Settings,
+) -> Generator[Answer]:
+    """Asks a question; where it is refused, the sentence says that its images are left out."""
+    try:
+        return model.ask(conversation, text, images, settings)
+    except ValueError as error:
+        if not images:
+            raise
+        raise ValueError(f"{error}. {LEFT_OUT}") from error
 
 
 def _answer(answers: Generator[Answer], console: Console) -> None:
