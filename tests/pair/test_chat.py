@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings
+from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings, Turn
 from dflash_hf.chat.model import ChatModel, RunStreamer
 from dflash_hf.cli.chat import converse
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import load_pair
 from helpers.held_chat import held_put
+from tiny import DSPARK, oracle_draft
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "demos" / "toy"
@@ -60,6 +61,28 @@ def test_answers_are_plain_and_figures_are_those_of_the_run() -> None:
         )
     assert answer.num_cached_tokens > 0
     assert plain.turns[1].answer.num_cached_tokens == 0
+
+
+def test_figures_are_those_of_the_run_where_the_anchors_slot_proposes() -> None:
+    """Then a block of 7 slots proposes 7 tokens, and one forward of the target can commit 8."""
+    whole = model()
+    expected = ask(Conversation(), QUESTIONS[0], use_draft=False)
+    alone = Conversation(turns=[Turn(text=QUESTIONS[0], images=[], answer=expected)])
+    prompt = whole.encode(alone, 320)["input_ids"][0].tolist()
+    draft = oracle_draft(
+        whole.target, [prompt + expected.ids], 1, 7, **DSPARK, sample_from_anchor=True
+    )
+    chat = ChatModel(whole.target, draft, whole.encoder)
+    *_, answer = chat.ask(Conversation(), QUESTIONS[0], [], Settings(max_new_tokens=320))
+    assert answer.ids == expected.ids
+    stats = answer.stats
+    assert stats is not None
+    assert stats.num_proposed == 7
+    assert max(run.num_tokens for run in answer.runs) == 8
+    assert answer.counted.acceptance_histogram() == stats.acceptance_histogram()
+    assert len(answer.counted.acceptance_per_position()) == 7
+    draft.generation_config.block_size = 3
+    assert ChatModel(whole.target, draft, whole.encoder).block_size == 4
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:

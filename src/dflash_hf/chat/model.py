@@ -175,7 +175,9 @@ class ChatModel:
         )
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
-        self.block_size = draft.generation_config.block_size or draft.config.block_size
+        # Of the longest step, as [`Answer`] counts: DSpark's have one token more than slots
+        block_size = draft.generation_config.block_size or draft.config.block_size
+        self.block_size = draft.config.num_proposals(block_size) + 1
         self.facts = (
             f"{_count(self.target.num_parameters())} parameters · {str(target.dtype).removeprefix('torch.')} · "
             f"{str(target.device).upper()} · the draft has {_count(draft.num_parameters())}"
