@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -591,6 +592,32 @@ def test_the_page_takes_no_ipv6_address() -> None:
     assert_refused(
         run("chat", "--web", "--host", "::1"),
         "expected a name or an IPv4 address as --host for --web, got '::1'",
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_hf.cli.chat.load_pair", lambda *_: pytest.fail("a pair was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("chat", "--web", "--pair", "text", "--host", host, "--port", port)
+    assert_refused(
+        done, f"expected a place to listen, got .*:{port} .*; pass another --host or --port"
+    )
+
+
+def test_without_gradio_the_page_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dflash_hf.cli.chat.load_pair", lambda *_: pytest.fail("a pair was loaded"))
+    for name in ("dflash_hf.chat.app", "dflash_hf.chat.page"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    done = run("chat", "--web", "--pair", "text")
+    assert_refused(
+        done, r"expected Gradio for --web, got no gradio; pip install 'dflash-hf\[demo\]'"
     )
 
 

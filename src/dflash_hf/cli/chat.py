@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,6 +26,7 @@ from dflash_hf.cli.pair import (
     given_or_bundled,
     load_pair,
 )
+from dflash_hf.cli.serve import listen
 from dflash_hf.data.image_files import ChatImage, read_image
 from dflash_hf.data.prompt_files import check_text
 from dflash_hf.errors import one_line
@@ -119,6 +120,9 @@ def chat(
     note = about(target, draft)
     if note and IS_CLONE and not pair and chosen != "smollm2":
         note += " To chat with a real model, run make real and start the chat again."
+    app: Any = None
+    if web:
+        app = page_parts(host, port)
     import torch
 
     from dflash_hf.chat.conversation import Settings
@@ -138,23 +142,31 @@ def chat(
             model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system
         )
         return
-    try:
-        from dflash_hf.chat.app import Uploads, guards, open_page
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'"
-        ) from error
     # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     status = Console(stderr=True).status(
         "measuring the first example, with the draft and without it"
     )
-    with status, open_page(model, (target, draft), note) as page:
+    with status, app.open_page(model, (target, draft), note) as page:
         status.stop()
         console.print(f"The chat is at http://{host}:{port} (Ctrl-C ends it)", highlight=False)
         # Hugging Face sets this name in a Space.
         space = os.environ.get("SPACE_HOST", "")
-        page.launch(host, port, guards(host, Uploads(page.uploads), share, space), share)
+        guards = app.guards(host, app.Uploads(page.uploads), share, space)
+        page.launch(host, port, guards, share)
+
+
+def page_parts(host: str, port: int) -> Any:
+    """Returns the module that has the page's parts; raises `ValueError` if it could not be served there."""
+    # Gradio opens the port itself, once all is loaded, and wants it at the second address whatever `host` is.
+    for name in (host, "127.0.0.1"):
+        listen(name, port).close()
+    try:
+        return import_module("dflash_hf.chat.app")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"expected Gradio for --web, got no {error.name}; pip install 'dflash-hf[demo]'"
+        ) from error
 
 
 def converse(model: ChatModel, settings: Settings, console: Console, system: str = "") -> None:
