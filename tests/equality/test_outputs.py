@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.generation import generate
+from dflash_hf.generation.decode import decode
+from dflash_hf.generation.request import Request
 from helpers.half import half, pairs
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
@@ -106,6 +110,20 @@ def test_scores_and_logits_have_their_own_memory() -> None:
     for tensor in (*out.scores, *out.logits, *later):
         assert tensor.is_contiguous()
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_scores_and_logits_come_back_where_the_ids_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain `generate` computes the scores there, and leaves hidden states on the target's device."""
+
+    def given_elsewhere(request: Request, inputs: dict[str, Any]) -> Any:
+        return decode(dataclasses.replace(request, given_on=torch.device("meta")), inputs)
+
+    monkeypatch.setattr(generate, "decode", given_elsewhere)
+    target = shallow_target("qwen3")
+    settings = {**prompts([5, 3], 0), "max_new_tokens": 4, "do_sample": False, **WANTED}
+    out = target.generate(**settings, assistant_model=tiny_draft(target))
+    assert {one.device.type for one in (out.sequences, *out.scores, *out.logits)} == {"meta"}
+    assert {layer.device.type for token in out.hidden_states for layer in token} == {"cpu"}
 
 
 def test_only_what_was_asked_for_is_returned() -> None:

@@ -89,10 +89,12 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
     run.watch.lap("rest")
     if not request.config.return_dict_in_generate:
         return sequences
+    found = run.recorder.collected()
+    # As from plain `generate`; hidden states stay on the target's device there too.
+    for name in {"scores", "logits"}.intersection(found):
+        found[name] = tuple(token.to(request.given_on) for token in found[name])
     cache: dict[str, Any] = {CACHE_NAME: user_cache.cache}
-    return DFlashGenerateOutput(
-        sequences=sequences, speculative=run.stats, **cache, **run.recorder.collected()
-    )
+    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **cache, **found)
 
 
 def advance(run: Run, engine: Engine = "eager") -> None:
