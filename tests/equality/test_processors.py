@@ -37,6 +37,15 @@ class Shift(LogitsProcessor):
         return scores
 
 
+class Again(LogitsProcessor):
+    """One of the user's own that looks up the scores of all tokens of the text, and makes them less likely."""
+
+    is_row_wise = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        return scores.scatter(1, input_ids, scores.gather(1, input_ids) - 1.5)
+
+
 class Narrow(LogitsProcessor):
     """One of the user's own, which returns the scores of the first tokens alone."""
 
@@ -130,12 +139,13 @@ def test_greedy_text_is_plain_generates(case: str, rows: int) -> None:
     assert draft.last_stats.acceptance_length > 1
 
 
-def test_a_pad_token_below_0_is_shown_to_no_processor() -> None:
-    """As old configs of Llama have it."""
+@pytest.mark.parametrize("pad_id", [-1, VOCAB])
+def test_a_pad_token_without_a_score_is_shown_to_no_processor(pad_id: int) -> None:
+    """As old configs of Llama have it, or as it is in a tokenizer alone."""
     target = shallow_target("qwen3")
     inputs = prompts(LENGTHS, 8)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": -1}
-    settings |= PROCESSORS["repetition"]
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": pad_id}
+    settings |= {"logits_processor": [Again()], "eos_token_id": None}
     ref = target.generate(**inputs, **settings)
     draft = oracle_draft(target, truth_of(inputs, ref), 1, 8)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)

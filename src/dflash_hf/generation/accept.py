@@ -238,8 +238,10 @@ class PositionRule:
         prefix = state.ids[:, :length].clone()
         column = torch.arange(length, device=state.ids.device)
         is_padding = column >= num_seen[:, None]
-        # Processors look scores up by id, and old configs say -1 where there is no padding.
-        prefix[is_padding] = max(self.processors.pad_id, 0)
+        # Processors look scores up by id. Old configs say -1 where there is no padding, and a pad token may be the
+        # tokenizer's alone.
+        has_score = 0 <= self.processors.pad_id < scores_BV.shape[1]
+        prefix[is_padding] = self.processors.pad_id if has_score else 0
         # A copy in float32, which processors expect: rows of another length may have float64 scores by now.
         raw = scores_BV.to(torch.float32, copy=True)
         processed = self.processors.at(prefix, raw, rows)
