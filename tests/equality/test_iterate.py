@@ -299,6 +299,19 @@ def test_any_proposal_rule_keeps_the_text() -> None:
             assert torch.equal(step.proposals, rule(step.draft_logits, step.anchor))
 
 
+def test_a_proposal_rule_may_keep_the_tokens_before() -> None:
+    target, inputs = target_of("qwen3"), prompts([8, 5], 4)
+    kept: list[Tensor] = []
+
+    def rule(logits: Tensor, anchor: Tensor) -> Tensor:
+        kept.append(anchor)
+        return second_best(logits, anchor)
+
+    draft = tiny_draft(target)
+    steps = list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, propose=rule))
+    assert all(map(torch.equal, kept, [step.anchor for step in steps[1:]]))
+
+
 def test_a_lossy_rule_commits_proposals_and_the_bonus_token() -> None:
     """Typical acceptance: a proposal stands where the target gives it a good share of its best token's probability."""
     target, inputs = target_of("qwen3"), prompts([8, 5], 4)
@@ -350,11 +363,17 @@ def test_the_exact_rule_given_by_hand_changes_nothing() -> None:
     target, inputs = target_of("gemma3"), prompts([8, 5], 4)
     draft = armed(target, inputs, 2)
     ref = target.generate(**inputs, **GREEDY)
+    # What the rule got, which is its own to keep, and what that was.
+    kept: list[Tensor] = []
+    copies: list[Tensor] = []
 
     def matching(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+        kept.extend([proposals, tokens])
+        copies.extend([proposals.clone(), tokens.clone()])
         return (proposals == tokens[:, :-1]).long().cumprod(dim=1).sum(dim=1)
 
     steps = list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, accept=matching))
+    assert all(map(torch.equal, kept, copies))
     assert joined(steps) == new_tokens(ref, inputs, [NEW, NEW])
     assert any(int(step.num_accepted.max()) > 1 for step in steps)
 

@@ -75,6 +75,37 @@ def test_the_text_is_the_same_in_fewer_verifies(
     assert num_verifies[True] < 0.9 * num_verifies[False]
 
 
+class Keeping(Stairs):
+    """Keeps the texts that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(shapes_proposals=True)
+        self.kept: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        self.kept.append(input_ids)
+        return super().__call__(input_ids, scores)
+
+
+def test_texts_may_be_kept() -> None:
+    target = shallow_target("qwen3")
+    draft = tiny_draft(target)
+    draft.generation_config.verify_width = 4
+    keeping = Keeping()
+    target.generate(
+        **prompts([7, 4], 0),
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        logits_processor=[keeping],
+        assistant_model=draft,
+    )
+    # For the draft's logits a processor gets one row.
+    of_drafts = [text.data_ptr() for text in keeping.kept if len(text) == 1]
+    assert of_drafts
+    assert len(set(of_drafts)) == len(of_drafts)
+
+
 @pytest.mark.parametrize("num_tree_nodes", [0, 12], ids=["chain", "tree"])
 def test_a_form_may_leave_a_draft_no_token(num_tree_nodes: int) -> None:
     target = shallow_target("qwen3")

@@ -147,7 +147,8 @@ class CustomBlockRule(BlockRule):
         choose_block(state, logits_BWV, self.processors)
         tokens = state.tokens
         self.tokens = tokens.clone()
-        num_accepted = self.accept(state.proposals, tokens, logits_BWV)
+        # Copies: the caller's function may keep what it gets, and both are written again.
+        num_accepted = self.accept(state.proposals.clone(), tokens.clone(), logits_BWV)
         # Accepted proposals are committed whether or not they equal the target's tokens.
         place = torch.arange(state.width - 1, device=tokens.device)
         is_kept = place < num_accepted[:, None]

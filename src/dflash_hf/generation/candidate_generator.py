@@ -207,7 +207,8 @@ class DFlashCandidateGenerator:
         """Returns proposals `[B, W - 1]` that follow each other, of the slots at these positions `[B, W - 1]`."""
         propose = self.iterated.propose
         if propose is not None:
-            return propose(logits, state.anchor)
+            # A copy: the caller's function may keep what it gets, and the anchor is written again.
+            return propose(logits, state.anchor.clone())
         if self._takes_likeliest(state):
             return self.draft.best_path(hidden, logits, state.anchor)
         positions = slots + self.ahead

@@ -50,7 +50,8 @@ def shaped(
             continue
         one = slice(row, row + 1)
         of_key = None if key is None else key.of_rows(one)
-        prefix = state.ids[one, : lengths[row]]
+        # A copy: a processor may keep what it gets, and the columns are written again.
+        prefix = state.ids[one, : lengths[row]].clone()
         for slot in range(logits_BDV.shape[1]):
             # Processors get float32, as they do for the target's tokens.
             scores = processors.shape(row, prefix, logits_BDV[one, slot].float())
