@@ -286,6 +286,9 @@ def stop_by_criteria(
     state.ids.scatter_(1, columns, state.tokens)
     is_end = ends_row(state.tokens, state.padded_eos_ids).tolist()
     for row, column in enumerate(state.cursor.tolist()):
+        has_ended = num_ahead[row] == 0
+        if has_ended:
+            continue
         # A copy: a criterion may keep what it gets, and the columns are written again.
         text = state.ids[row : row + 1, : column + num_ahead[row]].clone()
         for num in range(1, num_ahead[row] + 1):
