@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from dflash_hf import RunningBatch, generate_batch
 from dflash_hf.cache.size import OutOfRoomError
@@ -561,6 +562,8 @@ def test_requests_that_are_refused() -> None:
     draft = tiny_draft(target)
     batch = RunningBatch(target, draft)
     limit: dict[str, Any] = {"max_new_tokens": 5}
+    # A config of the caller's; the model's own may say so, and is not followed.
+    with_scores = GenerationConfig(return_dict_in_generate=True, output_scores=True)
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ([], limit, "n of at least 1"),
         ([[1, 2], [3, 4]], limit, "one prompt"),
@@ -587,6 +590,7 @@ def test_requests_that_are_refused() -> None:
         ([1], limit | {"on_tokens": 5}, "on_tokens that can be called"),
         ([1], limit | {"output_scores": True}, "an answer of tokens alone"),
         ([1], limit | {"output_hidden_states": True}, "an answer of tokens alone"),
+        ([1], limit | {"generation_config": with_scores}, "an answer of tokens alone"),
         ([1], limit | {"token_type_ids": torch.zeros(1, 1)}, "a text without token_type_ids"),
     ]
     for ids, settings, message in cases:

@@ -127,7 +127,10 @@ def prepare_row(
     _check_length(model, length, max_tokens)
     refused = [name for name in NOT_SETTINGS if is_given(settings, name)]
     require(not refused, "settings of one row", refused, "leave them out")
-    outputs = [name for name in OUTPUTS if settings.get(name)]
+    # A keyword counts before a config of the caller's; the model's own config is not asked.
+    config = settings.get("generation_config")
+    names = (*OUTPUTS, "return_dict_in_generate")
+    outputs = [name for name in names if settings.get(name, getattr(config, name, None))]
     do = "leave them out; num_logprobs asks for log-probabilities"
     require(not outputs, "an answer of tokens alone", outputs, do)
     _check_images(model, ids, settings)
