@@ -378,6 +378,39 @@ def test_the_exact_rule_given_by_hand_changes_nothing() -> None:
     assert any(int(step.num_accepted.max()) > 1 for step in steps)
 
 
+class AfterTokens(StoppingCriteria):
+    """Stops a row at a length."""
+
+    def __init__(self, num: int, is_row_wise: bool) -> None:
+        self.num = num
+        self.is_row_wise = is_row_wise
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.num)
+
+
+def keep_all(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+    return torch.full((len(proposals),), proposals.shape[1])
+
+
+def test_a_row_wise_criterion_ends_a_row_whose_rule_is_lossy() -> None:
+    target, inputs = target_of("qwen3"), prompts([8], 4)
+    draft = armed(target, inputs, 2)
+    whole = joined(list(dflash_hf.iterate(target, draft, **inputs, **GREEDY, accept=keep_all)))
+    for num in (9, 10, 13, 17, 20):
+        draft.random.manual_seed(2)
+        steps = dflash_hf.iterate(
+            target,
+            draft,
+            **inputs,
+            **GREEDY,
+            accept=keep_all,
+            max_time=1e6,
+            stopping_criteria=[AfterTokens(num, is_row_wise=True)],
+        )
+        assert joined(list(steps)) == [whole[0][: num - 8]]
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -401,15 +434,13 @@ def test_what_cannot_be_honoured_is_refused_before_any_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, inputs = target_of("qwen3"), prompts([8], 4)
+    rows = prompts([8, 5], 4)
     draft = tiny_draft(target)
     monkeypatch.setattr(target, "forward", lambda **_: pytest.fail("a forward ran"))
 
-    def keep_all(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
-        return torch.full((len(proposals),), 7)
-
     def refused(message: str, assistant: Any = draft, **kwargs: Any) -> None:
         with pytest.raises(ValueError, match=message):
-            dflash_hf.iterate(target, assistant, **inputs, **{**GREEDY, **kwargs})
+            dflash_hf.iterate(target, assistant, **{**inputs, **GREEDY, **kwargs})
 
     refused("num_beams=1", num_beams=2)
     refused("drop that keyword", assistant_model=draft)
@@ -417,7 +448,9 @@ def test_what_cannot_be_honoured_is_refused_before_any_forward(
     refused("expected accept that can be called, or None, got 3", accept=3)
     refused("got 'Qwen3ForCausalLM'", assistant=target)
     refused("never see what lies behind", accept=keep_all, repetition_penalty=1.2)
-    refused("stop iterating instead", accept=keep_all, max_time=60.0)
+    own = [AfterTokens(9, is_row_wise=False)]
+    refused("stop iterating instead", accept=keep_all, stopping_criteria=own)
+    refused("stop iterating instead", accept=keep_all, max_time=60.0, **rows)
     draft.generation_config.proposal = "sample"
     refused("needs the distribution of the proposals", accept=keep_all)
     refused("needs the distribution of the proposals", propose=second_best)

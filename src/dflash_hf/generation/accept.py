@@ -336,7 +336,7 @@ def rule_for(
 ) -> AcceptanceRule:
     """Returns the rule by which a run chooses tokens; arguments as of [`SynchronizedRows`]."""
     keeps_state = any(may_keep_state(processor) for processor in processors.processors)
-    compares_rows = any(_may_compare_rows(criterion) for criterion in criteria)
+    compares_rows = any(may_compare_rows(criterion) for criterion in criteria)
     if state.ids.shape[0] == 1:
         # One row is in step with itself, and its streamer gets all tokens of a commit at once.
         is_synchronized = keeps_state or compares_rows
@@ -360,7 +360,7 @@ def may_keep_state(processor: Any) -> bool:
     return is_unknown or isinstance(processor, OF_WHOLE_BATCH)
 
 
-def _may_compare_rows(criterion: Any) -> bool:
+def may_compare_rows(criterion: Any) -> bool:
     """Returns True unless a stopping criterion decides for a row by its own tokens."""
     is_row_wise = getattr(criterion, "is_row_wise", False)
     return type(criterion) not in ROW_WISE_CRITERIA and not is_row_wise

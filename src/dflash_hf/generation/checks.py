@@ -31,6 +31,7 @@ from dflash_hf.cache.prefilled import layer_window
 from dflash_hf.devices import Inventory, execution_device, execution_devices
 from dflash_hf.errors import require
 from dflash_hf.generation import float8
+from dflash_hf.generation.accept import may_compare_rows
 from dflash_hf.generation.arguments import Settings, are_new, cached_columns, given_ids, is_given
 from dflash_hf.generation.cuda_graph import counted_experts
 from dflash_hf.generation.request import Request
@@ -579,11 +580,13 @@ def check_rules(request: Request, *, has_propose: bool, has_accept: bool) -> Non
         what = "only processors that need no text in front (temperature, top-k, min_new_tokens) beside accept"
         do = "the others never see what lies behind a mismatch"
         require(request.processors.is_stateless, what, names, do)
-        # Rows of such a call advance together, token by token: a rule would not see the whole block.
-        together = [type(criterion).__name__ for criterion in request.own_criteria]
-        if len(request.input_ids) > 1 and request.streamer is not None:
+        # Rows of such a call may advance together, token by token: a rule would not see the whole block.
+        has_rows = len(request.input_ids) > 1
+        own = request.own_criteria
+        together = [type(one).__name__ for one in own if has_rows or may_compare_rows(one)]
+        if has_rows and request.streamer is not None:
             together.append(type(request.streamer).__name__)
-        what = "no stopping criteria but length and end of sequence, and a streamer only with one row, beside accept"
+        what = "one row for a streamer, max_time, stop strings or criteria with is_row_wise, no others, beside accept"
         require(not together, what, together, "stop iterating instead")
     do = "a run that may be left half-way cannot advance one, pass the whole conversation instead"
     require(request.cache is None, f"no {CACHE_NAME}", type(request.cache).__name__, do)

@@ -114,8 +114,9 @@ def iterate(
 
     Raises:
         ValueError: If `generate` with a draft refuses the call; for a rule of one's own under `proposal="sample"` or
-            `num_tree_nodes`; for `accept` beside processors that read the prefix or criteria of one's own; for rules
-            that return another shape, dtype or range; for a cache that is passed in.
+            `num_tree_nodes`; for `accept` beside processors that read the prefix, criteria that are not known to be
+            row-wise, or, with several rows, any criteria or a streamer; for rules that return another shape, dtype or
+            range; for a cache that is passed in.
     """
     draft = unwrapped(draft)
     check_iterated(draft, kwargs)
