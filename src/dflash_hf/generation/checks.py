@@ -223,8 +223,7 @@ def check_inputs(target: Target, settings: Settings) -> None:
     # A target of images marks them by types, in the prefill; its text config is a part of its own.
     is_text = target.config is target.model.config
     has_types = is_text and is_given(given, "token_type_ids")
-    what = "no token_type_ids for a target of text, which adds them to every token"
-    require(not has_types, what, "some", "leave them out, or drop the draft")
+    require(not has_types, "no token_type_ids for a target of text", "some", "leave them out")
     has_embeds = is_given(given, "inputs_embeds")
     prompt = given["inputs_embeds"] if has_embeds else given_ids(given)
     # Without a prompt Transformers makes one of the token that begins texts.

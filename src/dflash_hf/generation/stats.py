@@ -58,11 +58,11 @@ class SpeculativeStats:
         draft_seconds (`float`): Forwards of the draft, the newest context included.
         verify_seconds (`float`): Forwards of the target over blocks. Under the engine `"cuda_graph"` draft and
             acceptance count here too.
-        accept_seconds (`float`): Logits processors, choosing and accepting tokens, reading the counts on the host.
-        rest_seconds (`float`): Streamer and other stopping criteria (where rows advance together they count under
-            `accept_seconds`), putting the output together. The six parts follow one another without gaps. On an
-            accelerator work is queued, not waited for: without `draft.generation_config.synchronize` only their sum
-            means something there.
+        accept_seconds (`float`): Logits processors, choosing and accepting tokens, stopping criteria, reading the
+            counts on the host.
+        rest_seconds (`float`): Streamer (where rows advance together it counts under `accept_seconds`), putting the
+            output together. The six parts follow one another without gaps. On an accelerator work is queued, not
+            waited for: without `draft.generation_config.synchronize` only their sum means something there.
         engine (`str`): Engine that ran: `"eager"` or `"cuda_graph"`; `"static"` is the latter's step uncaptured, in
             tests and benchmarks only.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
