@@ -291,3 +291,14 @@ def test_no_measured_call_captures(
     are_in_turns = len(list(itertools.groupby(names))) > len(sizes)
     assert are_in_turns == is_kept
     assert ("one cell after the other" in caplog.text) != is_kept
+
+
+def test_a_long_prompt_is_asked_before_many_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "WARM_UP_TOKENS", 64)
+    settings = settings_in(tmp_path, methods=("dflash",), max_new_tokens=(4,))
+    talk = Question(dataset="talk", question_id=0, category="", turns=("x" * 5, "x" * 5))
+    measured = captured_by(settings, [talk, *questions_of([90, 5])], monkeypatch)
+    assert TapeStep.captured, "the first calls of each shape have captured"
+    assert [call for call in measured if call[2]] == []

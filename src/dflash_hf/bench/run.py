@@ -1,7 +1,7 @@
 """A run: every question asked of every cell, in turns, so that a machine that drifts does so for all alike.
 
-Where the device does not keep what all cells have captured, one cell is asked after the other: no call that counts
-captures anything.
+Where the device does not keep what all cells have captured, one cell is asked after the other, so that few of the
+calls that count capture anything.
 
 Questions of one set and as many turns go in rounds, in which every cell asks the same questions, in batches of its own
 size; cells take turns in being first. What is sampled follows from the seed of the run, the questions of the batch,
@@ -61,6 +61,8 @@ FAILURES = (
 )
 MAX_FAILURES = 3  # in a row, until a cell is given up
 WARM_UP_TOKENS = 16  # on a CPU; on an accelerator graphs are captured for the whole length
+# About the tokens of a picture of a megapixel (1024 for Qwen3-VL), in letters of English: four to a token.
+LETTERS_OF_IMAGE = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -365,13 +367,18 @@ def _by_cell_and_size(batches: Sequence[Asked]) -> list[list[Asked]]:
     return list(parts.values())
 
 
-def _room_of(asked: Asked) -> tuple[int, int, int]:
-    """Returns how much room a batch needs: new tokens of a row, images and letters of the longest prompt."""
+def _room_of(asked: Asked) -> int:
+    """Returns an estimate of the tokens that a batch has room for: its longest prompt and a row's new tokens."""
     cell, _, batch = asked
     new_tokens = cell.options.max_new_tokens * len(batch[0].turns)
-    num_images = max(len(question.image_files) for question in batch)
-    letters = max(len(f"{question.history}{question.turns}") for question in batch)
-    return new_tokens, num_images, letters
+    # Letters are more than tokens in English, so that long prompts come before many turns. That is the safe side:
+    # answers of earlier turns may be short, while a prompt is always as long as it is.
+    prompts = [
+        len(f"{question.history}{question.turns}")
+        + LETTERS_OF_IMAGE * (len(question.images) + len(image_names(question.history)))
+        for question in batch
+    ]
+    return new_tokens + max(prompts)
 
 
 @dataclass(slots=True)
