@@ -302,3 +302,17 @@ def test_a_long_prompt_is_asked_before_many_turns(
     measured = captured_by(settings, [talk, *questions_of([90, 5])], monkeypatch)
     assert TapeStep.captured, "the first calls of each shape have captured"
     assert [call for call in measured if call[2]] == []
+
+
+def test_the_method_whose_static_cache_is_longest_is_warmed_up_first(tmp_path: Path) -> None:
+    """Transformers keeps one length of static caches for all calls of a target."""
+    settings = settings_in(tmp_path, methods=("plain-static", "stock-static"), block_size=(4, None))
+    asked: Asked = []
+    cells = make_cells(settings)
+    methods: dict[str, Method] = {cell.model_id: Pretended(cell.model_id, asked) for cell in cells}
+    folder = RunFolder(settings.out)
+    questions = questions_of([5])
+    folder.write_questions(questions)
+    Asker(settings, cells, methods, folder, Processes("cpu"), questions).ask_all()
+    warmed_up = [name for name, _ in asked[:3]]
+    assert warmed_up == ["stock-static-blockdefault", "stock-static-block4", "plain-static"]

@@ -367,8 +367,8 @@ def _by_cell_and_size(batches: Sequence[Asked]) -> list[list[Asked]]:
     return list(parts.values())
 
 
-def _room_of(asked: Asked) -> int:
-    """Returns an estimate of the tokens that a batch has room for: its longest prompt and a row's new tokens."""
+def _room_of(asked: Asked) -> tuple[int, float]:
+    """Returns what to order batches by: an estimate of tokens in the longest row, and how many may stand behind it."""
     cell, _, batch = asked
     new_tokens = cell.options.max_new_tokens * len(batch[0].turns)
     # Letters are more than tokens in English, so that long prompts come before many turns. That is the safe side:
@@ -378,7 +378,12 @@ def _room_of(asked: Asked) -> int:
         + LETTERS_OF_IMAGE * (len(question.images) + len(image_names(question.history)))
         for question in batch
     ]
-    return new_tokens + max(prompts)
+    room_behind = 0.0
+    if cell.method == "stock-static":
+        # Transformers keeps one length of static caches per target, and a verify may reach a block beyond the text.
+        # The draft's own block is its longest.
+        room_behind = cell.options.block_size or math.inf
+    return new_tokens + max(prompts), room_behind
 
 
 @dataclass(slots=True)
