@@ -20,8 +20,10 @@ import torch
 
 from dflash_hf.bench import run as run_module
 from dflash_hf.bench.cells import RunSettings
+from dflash_hf.bench.methods import Models
 from dflash_hf.bench.provenance import provenance
 from dflash_hf.bench.run import run
+from dflash_hf.pair.answers import changed
 from helpers.bench_runs import TOY, Asked, answers_in, counts_in, settings_in, write_set
 
 Pretend = Callable[..., Asked]
@@ -224,6 +226,32 @@ def test_another_training_of_the_draft_is_refused(
     assert snapshot(begun.out) == before
 
 
+@pytest.mark.parametrize("part", ["draft_options", "target_options", "dtype", "attention"])
+def test_other_settings_of_the_models_are_refused(
+    part: str, tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch, models: Models
+) -> None:
+    """Their files may have been edited, and the command be the same."""
+    # Keys of a table are texts in JSON.
+    tuned: Any = models.loaded_draft.generation_config
+    with changed(tuned, verify_width={2: 4}):
+        described = provenance({"auto": models}, 1)
+    monkeypatch.setattr(run_module, "provenance", lambda *args: described)
+    settings = settings_in(tmp_path)
+    pretend(settings)
+    assert pretend(replace(settings, resume=True)) == []
+    before = snapshot(settings.out)
+    described["models"]["auto"][part] = "other"
+    with pytest.raises(ValueError, match=rf"^expected the {part} with which .* another .*'other'"):
+        pretend(replace(settings, resume=True))
+    assert snapshot(settings.out) == before
+
+
+def test_the_release_of_transformers_is_no_option_of_a_draft(models: Models) -> None:
+    described = provenance({"auto": models}, 1)["models"]["auto"]
+    assert "transformers_version" not in described["draft_options"]
+    assert described["target_options"]["eos_token_id"] is not None
+
+
 def test_another_machine_is_told(
     tmp_path: Path,
     pretend: Pretend,
@@ -239,8 +267,12 @@ def test_another_machine_is_told(
     monkeypatch.setattr("dflash_hf.bench.provenance.versions", lambda: other)
     pretend(replace(settings, resume=True))
     assert "other conditions than it was begun under (versions)" in caplog.text
+    monkeypatch.setattr(run_module, "provenance", lambda models, size: provenance(models, size + 1))
+    pretend(replace(settings, resume=True))
+    assert "other conditions than it was begun under (versions, processes)" in caplog.text
     provenance_now = json.loads((settings.out / "run.json").read_text())["provenance"]
-    (continued,) = provenance_now.pop("continued")
+    continued, with_processes = provenance_now.pop("continued")
+    assert with_processes["processes"] == 2
     assert provenance_now == first
     assert continued["versions"] == other
     assert "machine" not in continued

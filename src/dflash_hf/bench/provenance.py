@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -21,6 +22,11 @@ from dflash_hf.devices import device_name
 from dflash_hf.errors import shown
 from dflash_hf.training.identity import target_identity, text_identity
 
+# What of a model changes a cell's answers or speeds.
+SAME_PARTS = (
+    *("target", "draft", "assistant", "chat_template", "dtype", "attention"),
+    *("target_options", "draft_options", "assistant_options"),
+)
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash", "tokenizers")
 
 
@@ -65,28 +71,36 @@ def _describe(models: Models) -> dict[str, Any]:
         "target_class": type(models.target).__name__,
         "target_commit": getattr(config, "_commit_hash", None),
         "target": target_identity(models.target),
+        "target_options": _options_of(models.target),
         "chat_template": None if template is None else text_identity(text),
     }
     if models.assistant is not None:
         described["assistant"] = target_identity(models.assistant)
+        described["assistant_options"] = _options_of(models.assistant)
     if models.draft is not None:
         described["draft"] = target_identity(models.draft)
         described["draft_dtype"] = str(models.draft.dtype).removeprefix("torch.")
         described["draft_block_size"] = models.draft.config.block_size
-        described["draft_options"] = models.draft.generation_config.to_diff_dict()
+        described["draft_options"] = _options_of(models.draft)
     return described
 
 
+def _options_of(model: Any) -> dict[str, Any]:
+    """Returns what a model's `generation_config` says, as it comes back from JSON, without who wrote it."""
+    return json.loads(model.generation_config.to_json_string(ignore_metadata=True))
+
+
 def check_models(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """Raises `ValueError` if a run that goes on has loaded other models than it was begun with.
+    """Raises `ValueError` if a run that goes on has loaded other models than it was begun with, or has them otherwise.
 
     Args:
-        before, now (mapping): What [`provenance`] returned then and now; what an older version did not say is as now.
+        before, now (mapping): What [`provenance`] returned then and now. What an older version of this package did not
+            write is taken to be the same now.
         folder (`Path`): The run's.
     """
     for dtype, found in now["models"].items():
         described = before.get("models", {}).get(dtype, {})
-        for part in ("target", "draft", "assistant", "chat_template"):
+        for part in SAME_PARTS:
             was = described.get(part, found.get(part))
             if was != found.get(part):
                 raise ValueError(
@@ -96,8 +110,8 @@ def check_models(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
 
 
 def other_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of [`conditions`] that are others than when a run was begun, with the date of now."""
-    names = ("commit", "versions", "machine", "threads")
+    """Returns which conditions of [`provenance`] are others than when a run was begun, with the date of now."""
+    names = ("commit", "versions", "machine", "threads", "processes")
     found = {name: now[name] for name in names if before.get(name) != now[name]}
     if found:
         found["date"] = now["date"]
