@@ -117,6 +117,9 @@ class Handler(BaseHTTPRequestHandler):
         if server.kind.startswith(SAYS):
             self.reply(server.kind.removeprefix(SAYS))
             return
+        if server.kind == "strict" and ("top_k" in body or body["max_tokens"] > 99):
+            self.reply('{"message": "Unrecognized request"}', status=400)
+            return
         if server.kind == "gathering":
             server.gathered.wait(timeout=30)
         self.send_response(200)
@@ -225,6 +228,26 @@ def test_an_answer_is_what_the_server_says(small: Small) -> None:
     assert [turn.counters for turn in turns] == [counters[small.kind], None, None]
     assert server([HELLO], Options(max_new_tokens=9), 0)[0].finish_reason == "stop"
     assert "top_k" not in small.bodies[-1], "greedy decoding looks at no filter"
+
+
+@pytest.mark.parametrize("small", ["strict"], indirect=True)
+def test_a_server_that_refuses_filters_is_asked_without_them(
+    small: Small, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = server_method(OpenAIClient(small.url), {})
+    # Another reason to refuse says nothing of filters.
+    with pytest.raises(httpx.HTTPStatusError, match=r"400 .*Unrecognized"):
+        method([HELLO], Options(max_new_tokens=100, temperature=0.5), 3)
+    assert "top_k" not in caplog.text
+    options = Options(max_new_tokens=3, temperature=0.5)
+    small.bodies.clear()
+    for _ in range(2):
+        (turn,) = method([HELLO], options, 3)
+        assert turn.new_tokens == 3
+    assert ["top_k" in body for body in small.bodies] == [True, False, False]
+    assert ["min_p" in body for body in small.bodies] == [True, False, False]
+    assert small.bodies[-1]["temperature"] == 0.5
+    assert caplog.text.count("refuses top_k and min_p") == 1
 
 
 @pytest.mark.parametrize("small", ["curt"], indirect=True)

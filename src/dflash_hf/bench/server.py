@@ -7,11 +7,14 @@ llama.cpp's from `/metrics`, SGLang's from `/metrics` or `/get_server_info`. Nob
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import httpx
 
 from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Options
@@ -39,33 +42,53 @@ _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 # SGLang's gauge: a mean over its latest batches, no counter.
 _GAUGE = "sglang:spec_accept_length"
 MEAN = "acceptance_length"
+# What servers answer to a field that they do not know, or do not take the value of.
+REFUSALS = (400, 422)
+
+logger = logging.getLogger(__name__)
 
 
 def server_method(server: OpenAIClient, template_options: Mapping[str, Any]) -> Method:
     """Returns a server as a method.
 
     It raises `httpx.HTTPError` if the server cannot be reached or refuses, `ValueError` if an answer has another form
-    or no text. Thoughts that the server takes out of an answer are no part of its text.
+    or no text. Thoughts that the server takes out of an answer are no part of its text. A server that refuses filters
+    of sampling is asked without them from then on.
 
     Args:
         template_options (mapping): Sent as `chat_template_kwargs`, which vLLM and SGLang read.
     """
+    refuses_filters = False
 
     def answer(conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
+        nonlocal refuses_filters
         shared: dict[str, Any] = {
             "max_tokens": options.max_new_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
             "seed": seed % 2**31,
         }
-        if options.temperature > 0:
-            # Servers have filters of their own, or apply the checkpoint's. vLLM, SGLang, llama.cpp and ours have -1
-            # for all tokens; some do not take 0.
-            shared |= {"top_k": options.top_k or -1, "min_p": 0.0}
         if template_options:
             shared["chat_template_kwargs"] = dict(template_options)
         bodies = [{**shared, "messages": sent_messages(messages)} for messages in conversations]
-        return run_async(lambda: _turns(server, bodies))
+        if options.temperature == 0 or refuses_filters:
+            return run_async(lambda: _turns(server, bodies))
+        # Servers have filters of their own, or apply the checkpoint's. vLLM, SGLang, llama.cpp and ours have -1 for
+        # all tokens; some do not take 0.
+        filters = {"top_k": options.top_k or -1, "min_p": 0.0}
+        try:
+            return run_async(lambda: _turns(server, [{**body, **filters} for body in bodies]))
+        except httpx.HTTPStatusError as error:
+            # A number of tokens that was asked for is not left out.
+            if error.response.status_code not in REFUSALS or options.top_k:
+                raise
+        turns = run_async(lambda: _turns(server, bodies))
+        refuses_filters = True
+        logger.warning(
+            "%s refuses top_k and min_p, and is asked without them: it may apply filters of its own",
+            server.url,
+        )
+        return turns
 
     return answer
 
