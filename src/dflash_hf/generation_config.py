@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
@@ -121,6 +122,25 @@ def _is_number(value: Any, least: int, most: float = math.inf) -> bool:
 def _number(rows: Any) -> Any:
     """Returns what a key of a table stands for: of text the number, if it is one."""
     return int(rows) if isinstance(rows, str) and rows.isdecimal() else rows
+
+
+def over_stored(stored: DFlashGenerationConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of a draft that a user has given, and `None` for those that are stored and contradict them.
+
+    Args:
+        stored (`DFlashGenerationConfig`): The draft's.
+        given (mapping): Values by name, without what was left out.
+    """
+    replaced: dict[str, Any] = {}
+    width = given.get("verify_width")
+    has_tree = bool(given.get("num_tree_nodes"))
+    if width is not None or has_tree:
+        replaced["num_assistant_tokens"] = None
+    if width not in (None, "auto") and stored.num_tree_nodes:
+        replaced["num_tree_nodes"] = None
+    if has_tree and stored.verify_width != "auto":
+        replaced["verify_width"] = None
+    return {**replaced, **given}
 
 
 class DFlashGenerationConfig(GenerationConfig):

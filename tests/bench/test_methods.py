@@ -11,11 +11,13 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from dflash_hf.bench.answers import Turn
-from dflash_hf.bench.cells import Options
+from dflash_hf.bench.cells import Cell, Options
 from dflash_hf.bench.methods import WAYS, Models, local_method
+from dflash_hf.bench.run import check_draft
 from dflash_hf.bench.zlab import zlab_way
 from dflash_hf.generation.checks import check_static_stock
-from dflash_hf.pair.answers import encode_prompt
+from dflash_hf.generation_config import DFlashGenerationConfig, over_stored
+from dflash_hf.pair.answers import changed, encode_prompt
 
 NEW = 64
 
@@ -194,6 +196,51 @@ def test_options_of_the_draft_are_put_back(models: Models, held_out: list[str]) 
         )
     assert (models.draft.generation_config.to_dict(), models.draft.config.to_dict()) == before
     assert "_get_candidate_generator" not in vars(models.target)
+
+
+STORED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "width": ({"num_assistant_tokens": 4}, {"verify_width": 3}),
+    "follows": ({"num_assistant_tokens": 4}, {"verify_width": "auto"}),
+    "tree": ({"num_assistant_tokens": 4}, {"num_tree_nodes": 6}),
+    "no tree": ({"num_tree_nodes": 6}, {"verify_width": 3}),
+    "no width": ({"verify_width": 3}, {"num_tree_nodes": 6}),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_given_width_or_tree_takes_the_place_of_a_stored_one(
+    name: str, models: Models, held_out: list[str], truth: list[list[int]]
+) -> None:
+    stored, given = STORED[name]
+    own = models.loaded_draft.generation_config
+    cell = Cell(model_id="any", method="dflash", options=Options(**given))
+    with changed(own, **stored):
+        check_draft(cell, {"auto": models})
+        (turn,) = ask(models, "dflash", held_out[:1], **given)
+        assert own.num_assistant_tokens == stored.get("num_assistant_tokens")
+    assert turn.token_ids == truth[0]
+
+
+def test_what_does_not_contradict_a_width_or_a_tree_is_kept() -> None:
+    kept = DFlashGenerationConfig(num_assistant_tokens=4)
+    assert over_stored(kept, {"num_tree_nodes": 0}) == {"num_tree_nodes": 0}
+    assert over_stored(kept, {"block_size": 8}) == {"block_size": 8}
+    follows = DFlashGenerationConfig(verify_width="auto", num_tree_nodes=0)
+    for given in ({"verify_width": 4}, {"num_tree_nodes": 6}):
+        # 0 nodes are a chain, which every width fits.
+        with changed(follows, **over_stored(follows, given)):
+            left = {"verify_width": "auto", "num_tree_nodes": 0, **given}
+            assert {name: getattr(follows, name) for name in left} == left
+
+
+def test_a_stored_width_beyond_a_given_block_is_told_before_anything_is_asked(
+    models: Models,
+) -> None:
+    cell = Cell(model_id="any", method="dflash", options=Options(block_size=4))
+    own = models.loaded_draft.generation_config
+    refused = pytest.raises(ValueError, match="expected verify_width between 1 and 4")
+    with changed(own, verify_width=8), refused:
+        check_draft(cell, {"auto": models})
 
 
 @pytest.mark.parametrize("name", ["plain", "dflash", "stock", "lookup"])

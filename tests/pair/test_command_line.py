@@ -26,6 +26,7 @@ from dflash_hf.bench import run as bench_run
 from dflash_hf.cli.generate import read_prompt
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import ABOUT
+from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.pair import loading as pair_loading
 from dflash_hf.pair.loading import load_pair, load_weights, loaded
 from helpers.forked_python import start
@@ -683,11 +684,13 @@ def test_the_answer_is_all_that_stands_on_stdout(tmp_path: Path) -> None:
     assert "plain_seconds" not in row
 
 
-def test_options_reach_prompt_template_and_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_prompt_template_and_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, Any] = {}
 
     def look(target: Any, draft: Any, processor: Any, asked: Any, **given: Any) -> None:
-        names = ("block_size", "verify_width", "proposal", "engine")
+        names = ("block_size", "verify_width", "proposal", "engine", "num_assistant_tokens")
         seen.update(
             asked=asked, **given, **{name: getattr(draft.generation_config, name) for name in names}
         )
@@ -717,6 +720,14 @@ def test_options_reach_prompt_template_and_draft(monkeypatch: pytest.MonkeyPatch
     assert (seen["temperature"], seen["top_k"], seen["do_sample"]) == (0.5, 7, True)
     run("generate", PROMPT, "--raw")
     assert (seen["asked"], seen["encoding"]) == (PROMPT, {"template": False})
+    # A stored option that is the same under another name
+    pair = ("--target", TOY / "target", "--draft", tmp_path / "draft")
+    shutil.copytree(TOY / "draft", tmp_path / "draft")
+    DFlashGenerationConfig(num_assistant_tokens=4).save_pretrained(tmp_path / "draft")
+    run("generate", PROMPT, *pair)
+    assert (seen["verify_width"], seen["num_assistant_tokens"]) == (None, 4)
+    run("generate", PROMPT, *pair, "--verify-width", 3)
+    assert (seen["verify_width"], seen["num_assistant_tokens"]) == (3, None)
 
 
 def noting(order: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:

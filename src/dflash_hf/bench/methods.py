@@ -26,6 +26,7 @@ from dflash_hf.bench.timing import Recorder
 from dflash_hf.data.prompt_files import Message
 from dflash_hf.errors import require
 from dflash_hf.generation.stats import SpeculativeStats
+from dflash_hf.generation_config import over_stored
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import (
     Processor,
@@ -122,7 +123,8 @@ def plain(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
 def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     """Runs `generate(..., assistant_model=draft)`, this package's way; every row has its own steps."""
     draft = models.loaded_draft
-    with changed(draft.generation_config, **options.for_draft()):
+    given = over_stored(draft.generation_config, options.for_draft())
+    with changed(draft.generation_config, **given):
         out = _generate(models, inputs, options, assistant_model=draft)
     stats = draft.last_stats
     assert isinstance(stats, SpeculativeStats)

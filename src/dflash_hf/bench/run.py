@@ -43,8 +43,9 @@ from dflash_hf.devices import execution_device
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.checks import check_static_stock, check_stock
+from dflash_hf.generation_config import over_stored
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.pair.answers import tokenizer_of
+from dflash_hf.pair.answers import changed, tokenizer_of
 from dflash_hf.pair.loading import load_target, load_weights
 
 # What a method may fail with, so that the run goes on without it. Torch's out of memory and `NotImplementedError` are
@@ -257,20 +258,21 @@ def _make_methods(
     for cell in cells:
         if cell.failed is None:
             try:
-                _check_draft(cell, models)
+                check_draft(cell, models)
                 methods[cell.model_id] = make(cell.method, cell.options.dtype)
             except ValueError as error:
                 cell.failed = one_line(error)
     return methods
 
 
-def _check_draft(cell: Cell, models: Mapping[str, Models]) -> None:
+def check_draft(cell: Cell, models: Mapping[str, Models]) -> None:
     """Raises `ValueError` if the draft cannot be run as the cell wants it."""
     if cell.method not in NEEDS_DRAFT:
         return
     draft = models[cell.options.dtype].loaded_draft
-    options = type(draft.generation_config)(**cell.options.for_draft())
-    options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
+    options = draft.generation_config
+    with changed(options, **over_stored(options, cell.options.for_draft())):
+        options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
     if cell.method in ("stock", "stock-static"):
         check_stock(draft)
     if cell.method == "stock-static":

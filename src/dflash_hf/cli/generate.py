@@ -151,6 +151,7 @@ def generate(
     target, draft = given_or_bundled(target, draft, pair or usual, dtype)
     import torch
 
+    from dflash_hf.generation_config import over_stored
     from dflash_hf.pair.answers import Comparison
 
     console = Console(stderr=True)
@@ -159,8 +160,9 @@ def generate(
     note = about(target, draft)
     if note and not as_json:
         console.print(note, style="dim", highlight=False)
-    for name, value in options.items():
-        setattr(loaded[1].generation_config, name, value)
+    stored = loaded[1].generation_config
+    for name, value in over_stored(stored, options).items():
+        setattr(stored, name, value)
     torch.manual_seed(seed)
     row = show_answer(
         console, loaded, asked, encoding, settings, is_compared=is_compared, as_json=as_json
