@@ -113,16 +113,25 @@ def test_rounds_are_dealt(
     assert all(len(rows) == 16 for rows in answers_in(split.out).values())
 
 
-@pytest.mark.parametrize(("size", "is_said"), [(3, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "batch", "sentence"),
+    [
+        (3, 4, ""),
+        (4, 4, "1 of 4 processes have nothing to do: there are only 3 groups of up to 4 questions"),
+        # No set has as many questions.
+        (4, 8, "2 of 4 processes have nothing to do: there are only 2 groups of up to 8 questions"),
+    ],
+)
 def test_processes_without_a_round_are_told(
     size: int,
-    is_said: bool,
+    batch: int,
+    sentence: str,
     tmp_path: Path,
     pretend: Pretend,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(run_module, "Processes", lambda device: Alone(0, size))
-    pretend(settings_in(tmp_path, methods=("plain",), batch=(1, 4)))
-    sentence = "1 of 4 processes have nothing to do: there are only 3 groups of up to 4 questions"
-    assert (sentence in caplog.text) == is_said
+    pretend(settings_in(tmp_path, methods=("plain",), batch=(1, batch)))
+    assert sentence in caplog.text
+    assert ("nothing to do" in caplog.text) == bool(sentence)

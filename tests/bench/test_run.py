@@ -316,3 +316,30 @@ def test_the_method_whose_static_cache_is_longest_is_warmed_up_first(tmp_path: P
     Asker(settings, cells, methods, folder, Processes("cpu"), questions).ask_all()
     warmed_up = [name for name, _ in asked[:3]]
     assert warmed_up == ["stock-static-blockdefault", "stock-static-block4", "plain-static"]
+
+
+def test_a_cell_that_was_given_up_is_not_warmed_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed_up: list[tuple[str, int]] = []
+
+    def noting(self: Asker, left: Any) -> bool:
+        warmed_up.extend((cell.model_id, len(batch)) for cell, _, batch in left[:1])
+        return True
+
+    def fail(name: str, texts: list[str]) -> None:
+        if name == "dflash":
+            raise ValueError("no")
+
+    monkeypatch.setattr(Asker, "_warm_up", noting)
+    settings = settings_in(tmp_path, batch=(2,))
+    cells = make_cells(settings)
+    methods: dict[str, Method] = {
+        cell.model_id: Pretended(cell.model_id, [], fail) for cell in cells
+    }
+    folder = RunFolder(settings.out)
+    questions = questions_of([5] * 7)
+    folder.write_questions(questions)
+    Asker(settings, cells, methods, folder, Processes("cpu"), questions).ask_all()
+    # The first call is for all cells, the others are for one cell and size each.
+    assert Counter(warmed_up[1:]) == Counter([("plain", 2), ("plain", 1), ("dflash", 2)])

@@ -129,7 +129,8 @@ def _page(run: Run, summary: dict[str, Any], environment: Any) -> str:
 def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
     """The method that the report is about: one with our draft, else with any, else any at all.
 
-    Of several it is the one with the largest speed-up over its own baseline, without one that of most tokens/s.
+    Of several it is the one with the largest speed-up over its own baseline. Where none has a baseline, it is the one
+    with the most tokens/s.
     """
     answering = [method for method in summary["methods"] if method["all"]["texts"]]
 

@@ -328,12 +328,17 @@ def rounds_of(questions: Sequence[Question], cells: Sequence[Cell]) -> list[list
     groups: dict[tuple[str, int], list[Question]] = {}
     for question in questions:
         groups.setdefault((question.dataset, len(question.turns)), []).append(question)
-    size = math.lcm(*(cell.options.batch for cell in cells))
+    size = _round_size(cells)
     return [
         group[start : start + size]
         for group in groups.values()
         for start in range(0, len(group), size)
     ]
+
+
+def _round_size(cells: Sequence[Cell]) -> int:
+    """Returns how many questions fill up the batches of every cell."""
+    return math.lcm(*(cell.options.batch for cell in cells))
 
 
 def batches_of(
@@ -422,16 +427,16 @@ class Asker:
         seconds = 0.0
         with Bars(totals, is_shown=self.processes.rank == 0) as bars:
             for part in parts:
-                if len(parts) > 1:
+                if len(parts) > 1 and not self._is_given_up(part[0][0]):
                     self._warm_up(part)
                 started = time.perf_counter()
                 for cell, repeat, batch in part:
-                    if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
+                    if self._is_given_up(cell):
                         continue
                     answers = self._ask(cell, batch, repeat)
                     self.folder.append(cell.model_id, answers)
                     bars.add(cell.model_id, answers)
-                    if self.failures.get(cell.model_id, 0) >= MAX_FAILURES:
+                    if self._is_given_up(cell):
                         bars.give_up(cell.model_id)
                 seconds += time.perf_counter() - started
         harness = seconds - self.method_seconds
@@ -440,6 +445,10 @@ class Asker:
             "method_seconds": self.method_seconds,
             "harness_seconds": harness,
         }
+
+    def _is_given_up(self, cell: Cell) -> bool:
+        """Returns whether so many answers of a cell have failed one after the other that no more are asked for."""
+        return self.failures.get(cell.model_id, 0) >= MAX_FAILURES
 
     def _left(self, done: Mapping[str, set[Which]]) -> Iterator[Asked]:
         """The batches of this process that are not there, cells in turns."""
@@ -452,7 +461,7 @@ class Asker:
                 self.processes.size - num_rounds,
                 self.processes.size,
                 num_rounds,
-                max(map(len, rounds)),
+                _round_size(self.cells),
             )
         asked = [cell for cell in self.cells if cell.model_id in self.methods]
         for repeat in range(self.settings.repeats):
