@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import call, create_autospec
 
 import pytest
 import torch
@@ -293,24 +294,35 @@ def test_generation_config_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_push_to_hub_happens_once_everything_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pushed: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(
-        DFlashDraftModel,
-        "push_to_hub",
-        lambda self, repo_id, **kwargs: pushed.append((repo_id, kwargs)),
-    )
+    pushed = create_autospec(DFlashDraftModel.push_to_hub)
+    monkeypatch.setattr(DFlashDraftModel, "push_to_hub", pushed)
     given = {
         "commit_message": "Say so",
         "commit_description": "and why",
         "max_shard_size": "1GB",
         "tags": ["a draft"],
     }
-    make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, is_main_process=True, **given)
-    assert pushed == [("name", given)]
-    make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, repo_id="org/draft")
-    assert pushed[1:] == [("org/draft", {})]
-    make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, is_main_process=False)
-    assert len(pushed) == 2
+    draft = make_draft()
+    draft.save_pretrained(tmp_path / "name", push_to_hub=True, is_main_process=True, **given)
+    draft.save_pretrained(tmp_path / "name", push_to_hub=True, repo_id="org/draft")
+    # By position, and with what older versions of Transformers had
+    draft.save_pretrained(tmp_path / "name", True, None, True, "1GB", safe_serialization=True)
+    assert pushed.call_args_list == [
+        call(draft, repo_id="name", **given),
+        call(draft, repo_id="org/draft"),
+        call(draft, repo_id="name", max_shard_size="1GB"),
+    ]
+    draft.save_pretrained(tmp_path / "name", push_to_hub=True, is_main_process=False)
+    draft.save_pretrained(tmp_path / "other", False, push_to_hub=True)
+    assert pushed.call_count == 3
+    assert not (tmp_path / "other" / "generation_config.json").exists()
+
+
+def test_what_a_repository_would_be_made_without_is_refused(tmp_path: Path) -> None:
+    """Left out without a word, `visibility` would make a public repository of one that was to be private."""
+    with pytest.raises(ValueError, match="got 'visibility'; make the repository"):
+        make_draft().save_pretrained(tmp_path / "name", push_to_hub=True, visibility="private")
+    assert not (tmp_path / "name").exists()
 
 
 def cached_repository(cache: Path, draft: DFlashDraftModel, layout: Any) -> str:

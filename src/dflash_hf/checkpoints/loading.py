@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -48,15 +49,6 @@ HUB_ARGUMENTS = (
     "subfolder",
     "token",
 )
-# Those of `save_pretrained` that `push_to_hub` does not have.
-ONLY_SAVED_WITH = {
-    "is_main_process",
-    "state_dict",
-    "variant",
-    "save_peft_format",
-    "save_original_format",
-    "distributed_checkpoint",
-}
 # An embedding of the draft's own for the mask token, as a pickle.
 MASK_FILE = "mask_embedding.pt"
 # How layers of quantised checkpoints call what they have instead of a weight, or beside it.
@@ -337,35 +329,52 @@ class DFlashPreTrainedModel(PreTrainedModel):
                 those of `push_to_hub`.
 
         Raises:
-            ValueError: If the draft's weights are quantised, or it holds adapters.
+            ValueError: If the draft's weights are quantised, it holds adapters, or an argument says how the Hub is to
+                make a repository and `push_to_hub` does not have it.
         """
+        # What was given by position is from here on under its name.
+        save_names = list(signature(super().save_pretrained).parameters)[1:]
+        kwargs |= zip(save_names, args, strict=False)
+        push_to_hub = kwargs.pop("push_to_hub", False)
+        if push_to_hub:
+            _check_hub_arguments(self, kwargs)
         check_plain(self)
         # Where others have gathered the weights, and where Transformers saves the adapters alone, names are right.
-        saves_others = "state_dict" in kwargs or getattr(self, "_hf_peft_config_loaded", False)
-        if not saves_others:
+        has_state = kwargs.get("state_dict") is not None
+        if not has_state and not getattr(self, "_hf_peft_config_loaded", False):
             self._check_names()
         # Transformers would undo the renames of a draft that was loaded from another format.
         kwargs["save_original_format"] = False
-        push_to_hub = kwargs.pop("push_to_hub", False)
         embedding = getattr(self, "embed_tokens", None)
         head = getattr(self, "lm_head", None)
-        if embedding is not None and head is not None and head.weight is embedding.weight:
-            kwargs.setdefault("state_dict", unshared(self.state_dict()))
-        super().save_pretrained(save_directory, *args, **kwargs)
+        is_shared = embedding is not None and head is not None and head.weight is embedding.weight
+        if is_shared and not has_state:
+            kwargs["state_dict"] = unshared(self.state_dict())
+        super().save_pretrained(save_directory, **kwargs)
         is_main = kwargs.get("is_main_process", True)
         if is_main:
             self.generation_config.save_pretrained(save_directory)
         # Only now is everything there; it saves once more, into a folder of its own
         if push_to_hub and is_main:
-            repo_id = kwargs.pop("repo_id", Path(save_directory).name)
-            for_hub = {name: kwargs[name] for name in kwargs.keys() - ONLY_SAVED_WITH}
-            self.push_to_hub(repo_id, **for_hub)
+            kwargs.setdefault("repo_id", Path(save_directory).name)
+            hub_names = kwargs.keys() & signature(self.push_to_hub).parameters
+            self.push_to_hub(**{name: kwargs[name] for name in hub_names})
 
     def _check_names(self) -> None:
         """Raises `ValueError` if weights have other names than a loaded draft's: adapters stand around them."""
         others = sorted(self.state_dict().keys() ^ self._shapes(self.config).keys())
         advice = "merge adapters into the weights (merge_and_unload of PEFT), or save the adapters"
         require(not others, "a draft without adapters to save", listed(others), advice)
+
+
+def _check_hub_arguments(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what says how the Hub makes a repository, if `push_to_hub` does not pass it on."""
+    from huggingface_hub import HfApi
+
+    made_with = signature(HfApi.create_repo).parameters.keys()
+    others = sorted(given.keys() & made_with - signature(model.push_to_hub).parameters.keys())
+    action = "make the repository first, with create_repo of huggingface_hub, and leave it out here"
+    require(not others, "arguments of push_to_hub", listed(others), action)
 
 
 def _check_weights(
