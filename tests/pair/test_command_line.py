@@ -85,11 +85,11 @@ BAD: dict[str, tuple[list[object], str]] = {
     ),
     "no option of a template": (
         ["--chat-template-kwargs", '{"template": 1}'],
-        "expected options of the chat template as --chat-template-kwargs, got 'template'",
+        "expected options of the chat template, got 'template'",
     ),
     "no option of a template either": (
         ["--chat-template-kwargs", '{"tokenize": false}'],
-        "expected options of the chat template as --chat-template-kwargs, got 'tokenize'",
+        "expected options of the chat template, got 'tokenize'",
     ),
     "system": (["--system", "a\udcff"], "expected UTF-8 as --system"),
     "two prompts": (["--file", "x"], "expected one prompt, got an argument and --file"),

@@ -309,6 +309,10 @@ def test_wrong_options_are_said() -> None:
     assert "expected a JSON object as --chat-template-kwargs" in refused(
         "--chat-template-kwargs", "[]"
     )
+    for name in ("tools", "documents", "continue_final_message"):
+        assert f"expected options of the chat template, got '{name}'; leave it out" in refused(
+            "--chat-template-kwargs", json.dumps({name: []})
+        )
     assert "expected a place to listen, got no.such.host.invalid:8000" in refused(
         "--host", "no.such.host.invalid"
     )

@@ -112,6 +112,17 @@ def test_a_name_that_the_template_does_not_read_is_refused_first(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_applies_a_template_is_no_option_of_it(target: Path, tmp_path: Path) -> None:
+    """The template reads it, but the trainer says it itself."""
+    words = ["--output-dir", tmp_path / "out", *SMALL, "--target", target, "--stages", "prepare"]
+    options = '{"add_generation_prompt": true}'
+    result = train(*words, "--self-prompts", 1, "--chat-template-kwargs", options)
+    assert result.exit_code == 2
+    expected = "expected options of the chat template, got 'add_generation_prompt'; leave it out"
+    assert expected in said(result)
+    assert not (tmp_path / "out").exists()
+
+
 def test_options_of_a_template_that_is_none_are_refused(tmp_path: Path) -> None:
     target = write_shallow_target(tmp_path / "target")
     (target / "chat_template.jinja").write_text("{% for")

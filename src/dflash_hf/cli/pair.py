@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dflash_hf.data.image_files import has_pillow
+from dflash_hf.data.prompt_files import NO_OPTIONS, check_template_options
 from dflash_hf.errors import require
 from dflash_hf.pair.loading import has_bfloat16_instructions, load_pair
 
@@ -56,16 +58,6 @@ PairOption = Annotated[
         help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2.",
     ),
 ]
-# Names that no option of a chat template can have: of the call that fills it, and of what it is filled with
-NO_OPTIONS = (
-    "template",
-    "conversation",
-    "messages",
-    "add_generation_prompt",
-    "tokenize",
-    "return_tensors",
-    "return_dict",
-)
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
 
@@ -173,7 +165,9 @@ def about(target: str, draft: str) -> str:
     return ""
 
 
-def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
+def template_options(
+    text: str, no_thinking: bool, reserved: Sequence[str] = NO_OPTIONS
+) -> dict[str, Any]:
     """Returns the options of a chat template, by two of ours.
 
     Raises `ValueError` if the text is no JSON object, or has a name that is no option of a template.
@@ -188,9 +182,7 @@ def template_options(text: str, no_thinking: bool) -> dict[str, Any]:
         text,
         "write the whole object between one pair of single quotes: '...'",
     )
-    for name in NO_OPTIONS:
-        what = "options of the chat template as --chat-template-kwargs"
-        require(name not in found, what, name, "leave it out")
+    check_template_options(found, reserved)
     if no_thinking:
         found["enable_thinking"] = False
     return found

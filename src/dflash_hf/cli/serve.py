@@ -21,6 +21,7 @@ from dflash_hf.cli.pair import (
     load_pair,
     template_options,
 )
+from dflash_hf.data.prompt_files import NO_OPTIONS_OF_A_SERVER
 from dflash_hf.errors import one_line
 
 
@@ -79,7 +80,7 @@ def serve(
         raise ValueError(
             "expected --target and --draft, got only one of them; give both, or give --pair"
         )
-    encoding = template_options(chat_template_kwargs, no_thinking)
+    encoding = template_options(chat_template_kwargs, no_thinking, NO_OPTIONS_OF_A_SERVER)
     name = target or pair or "text"
     target, draft = given_or_bundled(target, draft, name, dtype)
     with listen(host, port) as listening:

@@ -17,6 +17,29 @@ MEDIA = ("image", "video")  # kinds of blocks beside texts
 # Keys of such a block that say where its image or its video is, as Transformers' processors look them up.
 SOURCES = ("image", "url", "path", "base64")
 VIDEO_SOURCES = ("video", "url", "path")
+# Names that no option of a chat template can have: of the calls that fill it, and of what they fill it with
+NO_OPTIONS = (
+    "template",
+    "conversation",
+    "conversations",
+    "messages",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "processor_kwargs",
+    "load_audio_from_video",
+)
+# With a server each request says them
+NO_OPTIONS_OF_A_SERVER = (*NO_OPTIONS, "tools", "documents")
 
 MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
 MAX_PROMPTS = 100_000
@@ -37,6 +60,14 @@ def check_prompts(prompts: Sequence[Prompt]) -> None:
     # Letters of a text would be prompts too, and are never meant.
     is_one = isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts)
     require(not is_one, "a list of prompts", prompts, "put the one prompt into a list")
+
+
+def check_template_options(
+    options: Mapping[str, Any], reserved: Sequence[str] = NO_OPTIONS
+) -> None:
+    """Raises `ValueError` for options of a chat template with a reserved name."""
+    for name in reserved:
+        require(name not in options, "options of the chat template", name, "leave it out")
 
 
 def text_of(prompt: Prompt) -> str:

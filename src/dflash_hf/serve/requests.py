@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from dflash_hf.data.prompt_files import NO_OPTIONS_OF_A_SERVER
 from dflash_hf.errors import is_a, one_line, shown
 from dflash_hf.serve.answers import hidden_tokens
 from dflash_hf.serve.engine import Sampling
@@ -93,8 +94,6 @@ WITHOUT_EFFECT = frozenset(
     )
 )
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
-# Names of a chat template's that are not its options.
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +316,7 @@ def _template_options(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
     options = body.get(param, {})
     need(isinstance(options, dict), param, "chat_template_kwargs as an object", options)
     for name in options:
-        is_known = name not in RESERVED and _mentions(pair.template, name)
+        is_known = name not in NO_OPTIONS_OF_A_SERVER and _mentions(pair.template, name)
         need(is_known, param, "options that the chat template has in chat_template_kwargs", name)
     return {**pair.encoding, **options}
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
-from dflash_hf.data.prompt_files import SOURCES
+from dflash_hf.data.prompt_files import SOURCES, check_template_options
 from dflash_hf.data.row_files import parsed
 from dflash_hf.errors import one_line, require, shown
 from dflash_hf.processing_qwen3_vl import check_pixels
@@ -210,6 +210,9 @@ class ChatTemplate:
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
         options (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...; and `prompt_date`,
             the day that it writes as today's.
+
+    Raises:
+        ValueError: If there is no template, or an option has a name of what fills it.
     """
 
     def __init__(
@@ -219,6 +222,7 @@ class ChatTemplate:
     ) -> None:
         self.processing_class = processing_class
         self.options = dict(options or {})
+        check_template_options(self.options)
         date = self.options.pop(DATE, "")
         inner = getattr(processing_class, "tokenizer", None)
         self.is_processor = inner is not None
