@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from typer.testing import CliRunner, Result
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.checkpoints.drafts import load_draft, save_draft
 from dflash_hf.cli.main import app
 from dflash_hf.data.prompt_files import image_names, read_prompts
 from dflash_hf.doctor import diagnosis as doctor_module
@@ -244,7 +245,7 @@ DAMAGE: dict[str, tuple[Callable[[DFlashDraftModel], DFlashDraftModel], str, str
         "target_layer_ids to [1, 4, 6, 9]",
     ),
     "another mask": (fields(mask_token_id=1), "mask_token", "mask_token_id to 3"),
-    "causal blocks": (fields(is_causal=True), "causality", "is_causal to [False, False, False]"),
+    "causal blocks": (fields(is_causal=True), "causality", "set is_causal to False"),
     "a window": (fields(**SLIDING), "sliding_window", "full_attention"),
     "another theta": (
         fields(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
@@ -387,9 +388,16 @@ def test_draft_windows_are_tried_on_longer_texts(longest: int, windows: list[int
         assert kinds == {(window, False, True)}
 
 
+MIXED = f"load_draft(..., layer_types={['full_attention'] * 3}, is_causal=[True, True, False])"
+
+
 @pytest.mark.parametrize(
     ("is_causal", "advice"),
-    [([True, True, False], "and is_causal to [True, True, False]"), ([False] * 3, "attention'")],
+    [
+        ([True, True, False], MIXED),
+        ([True] * 3, "'full_attention', and is_causal to True"),
+        ([False] * 3, "attention'"),
+    ],
 )
 def test_a_draft_without_its_window_stays_as_causal(is_causal: list[bool], advice: str) -> None:
     """A config without `is_causal` has layers that are causal because they slide."""
@@ -400,6 +408,33 @@ def test_a_draft_without_its_window_stays_as_causal(is_causal: list[bool], advic
     (trial,) = doctor_module._window_trials(probe)
     assert trial.change["is_causal"] == is_causal
     assert trial.advice.endswith(advice)
+
+
+def test_layers_of_two_causalities_are_named_to_load_draft(tmp_path: Path) -> None:
+    """No config of others says it for each layer; what is advised can be done."""
+    mixed = {**SLIDING, "layer_types": [*["sliding_attention"] * 2, "full_attention"]}
+    draft = variant(pair()[1], {**mixed, "is_causal": [True, True, False]})
+    probe: Any = SimpleNamespace(
+        draft=draft,
+        target=find_target(pair()[0]),
+        examples=[SimpleNamespace(input_ids=torch.zeros(9))],
+        shifted=lambda shift: [shift],
+        deepstack_differs=False,
+    )
+    every = doctor_module._trials(probe, pair()[2])
+    trials = [trial for trial in every if trial.check == "causality"]
+    assert [trial.advice for trial in trials] == [
+        "load the draft with load_draft(..., is_causal=[False, False, True])",
+        "set is_causal to False",
+        "set is_causal to True",
+    ]
+    save_draft(draft, tmp_path, "zlab", pair()[0])
+    change: dict[str, Any] = {
+        "layer_types": ["full_attention"] * 3,
+        "is_causal": [True, True, False],
+    }
+    config = load_draft(tmp_path, **change).config
+    assert {"layer_types": config.layer_types, "is_causal": config.is_causal} == change
 
 
 def test_a_draft_can_have_the_rope_of_a_vision_target() -> None:

@@ -306,9 +306,12 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
     for flags in others.values():
         if flags != now:
             label = f"is_causal {flags}"
+            # No config of another format says it for each layer.
+            advice = f"load the draft with load_draft(..., is_causal={flags})"
             if len(set(flags)) == 1:
                 label = f"is_causal {flags[0]}"
-            yield Trial("causality", label, f"set is_causal to {flags}", {"is_causal": flags})
+                advice = f"set is_causal to {flags[0]}"
+            yield Trial("causality", label, advice, {"is_causal": flags})
     yield from _window_trials(probe)
     yield from _rope_trials(probe)
     if probe.draft.dtype in (torch.float16, torch.bfloat16):
@@ -330,8 +333,11 @@ def _window_trials(probe: Probe) -> Iterator[Trial]:
         }
         advice = "set every entry of layer_types to 'full_attention'"
         # Where it is left out, layers are causal because they slide.
-        if any(config.is_causal):
-            advice += f", and is_causal to {config.is_causal}"
+        if all(config.is_causal):
+            advice += ", and is_causal to True"
+        elif any(config.is_causal):
+            types = f"layer_types={change['layer_types']}"
+            advice = f"load the draft with load_draft(..., {types}, is_causal={config.is_causal})"
         yield Trial("sliding_window", "no window", advice, change)
     if own is not None:
         return
