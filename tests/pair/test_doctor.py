@@ -308,6 +308,10 @@ def compressed(
     return {"quant_method": METHOD, "config_groups": groups}
 
 
+def auto_round(kind: str) -> dict[str, Any]:
+    return {"quant_method": "auto-round", "bits": 4, "data_type": kind}
+
+
 @pytest.mark.parametrize(
     ("named", "quantised", "fits", "words"),
     [
@@ -323,6 +327,11 @@ def compressed(
             True,
             "(auto-round, 4 bi",
         ),
+        ("some/Qwen3-8B-NVFP4", auto_round("nv_fp4_with_static_gs"), True, "(auto-round, nvfp4)"),
+        ("some/Qwen3-8B-MXFP4", auto_round("mx_fp"), True, "(auto-round, mxfp4)"),
+        ("some/Qwen3-8B-INT4", auto_round("nv_fp"), False, "(auto-round, nvfp4)"),
+        ("some/Qwen3-8B-INT4", auto_round("another"), None, "(auto-round), and"),
+        ("some/Qwen3-8B-W4A16", auto_round("int"), True, "(auto-round, 4 bits"),
         ("some/Qwen3-8B-FP8", {"quant_method": "torchao"}, None, "(torchao), and the draft was tr"),
         (
             "RedHatAI/Qwen3-8B-FP8-dynamic",

@@ -43,7 +43,14 @@ def quantisation_of(model: PreTrainedModel) -> str:
             return f"{method}, {bits} bits"
     if settings.get("bits"):
         bits = settings["bits"]
-        return f"{method}, {bits} bits, int{bits}, w{bits}a16"
+        # AutoRound says what the bits are: int, fp, nv_fp, mx_fp or variants of these.
+        kind = str(settings.get("data_type") or "int")
+        if kind.startswith("int"):
+            return f"{method}, {bits} bits, int{bits}, w{bits}a16"
+        is_float = re.match("(nv|mx)?_?fp", kind)
+        if is_float is None:
+            return method
+        return f"{method}, {is_float[1] or ''}fp{bits}"
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping):
         return method
@@ -56,7 +63,7 @@ def _stored_as(group: Mapping[str, Any]) -> str:
     weights: Mapping[str, Any] = group.get("weights") or {}
     activations: Mapping[str, Any] = group.get("input_activations") or {}
     bits = weights.get("num_bits")
-    # One of an enumeration too, where the package has read it.
+    # Where the package compressed-tensors has read the settings, it is not "float" but QuantizationType.FLOAT.
     kind = str(weights.get("type")).rpartition(".")[2].lower()
     if kind == "float":
         prefix = FLOAT_PREFIXES.get((bits, weights.get("group_size")), "")
