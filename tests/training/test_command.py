@@ -203,6 +203,29 @@ def test_a_ratio_that_was_not_measured_is_left_empty(
     assert row.count("|") == 6
 
 
+def test_an_export_into_another_file_system_replaces_the_old_one(
+    make_draft: Callable[[], DFlashDraftModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point, or a link to one: what is made beside it cannot be moved there."""
+    place = tmp_path / "dflash"
+    facts = CardFacts(target="org/target")
+    assert export.export(make_draft(), tmp_path, facts, "dflash") is None
+    (place / "model.safetensors").write_bytes(b"old")
+    files = sorted(file.name for file in place.iterdir())
+    move = Path.replace
+
+    def move_within(self: Path, target: Path) -> Path:
+        if place not in self.parents:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(self))
+        return move(self, target)
+
+    monkeypatch.setattr(Path, "replace", move_within)
+    assert export.export(make_draft(), tmp_path, facts, "dflash") is None
+    assert load_draft(place).config.block_size == make_draft().config.block_size
+    assert sorted(file.name for file in place.iterdir()) == files
+    assert [path.name for path in tmp_path.iterdir()] == ["dflash"]
+
+
 def test_settings_are_another_runs_config(
     done: tuple[Path, str], data: Path, tmp_path: Path
 ) -> None:

@@ -97,9 +97,11 @@ def export(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder, prefix=f".{format}-") as fresh:
+    place = folder / format
+    # A folder that is there may be on another file system than the one above it.
+    scratch = place if place.is_dir() else folder
+    with TemporaryDirectory(dir=scratch, prefix=f".{format}-") as fresh:
         made = Path(fresh) / format
-        place = folder / format
         try:
             save_draft(draft, made, format, target)
         except ValueError as error:
