@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -365,6 +366,33 @@ def test_a_step_that_does_not_fit_names_what_takes_less(name: str, tmp_path: Pat
         assert advice in sentence
     other = RuntimeError("shapes differ")
     assert explained(other, settings, "run", advice) is other
+
+
+def test_a_run_of_several_processes_is_continued_by_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process has steps of other rows, which are refused behind a checkpoint."""
+    settings = TrainSettings(target="org/x", output_dir=tmp_path)
+    command = f"accelerate launch --num_processes 8 -m dflash_hf train --output-dir {tmp_path}"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory."),
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(f"expected to write {tmp_path / 'run' / 'checkpoint-2'}, got OSError; make room"),
+        FloatingPointError("expected finite gradients at step 3, got a norm of nan; look"),
+    ):
+        assert f"with {command}" in str(explained(error, settings, "run", "on a larger device"))
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "run_stages", interrupted)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        result = train(*BARE, "--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path)
+        assert result.exit_code == 130, result.output
+        expected = "" if rank else f"Ended. {command} continues the run."
+        assert said(result) == expected, "the first process alone speaks"
 
 
 # Options of a run that has a checkpoint -> options that take less.

@@ -33,8 +33,9 @@ from dflash_hf.cli.train_settings import (
     Stage,
     TrainSettings,
     flag,
+    process_index,
 )
-from dflash_hf.cli.train_state import SETTINGS_FILE
+from dflash_hf.cli.train_state import SETTINGS_FILE, continuing
 from dflash_hf.errors import require
 
 # Of the parser: it takes `_` in the name of an option for `-`, and leaves training arguments to Transformers' own.
@@ -109,10 +110,9 @@ def train(
     try:
         run_stages(settings, wanted, redo, typer.echo)
     except KeyboardInterrupt as error:
-        typer.secho(
-            f"Ended. dflash-hf train --output-dir {settings.output_dir} continues the run.",
-            err=True,
-        )
+        if process_index() == 0:
+            command = continuing(settings.output_dir)
+            typer.secho(f"Ended. {command} continues the run.", err=True)
         raise typer.Exit(130) from error
 
 

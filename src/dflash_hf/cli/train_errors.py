@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from dflash_hf.cli.train_settings import Stage, TrainSettings, flag
+from dflash_hf.cli.train_state import continuing
 from dflash_hf.errors import one_line
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import whole_checkpoints
@@ -28,7 +29,7 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
         stage (`str`): What did not fit.
         less (`str`): Options under which it takes less memory.
     """
-    goes_on = f"dflash-hf train --output-dir {settings.output_dir}"
+    goes_on = continuing(settings.output_dir)
     is_of_a_checkpoint = str(error).startswith(f"expected to write {settings.output_dir / 'run'}")
     if is_of_a_checkpoint:
         # What it says to do is for Python

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dflash_hf.cli.train_algorithms import without_algorithm
-from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings
+from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings, num_processes
 from dflash_hf.data.row_files import write_whole
 from dflash_hf.data.sources import FILES, full_name
 from dflash_hf.errors import listed, require, shown
@@ -56,6 +56,15 @@ COSTLY: dict[Stage, tuple[str, ...]] = {
 }
 # Options of the first stage that change neither what is made of a row nor the prompts that the target writes.
 WHICH_ROWS = ("dataset", "num_prompts", "num_eval", "skip_bad_rows")
+
+
+def continuing(folder: Path) -> str:
+    """Returns the command that goes on with a run: a run of several processes goes on in as many."""
+    count = num_processes()
+    started = "dflash-hf"
+    if count > 1:
+        started = f"accelerate launch --num_processes {count} -m dflash_hf"
+    return f"{started} train --output-dir {folder}"
 
 
 @contextmanager
