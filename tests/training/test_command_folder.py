@@ -198,9 +198,9 @@ def test_a_run_goes_on_from_another_working_folder(
 
 
 def test_arguments_may_be_a_long_text_in_json(tmp_path: Path) -> None:
-    config = json.dumps({"zero_optimization": {"stage": 1}, "comment": "x" * 300})
-    settings = TrainSettings(target="t", output_dir=tmp_path, arguments={"deepspeed": config})
-    assert settings.plain()["deepspeed"] == config
+    config = json.dumps({"version": 2, "comment": "x" * 300})
+    settings = TrainSettings(target="t", output_dir=tmp_path, arguments={"fsdp_config": config})
+    assert settings.plain()["fsdp_config"] == config
 
 
 def test_parts_of_a_killed_run_count_in_another_working_folder(

@@ -310,6 +310,35 @@ def test_more_rows_are_taken_behind_too_few(tmp_path: Path) -> None:
     assert (out / "prepared" / "train.jsonl").read_text().count("\n") == 8
 
 
+# Options, what `accelerate launch` sets -> a part of the sentence.
+SHARDED: dict[str, tuple[list[object], dict[str, str], str]] = {
+    "DeepSpeed": (
+        ["--deepspeed", '{"train_batch_size": 4}'],
+        {},
+        "expected None as deepspeed",
+    ),
+    "launched DeepSpeed": (
+        [],
+        {"ACCELERATE_USE_DEEPSPEED": "true"},
+        "expected no ACCELERATE_USE_DEEPSPEED, got 'true'; leave DeepSpeed out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_that_cannot_be_trained_are_refused_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, environment, sentence = SHARDED[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    given = [*BARE, "--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path / "out"]
+    result = train(*given, "--stages", "prepare", *words)
+    assert result.exit_code == 2, result.output
+    assert sentence in said(result)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_flex_attention_on_a_cpu_is_refused_first(tmp_path: Path) -> None:
     settings = TrainSettings(
         target="org/x", output_dir=tmp_path, attention="flex", arguments={"use_cpu": True}

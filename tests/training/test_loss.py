@@ -235,6 +235,7 @@ def test_gamma_follows_the_block_as_in_the_paper(block_size: int, gamma: float) 
         ({"max_grad_norm": math.nan}, "a finite number as max_grad_norm, got nan"),
         ({"neftune_noise_alpha": 5.0}, "None as neftune_noise_alpha, got 5.0; leave it out"),
         ({"use_liger_kernel": True}, "False as use_liger_kernel, got True; leave it out"),
+        ({"deepspeed": {"train_batch_size": 4}}, "None as deepspeed, got {'train_batch_size': 4};"),
         ({"label_smoothing_factor": 0.3}, "0.0 as label_smoothing_factor, got 0.3; leave it out"),
         ({"dataloader_drop_last": True}, "False as dataloader_drop_last, got True; leave it out"),
         ({"save_only_model": True}, "False as save_only_model, got True; leave it out"),

@@ -549,7 +549,7 @@ HOW_IT_IS_RUN = (
 # A measurement in between changes nothing, unless the best draft so far is the one that is kept.
 WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
 # Training arguments that are JSON or a file with it.
-MAY_BE_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
+MAY_BE_FILES = ("accelerator_config", "fsdp_config")
 OPTIONS = tuple(item for item in fields(TrainSettings) if item.name != "arguments")
 
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from transformers import SchedulerType, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -26,10 +27,14 @@ CHOICES = {
     "feature_dtype": get_args(FeatureDtype),
     "save_dtype": ("float32", "auto"),
 }
+NO_DEEPSPEED = (
+    "leave DeepSpeed out: it makes a step before its gradients are checked; FSDP2 divides a draft"
+)
 MEASURES_ALONE = "leave it out: an evaluation measures the acceptance length, and keeps no logits"
 # Transformers' arguments that a draft's training has no use for: the value that asks for nothing, and what to do.
 WITHOUT_USE = {
     "neftune_noise_alpha": (None, "leave it out: a draft is not trained on embeddings with noise"),
+    "deepspeed": (None, NO_DEEPSPEED),
     "use_liger_kernel": (False, "leave it out: Liger has no kernels for drafts"),
     "label_smoothing_factor": (0.0, "leave it out: no loss of a draft smooths its labels"),
     "dataloader_drop_last": (False, "leave it out: the last batch of an epoch is trained on too"),
@@ -193,6 +198,7 @@ class DFlashTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         self._check()
         self._check_finite()
+        self._check_launch()
         is_muon = self.optim == MUON
         if is_muon:  # the library's list has no Muon
             self.optim = OptimizerNames.ADAMW_TORCH
@@ -295,6 +301,12 @@ class DFlashTrainingArguments(TrainingArguments):
         )
         steps = (self.max_steps, self.num_train_epochs)
         require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")
+
+    def _check_launch(self) -> None:
+        """Refuses DeepSpeed that `accelerate launch` asks for."""
+        name = "ACCELERATE_USE_DEEPSPEED"
+        asks = parse_flag_from_env(name)
+        require(not asks, f"no {name}", os.environ.get(name), NO_DEEPSPEED)
 
     def _check_finite(self) -> None:
         """Refuses infinity and NaN where they say nothing."""
