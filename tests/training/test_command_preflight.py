@@ -322,6 +322,16 @@ SHARDED: dict[str, tuple[list[object], dict[str, str], str]] = {
         {"ACCELERATE_USE_DEEPSPEED": "true"},
         "expected no ACCELERATE_USE_DEEPSPEED, got 'true'; leave DeepSpeed out",
     ),
+    "launched FSDP1": (
+        [],
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"},
+        "expected FSDP of version 2 for the draft, got 1; set fsdp_version: 2",
+    ),
+    "launched FSDP without a version": (
+        [],
+        {"ACCELERATE_USE_FSDP": "true"},
+        "expected FSDP of version 2 for the draft, got 1; set fsdp_version: 2",
+    ),
 }
 
 

@@ -266,6 +266,13 @@ def test_bad_options_are_refused(change: dict[str, object], words: str) -> None:
     assert words in str(error.value)
 
 
+def test_fsdp1_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR", "transformers.training_args")  # it says that FSDP1 is deprecated
+    how = {"version": 1}
+    with pytest.raises(ValueError, match="expected FSDP of version 2 for the draft, got 1; set"):
+        DFlashTrainingArguments(output_dir=str(tmp_path), fsdp=True, fsdp_config=how)
+
+
 def test_infinity_is_no_clipping_and_no_decay(tmp_path: Path) -> None:
     args = DFlashTrainingArguments(
         output_dir=str(tmp_path), loss="kl", gamma=math.inf, max_grad_norm=math.inf, use_cpu=True

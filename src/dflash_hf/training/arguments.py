@@ -207,6 +207,7 @@ class DFlashTrainingArguments(TrainingArguments):
             self.metric_for_best_model = "eval_acceptance_length"
         self._begin_group_of_cpus()
         super().__post_init__()
+        self._check_fsdp()
         if is_muon:
             self.optim = MUON
 
@@ -307,6 +308,16 @@ class DFlashTrainingArguments(TrainingArguments):
         name = "ACCELERATE_USE_DEEPSPEED"
         asks = parse_flag_from_env(name)
         require(not asks, f"no {name}", os.environ.get(name), NO_DEEPSPEED)
+
+    def _check_fsdp(self) -> None:
+        """Refuses FSDP of version 1, which accelerate takes where its YAML file names none."""
+        version = 2
+        if self.fsdp_plugin_args is not None:
+            version = self.fsdp_plugin_args["fsdp_version"]
+        elif parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            version = int(os.environ.get("FSDP_VERSION", "1"))
+        action = "set fsdp_version: 2 in accelerate's YAML file, or version in fsdp_config"
+        require(version == 2, "FSDP of version 2 for the draft", version, action)
 
     def _check_finite(self) -> None:
         """Refuses infinity and NaN where they say nothing."""
