@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import shlex
 import shutil
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,6 +23,7 @@ from dflash_hf import load_draft
 from dflash_hf.cli.train_arguments import make_arguments
 from dflash_hf.cli.train_reading import as_words, read_arguments
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, OPTIONS, STAGES, TrainSettings
+from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training import DFlashTrainingArguments, export
 from dflash_hf.training.export import CardFacts
@@ -328,6 +331,38 @@ def test_a_run_killed_while_it_was_discarded_goes_on(
     assert "num_anchors was 4 and is 3" in said(result)
     result = train(*words, "--redo")
     assert result.exit_code == 0, result.output
+
+
+def test_a_training_frees_its_target_before_the_bench(
+    done: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(done[0], out)
+    for name in ("draft", "bench"):
+        shutil.rmtree(out / name)
+    taken: list[Callable[[], object]] = []
+    take = TargetOnce.take
+
+    def watched(self: TargetOnce) -> Any:
+        found = take(self)
+        taken.append(weakref.ref(found[0]))
+        return found
+
+    is_alive: list[bool] = []
+
+    def bench(*args: object) -> dict[str, Any]:
+        is_alive.extend(target() is not None for target in taken)
+        return {}
+
+    monkeypatch.setattr(TargetOnce, "take", watched)
+    monkeypatch.setitem(stages.RUNNERS, "bench", bench)
+    gc.disable()  # what it may free by chance
+    try:
+        result = train("--output-dir", out, "--stages", "run,bench")
+    finally:
+        gc.enable()
+    assert result.exit_code == 0, result.output
+    assert is_alive == [False]
 
 
 def test_a_run_without_checkpoints_takes_another_batch(data: Path, tmp_path: Path) -> None:

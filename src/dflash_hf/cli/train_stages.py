@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -77,6 +78,8 @@ logger = logging.getLogger(__name__)
 QUESTIONS = "held_out_questions.jsonl"
 EVERY = "conversations.jsonl"
 SELF_PROMPTS = "self_prompts.jsonl"
+# A trainer, with its target and optimizer, is in cycles of references, and the next stage loads another target.
+TAKE_THE_TARGET = ("regenerate", "run")
 
 
 def run_stages(
@@ -180,10 +183,13 @@ def _run_stage(
 ) -> dict[str, Any]:
     """Runs a stage, or this process's share of it, and returns what it tells."""
     try:
-        return RUNNERS[stage](settings, state, target)
+        facts = RUNNERS[stage](settings, state, target)
     except (OSError, RuntimeError, MemoryError, FloatingPointError) as error:
         less = less_memory(settings, arguments, stage)
         raise explained(error, settings, stage, less) from error
+    if stage in TAKE_THE_TARGET:
+        clear_device_cache(garbage_collection=True)
+    return facts
 
 
 def _end_stage(
