@@ -381,6 +381,10 @@ LESS: dict[str, tuple[dict[str, Any], str]] = {
         {"per_device_train_batch_size": 8},
         "--per-device-train-batch-size 4 --gradient-accumulation-steps 2",
     ),
+    "an odd batch": (
+        {"per_device_train_batch_size": 3, "arguments": {"gradient_accumulation_steps": 4}},
+        "--per-device-train-batch-size 1 --gradient-accumulation-steps 12",
+    ),
     "one row": ({"per_device_train_batch_size": 1}, "checkpointing true"),
     "few logits": (
         {"per_device_train_batch_size": 1, "arguments": {CHECKPOINTING: True}},

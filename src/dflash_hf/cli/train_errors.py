@@ -106,8 +106,10 @@ def _of_a_new_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
     options: dict[str, Any] = {}
     rows = arguments.per_device_train_batch_size
     if rows > 1:
-        options["per_device_train_batch_size"] = rows // 2
-        options["gradient_accumulation_steps"] = 2 * arguments.gradient_accumulation_steps
+        # A step keeps its rows: an odd number has no half
+        parts = 2 if rows % 2 == 0 else rows
+        options["per_device_train_batch_size"] = rows // parts
+        options["gradient_accumulation_steps"] = parts * arguments.gradient_accumulation_steps
     if not getattr(arguments, CHECKPOINTING):
         options[CHECKPOINTING] = "true"
     if not options and arguments.chunk_blocks > 16:
