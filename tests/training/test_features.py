@@ -152,6 +152,19 @@ def test_an_interrupted_write_goes_on(
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_processes_of_one_number_write_a_file_at_once(tmp_path: Path) -> None:
+    """As those of two nodes may have it, each in a container of its own."""
+    cache = FeatureCache(tmp_path)
+
+    def write(partial: Path) -> None:
+        partial.write_text("mine")
+        cache._save("x", lambda other: other.write_text("theirs"))
+
+    cache._save("x", write)
+    assert (tmp_path / "x").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
 def test_a_truncated_file_is_named(
     written: FeatureCache, examples: list[Example], keep: int

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -357,7 +358,8 @@ class FeatureCache:
 
     def _save(self, name: str, write: Callable[[Path], object]) -> None:
         """Writes a file whole or not at all."""
-        path = self.folder / f"{name}.{os.getpid()}.partial"
+        # Processes of two nodes, each in a container, may have the same number
+        path = self.folder / f"{name}.{uuid.uuid4().hex}.partial"
         try:
             write(path)
             path.replace(self.folder / name)
