@@ -51,7 +51,11 @@ def make(folder: Path, kind: str, seed: int = 1) -> DFlashTrainer:
         changes |= {"feature_cache": str(folder / "features"), "loss": "kl"}
     if "fsdp" in kind:
         # As accelerate's own YAML of FSDP2 has it: what is saved is one file all the same
-        how = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+        how = {
+            "version": 2,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": True,
+        }
         changes |= {"fsdp": True, "fsdp_config": how}
     args = options(
         folder,

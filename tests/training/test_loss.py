@@ -1,10 +1,13 @@
 """The loss equals a loop written from its formula, in any number of chunks, and labels end where the answer ends."""
 
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
 from dflash_hf.draft_model.dflash2 import CandidateSelector
@@ -271,6 +274,26 @@ def test_fsdp1_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     how = {"version": 1}
     with pytest.raises(ValueError, match="expected FSDP of version 2 for the draft, got 1; set"):
         DFlashTrainingArguments(output_dir=str(tmp_path), fsdp=True, fsdp_config=how)
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_fsdp_has_every_process_load_whole_models(
+    is_launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is asked otherwise, as by the files that `accelerate config` writes."""
+    variable = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    monkeypatch.setenv(variable, "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    asked: dict[str, Any] = {}
+    if not is_launched:
+        how = {"version": 2, "cpu_ram_efficient_loading": True}
+        asked = {"fsdp": True, "fsdp_config": how}
+    args = DFlashTrainingArguments(output_dir=str(tmp_path), **asked)
+    options: Any = args.fsdp_plugin_args or {}
+    plugin = FullyShardedDataParallelPlugin(**options)
+    assert not plugin.cpu_ram_efficient_loading
+    assert os.environ[variable] == "False"
 
 
 def test_infinity_is_no_clipping_and_no_decay(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import disable_fsdp_ram_efficient_loading, parse_flag_from_env
 from transformers import SchedulerType, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -208,6 +208,7 @@ class DFlashTrainingArguments(TrainingArguments):
         self._begin_group_of_cpus()
         super().__post_init__()
         self._check_fsdp()
+        self._load_whole()
         if is_muon:
             self.optim = MUON
 
@@ -318,6 +319,16 @@ class DFlashTrainingArguments(TrainingArguments):
             version = int(os.environ.get("FSDP_VERSION", "1"))
         action = "set fsdp_version: 2 in accelerate's YAML file, or version in fsdp_config"
         require(version == 2, "FSDP of version 2 for the draft", version, action)
+
+    def _load_whole(self) -> None:
+        """Turns RAM-efficient loading of FSDP off: every process loads the whole draft and the whole target.
+
+        accelerate would send the first one's weights to the others, and cannot send buffers, such as a draft's `d2t`.
+        Transformers would leave the buffers of a target unread in the others.
+        """
+        if self.fsdp_plugin_args is not None:
+            self.fsdp_plugin_args["cpu_ram_efficient_loading"] = False
+        disable_fsdp_ram_efficient_loading()
 
     def _check_finite(self) -> None:
         """Refuses infinity and NaN where they say nothing."""
