@@ -110,12 +110,17 @@ def test_images_are_decoded_by_workers_beside_a_gpu(
     )
     assert loader_workers(asked, vision) == {}, "a CPU has nothing else to do"
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("os.cpu_count", lambda: 24)
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(24), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert loader_workers(asked, vision) == {"dataloader_num_workers": 4}
     assert loader_workers(given, vision) == {}
     assert loader_workers(asked, text) == {}
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert loader_workers(asked, vision) == {"dataloader_num_workers": 3}
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert loader_workers(asked, vision) == {"dataloader_num_workers": 3}, "of four nodes"
 
 
 def test_rows_with_images_are_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, TrainSettings, num_processes
+from dflash_hf.data.sources import num_cores
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.training.arguments import DFlashTrainingArguments
 
@@ -58,5 +59,7 @@ def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, i
     is_given = "dataloader_num_workers" in settings.arguments
     if is_given or not sees_images or not torch.accelerator.is_available():
         return {}
-    cores = (os.cpu_count() or 1) // num_processes()
+    # Processes of other nodes have other cores
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes()))
+    cores = num_cores() // sharing
     return {"dataloader_num_workers": min(IMAGE_WORKERS, cores)}
