@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf import RunningBatch, iterate
+from dflash_hf import RunningBatch, generate_batch, iterate
 from dflash_hf.generation import decode
 from helpers.running import answer_alone, asked
 from tiny import VOCAB, prompts, shallow_target, tiny_draft
@@ -175,6 +175,25 @@ def test_rows_with_gradients_come_and_leave(family: str) -> None:
             for new in batch.step():
                 texts[new.id] += new.token_ids
     assert texts == [one.truth for one in requests]
+
+
+@pytest.mark.usefixtures("whole_trees")
+@pytest.mark.parametrize(("family", "nodes"), [("qwen3", 0), ("qwen3", 6), ("qwen3.5", 0)])
+def test_a_row_that_waits_for_its_turn_may_use_gradients(family: str, nodes: int) -> None:
+    """The rows before it have joined in inference mode, and go on outside it."""
+    target = shallow_target(family)
+    requests = asked([9, 40, 12], 3, num_new=(20, 20))
+    for one in requests:
+        one.settings["eos_token_id"] = None
+    answer_alone(target, requests)
+    prompts_of: list[Any] = [one.ids for one in requests]
+    prompts_of[-1] = {"input_ids": prompts_of[-1], "logits_processor": [KeepsScores()]}
+    draft = tiny_draft(target)
+    draft.generation_config.num_tree_nodes = nodes
+    settings: dict[str, Any] = {**requests[0].settings, "max_rows": 2}
+    answers = list(generate_batch(target, draft, iter(prompts_of), **settings))
+    texts = {answer.index: answer.token_ids for answer in answers}
+    assert texts == {index: one.truth for index, one in enumerate(requests)}
 
 
 def test_a_hook_set_between_steps_may_use_gradients() -> None:

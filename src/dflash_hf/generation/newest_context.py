@@ -14,6 +14,7 @@ from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.tree import along
 from dflash_hf.cache.context import ContextWeights, NewContext
 from dflash_hf.cache.rows import kept_rows
+from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.state import BufferShape
 
 
@@ -146,10 +147,12 @@ class NewestContext:
 
         What has gathered here must be in the draft's cache: the next tokens begin at the first column again.
         """
-        self.columns = torch.cat([self.columns, source.columns])
-        self.nodes = torch.cat([self.nodes, source.nodes])
-        self.starts = torch.cat([self.starts, source.starts])
-        self.offset = torch.cat([self.offset, source.offset])
+        # Steps write into them, and the next one may be outside inference mode.
+        with plain_tensors():
+            self.columns = torch.cat([self.columns, source.columns])
+            self.nodes = torch.cat([self.nodes, source.nodes])
+            self.starts = torch.cat([self.starts, source.starts])
+            self.offset = torch.cat([self.offset, source.offset])
         self.end_gathering()
 
     def put_row(self, place: int, source: NewestContext) -> None:

@@ -14,6 +14,7 @@ from dflash_hf import ops
 from dflash_hf.block.tree import DraftTree, along, new_nodes
 from dflash_hf.cache.rows import kept_rows
 from dflash_hf.cache.size import LayerShape
+from dflash_hf.devices import plain_tensors
 from dflash_hf.generation.sampling import NoiseKey
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
@@ -327,12 +328,14 @@ class DecodeState:
             if name in OF_ALL_ROWS:
                 continue
             added = getattr(source, name)
-            if name == "ids":
-                # Rows are as long as the longer buffer.
-                num_columns = max(tensor.shape[1], added.shape[1])
-                tensor = _widened(tensor, num_columns)
-                added = _widened(added, num_columns)
-            joined = torch.cat([tensor, added], dim=ROW_DIMS.get(name, 0))
+            # Steps write into them, and the next one may be outside inference mode.
+            with plain_tensors():
+                if name == "ids":
+                    # Rows are as long as the longer buffer.
+                    num_columns = max(tensor.shape[1], added.shape[1])
+                    tensor = _widened(tensor, num_columns)
+                    added = _widened(added, num_columns)
+                joined = torch.cat([tensor, added], dim=ROW_DIMS.get(name, 0))
             setattr(self, name, joined)
 
     def put_row(self, place: int, source: DecodeState) -> None:
