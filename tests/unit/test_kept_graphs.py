@@ -157,10 +157,12 @@ def test_buffers_belong_to_one_draft_and_one_target() -> None:
     assert len(kept_buffers(draft)) == 1, "buffers keep no target alive, and go with it"
 
 
-def test_calls_in_and_out_of_inference_mode_share_buffers() -> None:
+@pytest.mark.parametrize("kernels", [None, True])
+def test_calls_in_and_out_of_inference_mode_share_buffers(kernels: bool | None) -> None:
     target, draft, inputs, ref = pair("cuda_graph")
     for mode in (True, False, True, False):
-        with torch.inference_mode(mode):
+        # Kernels have copies of weights among the buffers.
+        with torch.inference_mode(mode), ops.kernels(kernels):
             out = target.generate(**inputs, **GREEDY, assistant_model=draft)
         assert torch.equal(out, ref)
         assert draft.last_stats.engine == "cuda_graph"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dflash_hf import ops
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.ragged import RaggedCache
+from dflash_hf.devices import plain_tensors
 from dflash_hf.joint_products import is_a_product
 
 
@@ -74,7 +75,6 @@ class NewContext(NamedTuple):
         return True
 
 
-@torch.no_grad()
 def stack_weights(
     projections: Sequence[Any],
     norms: Sequence[Tensor],
@@ -100,11 +100,13 @@ def stack_weights(
     if not ops.use_kernel(ops.context_kv, *weights, *norms, buffers=buffers):
         return None
     norms = list(norms)
-    if into is None or not _fits(into, weights, norms):
-        return ContextWeights(torch.cat(weights), torch.stack(norms))
-    # A captured graph goes on reading the same addresses.
-    torch.cat(weights, out=into.projection)
-    torch.stack(norms, out=into.norm)
+    # The next call may be outside inference mode, and writes into the copies of this one.
+    with plain_tensors(), torch.no_grad():
+        if into is None or not _fits(into, weights, norms):
+            return ContextWeights(torch.cat(weights), torch.stack(norms))
+        # A captured graph goes on reading the same addresses.
+        torch.cat(weights, out=into.projection)
+        torch.stack(norms, out=into.norm)
     return into
 
 
