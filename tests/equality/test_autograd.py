@@ -177,6 +177,25 @@ def test_rows_with_gradients_come_and_leave(family: str) -> None:
     assert texts == [one.truth for one in requests]
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "bamba"])
+def test_a_prefill_goes_on_beside_gradients(family: str) -> None:
+    target = shallow_target(family)
+    long, short = asked([40, 5], 3, num_new=(4, 4))
+    short.settings["logits_processor"] = [Uphill()]
+    answer_alone(target, [long, short])
+    batch = RunningBatch(target, tiny_draft(target), prefill_chunk_size=15)
+    texts: list[list[int]] = [[], []]
+    for one in (long, short):
+        batch.add(one.ids, **one.settings)
+        # The first chunk of the long prompt is in inference mode.
+        for new in batch.step():
+            texts[new.id] += new.token_ids
+    while batch.ids:
+        for new in batch.step():
+            texts[new.id] += new.token_ids
+    assert texts == [long.truth, short.truth]
+
+
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize(("family", "nodes"), [("qwen3", 0), ("qwen3", 6), ("qwen3.5", 0)])
 def test_a_row_that_waits_for_its_turn_may_use_gradients(family: str, nodes: int) -> None:

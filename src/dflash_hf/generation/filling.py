@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
@@ -171,6 +172,8 @@ class Filling:
         """Runs the target over the next columns of prompts of token ids: at most so many, or one image."""
         end = min(self.seen + num_tokens, self.num_columns)
         end = images.end_of_chunk(self.seen, end)
+        if not torch.is_inference_mode_enabled():
+            _make_states_plain(self.cache)
         with self._tapped():
             self._forward(end, images.of_chunk(self.inputs, self.seen, end))
 
@@ -262,6 +265,16 @@ def _has_images(inputs: Mapping[str, Any]) -> bool:
     encoded: Mapping[str, Any] = inputs.get(ENCODED) or {}
     found = [*(inputs.get(name) for name in names), *encoded.values()]
     return any(value is not None for value in found)
+
+
+def _make_states_plain(cache: Cache) -> None:
+    """Replaces the recurrent states that a chunk in inference mode has left: nobody else can write into them."""
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            states: dict[int, Tensor | None] = getattr(layer, name, {})
+            for index, state in states.items():
+                if state is not None and state.is_inference():
+                    states[index] = state.clone()
 
 
 def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
