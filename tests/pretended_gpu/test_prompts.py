@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, Qwen3Config
+from transformers import GenerationMixin, LogitsProcessorList, Qwen3Config
 
 from dflash_hf import DFlashDraftModel, RunningBatch
+from dflash_hf.generation.accept import BlockRule, CustomBlockRule
 from dflash_hf.generation.generate import answer_with
 from dflash_hf.generation.request import Request
+from dflash_hf.generation.sampling import BlockProcessors
+from dflash_hf.generation.state import BufferShape, DecodeState
 from helpers.pretended_gpu import Answers, build_draft, build_target
 from tiny import draft_config
 
@@ -79,6 +82,29 @@ def test_a_call_with_all_tensors_on_the_cpu(places: dict[str, str]) -> None:
             assistant_model=draft,
         )
     assert are_on_target(places, ["input_ids", "position_ids"])
+
+
+@torch.no_grad()
+def test_a_rule_of_the_callers_may_count_on_the_cpu() -> None:
+    target, draft = pair()
+    on: dict[str, Any] = {"dtype": torch.long, "device": target.device}
+    shape = BufferShape.of(
+        draft,
+        block_size=4,
+        width=4,
+        is_tree=False,
+        position_delta=torch.zeros(2, **on),
+        eos_ids=torch.zeros(1, **on),
+    )
+    state = DecodeState.allocate(shape, PROMPT)
+    state.width = 4
+    own = BlockRule(BlockProcessors(LogitsProcessorList()), [], is_recorded=False)
+    rule = CustomBlockRule(own, lambda *_: torch.zeros(2, dtype=torch.int32))
+    logits = torch.zeros(2, 4, 10, device=target.device)
+    _, num_accepted = rule.choose(state, logits)
+    assert num_accepted is not None
+    assert num_accepted.device.type == "cuda"
+    assert num_accepted.dtype == torch.long
 
 
 @torch.no_grad()

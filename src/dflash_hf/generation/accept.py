@@ -148,12 +148,14 @@ class CustomBlockRule(BlockRule):
         tokens = state.tokens
         self.tokens = tokens.clone()
         # Copies: the caller's function may keep what it gets, and both are written again.
-        num_accepted = self.accept(state.proposals.clone(), tokens.clone(), logits_BWV)
+        found = self.accept(state.proposals.clone(), tokens.clone(), logits_BWV)
+        # The caller's function may count on the host.
+        num_accepted = found.to(tokens.device, torch.long)
         # Accepted proposals are committed whether or not they equal the target's tokens.
         place = torch.arange(state.width - 1, device=tokens.device)
         is_kept = place < num_accepted[:, None]
         tokens[:, :-1] = torch.where(is_kept, state.proposals, tokens[:, :-1])
-        return num_accepted.to(torch.long)
+        return num_accepted
 
 
 class PositionRule:
