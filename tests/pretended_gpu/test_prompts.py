@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, Qwen3Config
 
 from dflash_hf import DFlashDraftModel, RunningBatch
+from dflash_hf.generation import generate
 from dflash_hf.generation.accept import BlockRule, CustomBlockRule
 from dflash_hf.generation.generate import answer_with
 from dflash_hf.generation.request import Request
@@ -82,6 +83,29 @@ def test_a_call_with_all_tensors_on_the_cpu(places: dict[str, str]) -> None:
             assistant_model=draft,
         )
     assert are_on_target(places, ["input_ids", "position_ids"])
+
+
+@torch.no_grad()
+def test_positions_of_images_are_computed_on_the_targets_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model keeps what it computes beside them, for the next turn."""
+    target, draft = pair()
+    ids = torch.zeros(1, PROMPT, dtype=torch.long)
+    found: dict[str, str] = {}
+
+    def noted(target: Any, arguments: dict[str, Any]) -> None:
+        tensors = {name: one for name, one in arguments.items() if isinstance(one, Tensor)}
+        found.update({name: one.device.type for name, one in tensors.items()})
+
+    def prepared(request: Request, inputs: dict[str, Any]) -> None:
+        assert request.given_on == ids.device
+
+    monkeypatch.setattr(generate, "keep_new_images", noted)
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
+    with Answers(PROMPT - 1):
+        answer_with(prepared, target.generate, target, draft, arguments)
+    assert found == {"input_ids": "cuda", "attention_mask": "cuda"}
 
 
 @torch.no_grad()

@@ -140,17 +140,18 @@ def answer_with(
         check_settings(settings)
         check_inputs(target, settings)
         check_images(target, arguments)
+        given = given_ids(arguments)
+        # Transformers moves positions and masks along with the ids, and processors are made where these are. Before
+        # the positions of images: the model keeps what it computes beside them, for the next turn.
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = value.to(target.device)
         keep_new_images(target, arguments)
         use_tokenizer(model, settings, arguments)
         # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an
         # argument and says here that it is the caller's, not one that `generate` prepared.
         streamer = arguments.get("streamer")
         cache = given_cache(arguments)
-        given = given_ids(arguments)
-        # Transformers moves positions and masks along with the ids, and processors are made where these are.
-        for name, value in arguments.items():
-            if isinstance(value, Tensor):
-                arguments[name] = value.to(target.device)
 
         def answer_prepared(
             model: Any,
