@@ -14,6 +14,7 @@ from dflash_hf.bench.answers import Turn
 from dflash_hf.bench.cells import Cell, Options
 from dflash_hf.bench.methods import WAYS, Models, local_method
 from dflash_hf.bench.run import check_draft
+from dflash_hf.bench.timing import Marks
 from dflash_hf.bench.zlab import zlab_way
 from dflash_hf.generation.checks import check_static_stock
 from dflash_hf.generation_config import DFlashGenerationConfig, over_stored
@@ -179,6 +180,21 @@ def test_static_caches_are_refused_where_transformers_cannot_crop_them(
         ValueError, match="expected a Transformers whose own assisted decoding takes static caches"
     ):
         check_static_stock()
+
+
+def test_points_in_time_are_in_the_stream_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self, stream: Any = None) -> None:
+            streams.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"of {device}")
+    Marks(torch.device("cuda", 1)).mark()
+    assert streams == ["of cuda:1"]
 
 
 def test_options_of_the_draft_are_put_back(models: Models, held_out: list[str]) -> None:

@@ -28,7 +28,8 @@ class Marks:
             self.marks.append(time.perf_counter())
             return
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        # By default it would be of the current device's stream, whichever the model is on.
+        event.record(torch.cuda.current_stream(self.device))
         self.marks.append(event)
 
     def intervals(self) -> list[float]:
