@@ -13,7 +13,9 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor, Stop
 from transformers.generation.streamers import BaseStreamer
 
 import dflash_hf
+from dflash_hf.generation import iterate as module
 from dflash_hf.generation import kept_choosers
+from dflash_hf.generation.newest_context import NewestContext
 from helpers.half import pairs
 from helpers.whole_blocks import use_whole_blocks
 from tiny import OracleDraft, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
@@ -141,6 +143,28 @@ def test_a_step_says_what_was_proposed_checked_and_kept() -> None:
             )
             anchor[row], position[row] = step.committed[row][-1], step.positions[row, kept - 1]
     step.logits.requires_grad_().sum().backward()  # normal tensors: autograd takes them
+
+
+def test_states_of_a_draft_elsewhere_are_copied_to_the_targets_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, inputs = target_of("qwen3"), prompts([6], 1)
+    elsewhere = torch.empty(1, 4, 8, device="meta")
+    run_step: Any = module.step
+
+    def step(run: Any) -> Any:
+        found = run_step(run)
+        monkeypatch.setattr(NewestContext, "states", elsewhere)
+        return found
+
+    monkeypatch.setattr(module, "step", step)
+    run = dflash_hf.iterate(
+        target, tiny_draft(target, 4), **inputs, **GREEDY, output_hidden_states=True
+    )
+    next(run)
+    # There are no numbers that could be copied.
+    with pytest.raises(NotImplementedError, match="copy out of meta"):
+        next(run)
 
 
 def test_a_tree_whose_size_is_left_open_follows_the_run() -> None:

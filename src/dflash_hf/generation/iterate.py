@@ -62,7 +62,7 @@ class DFlashStep:
             accepted, and `proposals` are -1 behind its end. Steps that verify a chain or one token have none.
         parents (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node each of them follows.
         hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Tapped states of the anchor and the
-            proposals, as the draft gets them; with `output_hidden_states`, not of the prefill.
+            proposals, as the draft gets them, in its dtype; with `output_hidden_states`, not of the prefill.
     """
 
     index: int
@@ -208,7 +208,8 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
                 optional["draft_logits"] = draft_logits.clone()
         # Copies, because the next step writes into the same tensors.
         if output_hidden_states:
-            optional["hidden_states"] = run.generator.newest.states.clone()
+            states = run.generator.newest.states
+            optional["hidden_states"] = states.to(state.ids.device, copy=True)
         if state.is_tree:
             # The block is in the order of the path by now; the report has the tree as it was drafted.
             report = state.report
