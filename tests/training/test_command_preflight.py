@@ -416,7 +416,8 @@ def test_a_run_of_several_processes_is_continued_by_as_many(
 ) -> None:
     """One process has steps of other rows, which are refused behind a checkpoint."""
     settings = TrainSettings(target="org/x", output_dir=tmp_path)
-    command = f"accelerate launch --num_processes 8 -m dflash_hf train --output-dir {tmp_path}"
+    launcher = "the same launcher of 8 processes"
+    command = f"{launcher} and -m dflash_hf train --output-dir {tmp_path}"
     monkeypatch.setenv("WORLD_SIZE", "8")
     for error in (
         torch.OutOfMemoryError("CUDA out of memory."),
@@ -434,7 +435,7 @@ def test_a_run_of_several_processes_is_continued_by_as_many(
         monkeypatch.setenv("RANK", str(rank))
         result = train(*BARE, "--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path)
         assert result.exit_code == 130, result.output
-        expected = "" if rank else f"Ended. {command} continues the run."
+        expected = "" if rank else f"Ended; {command} continues the run."
         assert said(result) == expected, "the first process alone speaks"
 
 

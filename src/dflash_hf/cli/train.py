@@ -112,7 +112,7 @@ def train(
     except KeyboardInterrupt as error:
         if process_index() == 0:
             command = continuing(settings.output_dir)
-            typer.secho(f"Ended. {command} continues the run.", err=True)
+            typer.secho(f"Ended; {command} continues the run.", err=True)
         raise typer.Exit(130) from error
 
 

@@ -59,12 +59,12 @@ WHICH_ROWS = ("dataset", "num_prompts", "num_eval", "skip_bad_rows")
 
 
 def continuing(folder: Path) -> str:
-    """Returns the command that goes on with a run: a run of several processes goes on in as many."""
+    """Returns the command that goes on with a run, or what to start it with: several processes go on as so many."""
     count = num_processes()
-    started = "dflash-hf"
-    if count > 1:
-        started = f"accelerate launch --num_processes {count} -m dflash_hf"
-    return f"{started} train --output-dir {folder}"
+    if count == 1:
+        return f"dflash-hf train --output-dir {folder}"
+    # The user alone knows the launcher: torchrun or accelerate, with a file that may ask for FSDP, on so many nodes.
+    return f"the same launcher of {count} processes and -m dflash_hf train --output-dir {folder}"
 
 
 @contextmanager
