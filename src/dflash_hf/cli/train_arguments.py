@@ -61,5 +61,6 @@ def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, i
         return {}
     # Processes of other nodes have other cores
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes()))
-    cores = num_cores() // sharing
+    # A process that is bound to its own cores shares them with nobody, and may seem to have less than one
+    cores = max(num_cores() // sharing, 1)
     return {"dataloader_num_workers": min(IMAGE_WORKERS, cores)}
