@@ -135,3 +135,11 @@ def test_processes_without_a_round_are_told(
     pretend(settings_in(tmp_path, methods=("plain",), batch=(1, batch)))
     assert sentence in caplog.text
     assert ("nothing to do" in caplog.text) == bool(sentence)
+
+
+def test_each_process_loads_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a launcher's file for FSDP, processes other than the first would leave a target's buffers unread."""
+    variable = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    monkeypatch.setenv(variable, "true")
+    run_module.Processes("cpu")
+    assert os.environ[variable] == "False"

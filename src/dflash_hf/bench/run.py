@@ -135,7 +135,10 @@ class Processes:
 
     def __init__(self, device: str) -> None:
         from accelerate import PartialState
+        from accelerate.utils import disable_fsdp_ram_efficient_loading
 
+        # Each process has whole models, also under a launcher's file for FSDP.
+        disable_fsdp_ram_efficient_loading()
         is_cpu = device == "cpu" or not torch.accelerator.is_available()
         # The slowest process may ask for a long time after the others.
         waits: dict[str, Any] = {}
