@@ -80,7 +80,7 @@ def _portable(question: Question) -> dict[str, object]:
 
 
 def _portable_content(content: Any) -> Any:
-    """A message's content, its image files named as [`_portable`] does."""
+    """Returns a message's content, in which image files have the names of their copies."""
     if isinstance(content, str):
         return content
     return [
@@ -90,4 +90,5 @@ def _portable_content(content: Any) -> Any:
 
 
 def _stored_name(path: str) -> str:
+    """Returns the place of an image's copy, from the folder of sets."""
     return f"{IMAGES}/{content_name(Path(path).read_bytes())}"

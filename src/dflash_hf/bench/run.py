@@ -406,9 +406,8 @@ class Asker:
     folder: RunFolder
     processes: Processes
     questions: Sequence[Question]  # all of the run
-    drafts: Sequence[
-        DFlashDraftModel
-    ] = ()  # whose buffers and graphs calls leave for the next ones
+    # Their buffers and graphs are what a call leaves for the next ones.
+    drafts: Sequence[DFlashDraftModel] = ()
     failures: dict[str, int] = field(default_factory=dict[str, int])
     method_seconds: float = 0.0
 

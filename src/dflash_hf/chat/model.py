@@ -175,7 +175,7 @@ class ChatModel:
         )
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
-        # Of the longest step, as [`Answer`] counts: DSpark's have one token more than slots
+        # The most tokens of a step: where the anchor's slot proposes too, as in DSpark, that is one more than slots.
         block_size = draft.generation_config.block_size or draft.config.block_size
         self.block_size = draft.config.num_proposals(block_size) + 1
         self.facts = (

@@ -312,7 +312,7 @@ class Page:
                 )
                 messages.append({"role": role, "content": content})
             if answer.state not in ("waiting", "running") and answer.text.strip():
-                # Not as a `str`, whose lines Gradio would indent anew
+                # As a part and not as a `str`: Gradio would indent the lines of a `str` anew.
                 text = {"type": "text", "text": answer.text}
                 messages.append({"role": "assistant", "content": text})
         return messages

@@ -38,7 +38,7 @@ NO_OPTIONS = (
     "processor_kwargs",
     "load_audio_from_video",
 )
-# With a server each request says them
+# Each request to a server says the last two itself.
 NO_OPTIONS_OF_A_SERVER = (*NO_OPTIONS, "tools", "documents")
 
 MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
@@ -94,6 +94,7 @@ def image_paths(prompt: Prompt) -> list[str]:
 
 
 def _image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
+    """Returns the blocks of a prompt's messages that are images, in their order."""
     contents = [message["content"] for message in as_messages(prompt)]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     return [part for part in parts if part["type"] == "image"]

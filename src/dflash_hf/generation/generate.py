@@ -141,8 +141,8 @@ def answer_with(
         check_inputs(target, settings)
         check_images(target, arguments)
         given = given_ids(arguments)
-        # Transformers moves positions and masks along with the ids, and processors are made where these are. Before
-        # the positions of images: the model keeps what it computes beside them, for the next turn.
+        # Transformers makes processors on the device of the ids, and moves positions and masks only where the ids are
+        # not on the model's. This comes before the positions of images, which the model keeps for the next turn.
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 arguments[name] = value.to(target.device)
