@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,25 @@ def test_links_of_the_hubs_cache_are_read(tmp_path: Path) -> None:
     (found,) = load_rows(name)
     assert found["messages"] == QUESTION
     assert found["images"] == [str(snapshot / "a.png")]
+
+
+def test_only_what_templates_read_stays_of_a_turn(tmp_path: Path, smollm2: Any) -> None:
+    """A set's own notes on a turn would make two of one conversation, and may be no JSON."""
+    when = datetime(2026, 7, 31)
+    noted = [{**turn, "timestamp": when, "turn_identifier": at} for at, turn in enumerate(CHAT)]
+    again = [{**turn, "timestamp": when, "turn_identifier": 9} for turn in CHAT]
+    source = tmp_path / "in.parquet"
+    datasets.Dataset.from_dict({"conversation": [noted, again]}).to_parquet(str(source))
+    settings = PrepareSettings(datasets=[str(source)], output=tmp_path / "out.jsonl")
+    report = prepare(settings, smollm2)
+    assert report.left_out["a duplicate"] == (1, f"row 2 of {source}")
+    assert [row["messages"] for row in load_rows(str(source))] == [CHAT, CHAT]
+    read = {"role": "tool", "content": "2", "tool_call_id": "a", "name": "f"}
+    thought = {"role": "assistant", "content": "two", "reasoning_content": "t", "reasoning": "t"}
+    thought["thinking"] = "t"
+    messages = [CHAT[0], read, thought]
+    (row,) = load_rows(str(write(tmp_path / "a.jsonl", {"messages": messages})))
+    assert row["messages"] == messages
 
 
 def tool_of(name: str, **properties: Any) -> dict[str, Any]:

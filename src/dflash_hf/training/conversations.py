@@ -33,6 +33,20 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     **dict.fromkeys(("system", "developer"), "system"),
 }
+# What chat templates read of a turn beside its role and content. Other keys are notes of the set's own: with them the
+# same conversation would be several.
+READ_OF_A_TURN = (
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "tool_plan",
+    "tool_responses",
+    "function_calls",
+    "functions",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+)
 MAX_PATH = 4096  # longer texts are images themselves
 FORMS = ("messages", "conversations", "conversation", "turns", "prompt")
 NO_OPTIONS: Mapping[str, Any] = {}
@@ -66,7 +80,8 @@ def conversation_of(
 ) -> dict[str, Any]:
     """Returns a row as `{"id", "messages", "images"?, "chat_template_kwargs"?}`, with everything in it fit for JSON.
 
-    What the assistant says before the user's first turn is left out.
+    What the assistant says before the user's first turn is left out, and so is each key of a turn that chat templates
+    do not read (`READ_OF_A_TURN`).
 
     Args:
         row ([`Row`]): Of any form.
@@ -204,7 +219,7 @@ def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
     if content is None and turn.get("tool_calls"):
         content = ""
     message = {"role": ROLES[role], "content": _content(content, where, row, images)}
-    others = {name: turn[name] for name in turn if name not in ("role", "content", "weight")}
+    others = {name: turn[name] for name in READ_OF_A_TURN if name in turn}
     # Which answers count; nothing else that a weight may say is known here.
     if message["role"] == "assistant" and turn.get("weight") == 0:
         others["weight"] = 0
