@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from dflash_hf.pair.answers import encode_prompts
+from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.data import Example
 from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
 from dflash_hf.training.messages import ChatTemplate
@@ -156,6 +159,25 @@ def test_found_as_marked(name: str, said: list[str]) -> None:
     for turn in assistant_turns(chat):
         one = Example.from_messages(marked, chat, turns=[turn])
         assert runs(marked, one) == runs(plain, Example.from_messages(plain, chat, turns=[turn]))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3"])
+def test_a_list_of_texts_is_one_text_for_a_tokenizer(name: str) -> None:
+    """Templates of models for text alone leave such a list out, refuse it, or write it as Python prints it."""
+    tokenizer = FAMILIES[name].tokenizer()
+    blocks = [{"type": "text", "text": "how "}, {"type": "text", "text": "many?"}]
+    listed = [{**CHAT[0], "content": blocks}, *CHAT[1:4]]
+    prompts = ChatDataset(
+        [{"messages": m[:1]} for m in (CHAT, listed)], tokenizer, answers=[[]] * 2
+    )
+    expected = prompt_ids(tokenizer, CHAT[:1])
+    assert [prompt.input_ids for prompt in prompts] == [expected, expected]
+    assert list(prompts.lengths) == [len(expected)] * 2
+    encoded = encode_prompts(tokenizer, [listed[:1]], torch.device("cpu"))
+    assert encoded["input_ids"].tolist() == [expected]
+    example = Example.from_messages(tokenizer, listed)
+    assert example.input_ids == Example.from_messages(tokenizer, CHAT[:4]).input_ids
+    assert listed[0]["content"] == blocks, "the rows are not changed"
 
 
 def test_what_cannot_be_told_is_refused() -> None:

@@ -55,6 +55,28 @@ def as_messages(prompt: Prompt) -> list[dict[str, Any]]:
     return [dict(message) for message in prompt]
 
 
+def with_joined_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns messages as templates of models for text alone take them: a content of only blocks of text is one text.
+
+    Such templates leave a list out, refuse it, or write it as Python prints it.
+    """
+    found = [dict(message) for message in messages]
+    for message in found:
+        if "content" in message:
+            message["content"] = joined_texts(message["content"])
+    return found
+
+
+def joined_texts(content: Any) -> Any:
+    """Returns a turn's blocks as one text if all of them are texts, and any other content as it is."""
+    if not isinstance(content, list | tuple):
+        return content
+    blocks: Sequence[Any] = content
+    if any(block["type"] != "text" for block in blocks):
+        return blocks
+    return "".join(block["text"] for block in blocks)
+
+
 def check_prompts(prompts: Sequence[Prompt]) -> None:
     """Refuses one text, or the messages of one conversation, in the place of several prompts."""
     # Letters of a text would be prompts too, and are never meant.

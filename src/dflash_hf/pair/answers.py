@@ -13,7 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.data.prompt_files import Prompt, as_messages, image_names, text_of
+from dflash_hf.data.prompt_files import (
+    Prompt,
+    as_messages,
+    image_names,
+    text_of,
+    with_joined_texts,
+)
 from dflash_hf.errors import one_line
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -150,9 +156,12 @@ def encode_prompts(
             options |= {"padding": True, "tokenizer_kwargs": {"padding_side": "left"}}
         elif padding:
             options |= {"processor_kwargs": padding}
+        conversations = [as_messages(prompt) for prompt in prompts]
+        if processor is tokenizer:
+            conversations = [with_joined_texts(messages) for messages in conversations]
         try:
             encoded = either.apply_chat_template(
-                [as_messages(prompt) for prompt in prompts],
+                conversations,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_tensors="pt",

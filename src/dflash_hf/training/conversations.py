@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import image_size, shrunk_image, store_image
-from dflash_hf.data.prompt_files import MEDIA, SOURCES, VIDEO_SOURCES, check_text
+from dflash_hf.data.prompt_files import MEDIA, SOURCES, VIDEO_SOURCES, check_text, joined_texts
 from dflash_hf.data.row_files import parsed
 from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
@@ -232,10 +232,7 @@ def _content(content: Any, where: str, row: Row, images: Images) -> str | list[d
         return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
     what = f"a text or a list of blocks as content in {where}"
     require(isinstance(content, list | tuple), what, content, FIX)
-    blocks = [_block(block, where, row, images) for block in content]
-    if all(block["type"] == "text" for block in blocks):
-        return "".join(block["text"] for block in blocks)
-    return blocks
+    return joined_texts([_block(block, where, row, images) for block in content])
 
 
 def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:

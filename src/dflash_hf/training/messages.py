@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
-from dflash_hf.data.prompt_files import SOURCES, check_template_options
+from dflash_hf.data.prompt_files import SOURCES, check_template_options, with_joined_texts
 from dflash_hf.data.row_files import parsed
 from dflash_hf.errors import one_line, require, shown
 from dflash_hf.processing_qwen3_vl import check_pixels
@@ -269,7 +269,10 @@ class ChatTemplate:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
     ) -> list[dict[str, Any]]:
-        """Returns messages as it takes them, images in their places; see [`prepare_multimodal_messages`]."""
+        """Returns messages as it takes them, images in their places; see [`prepare_multimodal_messages`].
+
+        For a tokenizer a content of only blocks of text is one text.
+        """
         messages = [with_read_calls(message) for message in messages]
         if self.is_processor:
             return prepare_multimodal_messages(messages, images)
@@ -278,7 +281,7 @@ class ChatTemplate:
                 f"expected a processor for messages with images, got {type(self.processing_class).__name__}; "
                 "load it with AutoProcessor"
             )
-        return messages
+        return with_joined_texts(messages)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
