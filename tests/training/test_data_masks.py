@@ -14,7 +14,7 @@ from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.data import Example
 from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
 from dflash_hf.training.messages import ChatTemplate
-from helpers.templates import FAMILIES, QWEN3, THOUGHTLESS, byte_tokenizer
+from helpers.templates import FAMILIES, LLAMA3, QWEN3, THOUGHTLESS, byte_tokenizer
 
 CHAT = [
     {"role": "user", "content": "how many?"},
@@ -223,6 +223,27 @@ def test_a_template_that_drops_a_turn_is_noticed() -> None:
         match=r"^expected a chat template that writes every turn, got one .* turn 2 \(role u",
     ):
         check_turns(dropping.render(CHAT), CHAT)
+
+
+def test_a_result_of_a_tool_may_be_written_in_json() -> None:
+    """As Llama 3.1's template writes it."""
+    plain = (
+        "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim"
+    )
+    in_json = plain.replace("m['content'] | trim", "(m['content'] | tojson if m['role'] == 'tool'")
+    in_json += " else m['content'] | trim)"
+    tokenizer = FAMILIES["llama3"].tokenizer()
+    tokenizer.chat_template = LLAMA3.replace(plain, in_json)
+    assert tokenizer.chat_template != LLAMA3
+    template = ChatTemplate(tokenizer)
+    result = {"role": "tool", "content": '{"t": 3,\n "where": "Köln"}'}
+    chat = [CHAT[0], CHAT[1], result, CHAT[3]]
+    check_turns(template.render(chat), chat)
+    text = template.render(chat).replace("3", "4", 1)
+    with pytest.raises(ValueError, match=r"leaves out or changes turn 2 \(role tool\)"):
+        check_turns(text, chat)
+    with pytest.raises(ValueError, match=r"leaves out or changes turn 0 \(role user\)"):
+        check_turns(template.render(chat), [{**result, "role": "user"}])
 
 
 def test_a_token_with_a_letter_of_the_prompt_is_not_the_answers() -> None:

@@ -7,6 +7,7 @@ longer conversation an answer only counts where that begins with the same prompt
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -150,6 +151,8 @@ def check_turns(text: str, messages: Messages) -> None:
         is_system = message["role"] == "system"
         begin = 0 if is_system else place
         end = _end_of(said(message), whole, begin)
+        if end == NOWHERE and message["role"] == "tool":
+            end = _end_of(_said_in_json(message), whole, begin)
         if end == NOWHERE:
             raise ValueError(
                 f"expected a chat template that writes every turn, got one that leaves out or changes turn {at} "
@@ -161,14 +164,23 @@ def check_turns(text: str, messages: Messages) -> None:
 
 def said(message: Mapping[str, Any]) -> list[str]:
     """Returns a turn's texts without white space, which templates trim, and without thoughts, which they drop."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        texts = [content]
-    else:
-        texts = [block["text"] for block in content if block["type"] == "text"]
+    texts = _texts(message)
     if message["role"] == "assistant":
         texts = [text.rpartition("</think>")[2] for text in texts]
     return [squeezed(text) for text in texts]
+
+
+def _said_in_json(message: Mapping[str, Any]) -> list[str]:
+    """The same as texts of JSON without their quotes: templates of Llama's write results of tools by `tojson`."""
+    return [squeezed(json.dumps(text, ensure_ascii=False)[1:-1]) for text in _texts(message)]
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """A turn's texts, as they are."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return [content]
+    return [block["text"] for block in content if block["type"] == "text"]
 
 
 def _end_of(pieces: Sequence[str], text: str, start: int) -> int:
