@@ -29,6 +29,9 @@ from dflash_hf.cli.serve import note
 from dflash_hf.generation import prefill, running_batch
 from dflash_hf.serve.app import build_app
 from dflash_hf.serve.pair import Pair
+from dflash_hf.serve.requests import MAX_TOOLS
+from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.training.server import request_of
 from helpers.scripted_server import InProcess
 
 ASKED = {"messages": [{"role": "user", "content": "Compute 41 + 80 - 99 + 14."}]}
@@ -231,6 +234,7 @@ def test_tools_and_options_reach_the_template() -> None:
     target, draft, tokenizer = load_pair(*named_pair("text"))
     called = "{% for tool in tools or [] %} by {{ tool.function.name }}{% endfor %}"
     tokenizer.chat_template = "{{ messages[0].content }} thinks {{ enable_thinking }}" + called
+    template = ChatTemplate(tokenizer)
     prompts = list[str]()
 
     def noted(input_ids: Tensor, **_: Any) -> None:
@@ -256,8 +260,19 @@ def test_tools_and_options_reach_the_template() -> None:
             {},
             {"tools": tools},
             {"tools": tools, "chat_template_kwargs": {"enable_thinking": True}},
+            # As training sends them, which reads no calls in an answer
+            request_of(template, {**ASKED, "chat_template_kwargs": {"tools": tools}}, {}),
         ):
             await Client(app, **asked).task
+        for asked, sentence in (
+            ({"tools": tools, "chat_template_kwargs": {"tools": tools}}, "tools in one place"),
+            ({"chat_template_kwargs": {"tools": "f"}}, "tools as a list"),
+            ({"chat_template_kwargs": {"tools": ["f" * MAX_TOOLS]}}, "tools of at most"),
+        ):
+            client = Client(app, **asked)
+            await client.task
+            status, body = client.got()
+            assert (status, sentence in body) == (400, True), body
 
     asyncio.run(scenario())
     asked = ASKED["messages"][0]["content"]
@@ -265,6 +280,7 @@ def test_tools_and_options_reach_the_template() -> None:
         f"{asked} thinks False",
         f"{asked} thinks False by f",
         f"{asked} thinks True by f",
+        f"{asked} thinks False by f",
     ]
 
 

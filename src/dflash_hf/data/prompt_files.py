@@ -38,7 +38,7 @@ NO_OPTIONS = (
     "processor_kwargs",
     "load_audio_from_video",
 )
-# Each request to a server says the last two itself.
+# Those that a server is started with have none of the last two either: each request says them itself.
 NO_OPTIONS_OF_A_SERVER = (*NO_OPTIONS, "tools", "documents")
 
 MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from dflash_hf.data.prompt_files import NO_OPTIONS_OF_A_SERVER
+from dflash_hf.data.prompt_files import NO_OPTIONS
 from dflash_hf.errors import is_a, one_line, shown
 from dflash_hf.serve.answers import hidden_tokens
 from dflash_hf.serve.engine import Sampling
@@ -67,6 +67,9 @@ CHAT = COMMON | {
 }
 COMPLETION = (COMMON | {"prompt"}) - {"max_completion_tokens"}
 LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
+# Names that no option of a request's chat template has. It may have tools: they are written into the prompt, and no
+# calls of them are looked for.
+RESERVED_OPTIONS = (*NO_OPTIONS, "documents")
 # Fields that are not done -> the values at which nothing needs to be done.
 NOT_DONE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -284,18 +287,23 @@ def _num_letters(value: Any) -> int:
 def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
     """The tools that may be called: none under `tool_choice` none."""
     tools = body.get("tools", [])
-    need(isinstance(tools, list), "tools", "tools as a list", tools)
+    _check_tools(tools, "tools")
     are_named = all(isinstance(tool, dict) and has_name(tool.get("function")) for tool in tools)
     need(are_named, "tools", "tools with a function that has a name", tools)
     knows_tools = _mentions(pair.template, "tools")
     what = "no tools, of which the chat template knows none"
     need(not tools or knows_tools, "tools", what, tools, FIX, "unsupported_parameter")
-    length = len(json.dumps(tools))
-    what = f"tools of at most {MAX_TOOLS} letters"
-    need(length <= MAX_TOOLS, "tools", what, length, "shorten them")
     if body.get("tool_choice") == "none":
         return []
     return tools
+
+
+def _check_tools(tools: Any, param: str) -> None:
+    """Refuses what is no list, and a list that a tokenizer would read for long."""
+    need(isinstance(tools, list), param, "tools as a list", tools)
+    length = len(json.dumps(tools))
+    what = f"tools of at most {MAX_TOOLS} letters"
+    need(length <= MAX_TOOLS, param, what, length, "shorten them")
 
 
 def _form(
@@ -316,19 +324,23 @@ def _template_options(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
     options = body.get(param, {})
     need(isinstance(options, dict), param, "chat_template_kwargs as an object", options)
     for name in options:
-        is_known = name not in NO_OPTIONS_OF_A_SERVER and _mentions(pair.template, name)
+        is_known = name not in RESERVED_OPTIONS and _mentions(pair.template, name)
         need(is_known, param, "options that the chat template has in chat_template_kwargs", name)
+    if "tools" in options:
+        _check_tools(options["tools"], param)
+        what = "tools in one place"
+        need(not body.get("tools"), param, what, f"tools beside {param}", "leave one out")
     return {**pair.encoding, **options}
 
 
 def _encoded_chat(
     messages: list[dict[str, Any]], tools: list[Any], options: dict[str, Any], pair: Pair
 ) -> dict[str, Tensor]:
+    options = {"tools": tools or None, **options}
     try:
         encoded = pair.processor.apply_chat_template(
             messages,
             add_generation_prompt=True,
-            tools=tools or None,
             return_tensors="pt",
             return_dict=True,
             tokenize=True,
