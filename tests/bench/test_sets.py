@@ -407,6 +407,29 @@ def test_parquet_rows_are_the_same_questions(hub: Path, tmp_path: Path) -> None:
         ]
 
 
+def test_a_table_file_and_its_folder_ask_the_same(hub: Path) -> None:
+    """Names that a struct of a table has for other rows are none of a row's."""
+    datasets = pytest.importorskip("datasets")
+    calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in ("a", "b")]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "One?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "user", "content": "Two?"},
+            ]
+        }
+        for call in calls
+    ]
+    folder = hub / "calls"
+    folder.mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(folder / "test.parquet")
+    of_the_file = load(str(folder / "test.parquet"), None)
+    of_the_folder = load(f"{folder}::test", None)
+    assert [question.messages() for question in of_the_file] == [row["messages"] for row in rows]
+    assert [question.messages() for question in of_the_folder] == [row["messages"] for row in rows]
+
+
 def test_what_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     asked: list[tuple[Any, ...]] = []

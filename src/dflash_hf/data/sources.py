@@ -61,13 +61,18 @@ class Origin:
             where = f"row {number + 1} of {self.called}"
         found: Any
         if self.kind == "row":
-            found = {name: without_filling(value) for name, value in values.items()}
+            found = _columns_of(values)
         elif self.kind == "line of text":
             found = {"prompt": values["text"]}
         else:
             found = parsed(values["text"], where, FIX)
             require(isinstance(found, Mapping), f"a JSON object in {where}", found, FIX)
         return Row(values=found, number=number, where=where, folder=self.folder)
+
+
+def _columns_of(values: Columns) -> dict[str, Any]:
+    """The columns of a table's row, without what their structs have for other rows alone."""
+    return {name: without_filling(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +366,8 @@ def _placed(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
             require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
         else:
             options = {"split": "train", "data_files": _only(path)}
-            rows = _loaded(str(path), columns, "parquet", False, **options)
+            table = _loaded(str(path), columns, "parquet", False, **options)
+            rows = map(_columns_of, table)
         for number, row in enumerate(rows, 1):
             yield f"row {number} of {path}", row
     elif path.suffix == ".txt":
