@@ -81,6 +81,21 @@ BAD: list[tuple[str, str, Sequence[object], str]] = [
         [{"turns": ["a"], "images": ["gone.png"]}],
         "an image file in line 1 .*'gone.png'",
     ),
+    *[
+        (
+            "mt-bench",
+            "mt-bench.jsonl",
+            [
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "image", name: "https://x/a.png"}]}
+                    ]
+                }
+            ],
+            rf"images of the asked turn under path in line 1 .*'{name}'.*write the image to a file, and name",
+        )
+        for name in ("url", "image")
+    ],
     (
         "speed-bench",
         "speed-bench.jsonl",

@@ -106,16 +106,16 @@ def text_of(prompt: Prompt) -> str:
 
 def image_names(prompt: Prompt) -> list[str]:
     """Returns what to call a prompt's images, in their order: the name of the file, else `"image"`."""
-    places = [part.get("path", part.get("url")) for part in _image_parts(prompt)]
+    places = [part.get("path", part.get("url")) for part in image_parts(prompt)]
     return ["image" if place is None else Path(place).name for place in places]
 
 
 def image_paths(prompt: Prompt) -> list[str]:
     """Returns the paths of those images of a prompt that are named by one, in their order."""
-    return [part["path"] for part in _image_parts(prompt) if part.get("path")]
+    return [part["path"] for part in image_parts(prompt) if part.get("path")]
 
 
-def _image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
+def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
     """Returns the blocks of a prompt's messages that are images, in their order."""
     contents = [message["content"] for message in as_messages(prompt)]
     parts = [part for content in contents if not isinstance(content, str) for part in content]

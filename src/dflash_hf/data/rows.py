@@ -16,6 +16,7 @@ from dflash_hf.data.prompt_files import (
     Message,
     check_text,
     image_names,
+    image_parts,
     image_paths,
     prompt_of,
 )
@@ -135,13 +136,17 @@ class Row:
         return value
 
     def images(self) -> list[ImageSource]:
-        """Returns where the row's images are, those of its messages too: see `image`."""
+        """Returns where the row's images are, those of its messages too: see `image`.
+
+        Raises `ValueError` if one is no file, as one of another name than `path` in the turn that is asked: what a
+        network takes would be measured too.
+        """
         sources = self.own_images()
-        for message in self.messages()[1][:1]:
-            content = message["content"]
-            if isinstance(content, str):
-                continue
-            sources += [part.get("path") for part in content if part["type"] == "image"]
+        for part in image_parts(self.messages()[1][:1]):
+            what = f"images of the asked turn under path in {self.where}"
+            action = "write the image to a file, and name it there"
+            require(bool(part.get("path")), what, part, action)
+            sources.append(part["path"])
         return [self.image(source) for source in sources]
 
     def own_images(self) -> list[Any]:
