@@ -20,6 +20,7 @@ from dflash_hf.data.openai_client import sent_messages
 from dflash_hf.data.sources import full_name
 from dflash_hf.training import ChatDataset, Example, PrepareSettings, load_rows, read_examples
 from dflash_hf.training import prepare as module
+from dflash_hf.training.conversations import resolved
 from dflash_hf.training.examples import read_meta
 from dflash_hf.training.prepare import Prepared, prepare
 from helpers.processors import picture, published_folder
@@ -776,6 +777,21 @@ def test_images_as_bytes_become_files(tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     (tmp_path / "out").rename(moved)
     assert "pixel_values" in read_examples(moved / "out.jsonl", processor)[0].model_inputs
+
+
+@pytest.mark.parametrize("size", [300, 4092])
+def test_a_text_that_is_too_long_for_a_path_is_no_file(tmp_path: Path, size: int) -> None:
+    """Python 3.11 raises for it where it looks for a file."""
+    address = "data:image/png;base64,".ljust(size, "A")
+    content = [{"type": "image", "image": address}]
+    row = {"messages": [{"role": "user", "content": content}], "images": [address]}
+    assert resolved(row, tmp_path) == row
+    source = str(write(tmp_path / "a.jsonl", {"prompt": "q", "image": "a" * size}))
+    with pytest.raises(ValueError, match=r"^expected an image file in line 1 of .*; fix the path"):
+        list(load_rows(source))
+    source = str(write(tmp_path / "a.jsonl", {"prompt": "q", "video": "a" * size}))
+    with pytest.raises(ValueError, match=r"^expected a video file in line 1 of .*; fix the path"):
+        list(load_rows(source))
 
 
 ROWS = b"".join(

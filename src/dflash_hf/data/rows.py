@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,7 +177,8 @@ class Row:
         what = f"the bytes or the path of an image in {self.where}"
         require(isinstance(source, str | PathLike), what, source, FIX)
         path = self.folder / source
-        require(path.is_file(), f"an image file in {self.where}", str(source), "fix the path")
+        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        require(os.path.isfile(path), f"an image file in {self.where}", str(source), "fix the path")
         return whole_path(path)
 
     def video(self, source: Any) -> Path:
@@ -190,7 +192,7 @@ class Row:
         action = "write the video to a file, and name the file"
         require(isinstance(source, str | PathLike), what, source, action)
         path = self.folder / source
-        require(path.is_file(), f"a video file in {self.where}", str(source), "fix the path")
+        require(os.path.isfile(path), f"a video file in {self.where}", str(source), "fix the path")
         return whole_path(path)
 
     def _checked(self, text: Any, what: str) -> str:

@@ -347,7 +347,8 @@ def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None
 
     def place(image: Any) -> Any:
         is_relative = isinstance(image, str) and len(image) < MAX_PATH and not os.path.isabs(image)
-        if not is_relative or not (folder / image).is_file():
+        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        if not is_relative or not os.path.isfile(folder / image):
             return image
         if seen_from is None:
             return str(folder / image)
