@@ -303,6 +303,17 @@ def test_of_a_conversation_the_last_message_is_asked_behind_the_others(tmp_path:
         load_questions(str(path), data_dir=None, num_prompts=None, seed=0)
 
 
+def test_images_of_a_folder_of_rows_are_looked_for_in_it(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    Image.new("RGB", (4, 4), "red").save(folder / "a.png")
+    write(folder / "test.jsonl", {"prompt": "q", "images": ["a.png"]})
+    for name in (f"{folder}/test.jsonl", f"{folder}::test"):
+        (question,) = load(name, None)
+        assert question.images == (str(folder / "a.png"),)
+
+
 def test_images_of_earlier_messages_are_checked_and_carried_along(tmp_path: Path) -> None:
     image = tmp_path / "from" / "a.png"
     image.parent.mkdir()

@@ -779,6 +779,17 @@ def test_images_as_bytes_become_files(tmp_path: Path) -> None:
     assert "pixel_values" in read_examples(moved / "out.jsonl", processor)[0].model_inputs
 
 
+def test_images_of_a_folder_of_rows_are_looked_for_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    picture(24, 16).save(folder / "a.png")
+    source = write(folder / "train.jsonl", {"prompt": "q", "image": "a.png"})
+    expected = list(load_rows(str(source)))
+    assert expected[0]["images"] == [str(folder / "a.png")]
+    for streaming in (False, True):
+        assert list(load_rows(str(folder), streaming=streaming)) == expected
+
+
 @pytest.mark.parametrize("size", [300, 4092])
 def test_a_text_that_is_too_long_for_a_path_is_no_file(tmp_path: Path, size: int) -> None:
     """Python 3.11 raises for it where it looks for a file."""

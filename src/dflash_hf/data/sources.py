@@ -286,7 +286,8 @@ def open_source(name: str, *, streaming: bool = False) -> Source:
     split = split or "train"
     called = _called(path, config, split)
     table = _loaded(called, (), path, streaming, name=config, split=split)
-    return Source(origin=Origin(called=called, kind="row", folder=Path()), table=table)
+    origin = Origin(called=called, kind="row", folder=_folder_of(path))
+    return Source(origin=origin, table=table)
 
 
 def _open_file(path: Path, streaming: bool) -> Source:
@@ -403,7 +404,15 @@ def hub_rows(
         table = _loaded(called, columns, "json", False, split="train", data_files=list(files))
     else:
         table = _loaded(called, columns, path, False, name=config, split=split)
-    yield from Source(origin=Origin(called=called, kind="row", folder=Path()), table=table).rows()
+    origin = Origin(called=called, kind="row", folder=_folder_of(path))
+    yield from Source(origin=origin, table=table).rows()
+
+
+def _folder_of(path: str) -> Path:
+    """What paths of images in a set are relative to: its folder, or the working folder where it is of the Hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    return Path()
 
 
 def _called(path: str, config: str | None, split: str | None) -> str:
