@@ -805,6 +805,13 @@ def test_a_text_that_is_too_long_for_a_path_is_no_file(tmp_path: Path, size: int
         list(load_rows(source))
 
 
+def test_a_list_of_json_may_hold_what_is_no_number(tmp_path: Path) -> None:
+    """Python reads and writes `NaN`; a row with it in a column that nobody reads is as good as others."""
+    source = tmp_path / "a.json"
+    source.write_text('[{"prompt": "q", "score": NaN}, {"prompt": "p", "score": 1}]')
+    assert [row["messages"][0]["content"] for row in load_rows(str(source))] == ["q", "p"]
+
+
 ROWS = b"".join(
     json.dumps(row).encode() + b"\n"
     for row in (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_hf.data.prompt_files import read_lines
-from dflash_hf.data.row_files import line_of, parsed
+from dflash_hf.data.row_files import parsed
 from dflash_hf.data.rows import FIX, Row, whole_path, without_filling
 from dflash_hf.errors import one_line, require
 
@@ -342,7 +343,8 @@ def _json_rows(path: str, changed: int) -> Iterator[dict[str, str]]:
     require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
     require(bool(rows), f"rows in {path}", "no rows", FIX_FILE)
     for row in rows:
-        yield {"text": line_of(row)}
+        # Whatever JSON was read becomes the same JSON again, `NaN` too: it may be in a column that nobody reads.
+        yield {"text": json.dumps(row, ensure_ascii=False)}
 
 
 def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Row]:
