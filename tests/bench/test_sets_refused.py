@@ -218,7 +218,11 @@ def refused(make: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
             r"the rows of gsm8k in .*, got none of gsm8k\.jsonl, gsm8k/test\.jsonl",
         ),
         (lambda tmp: load(str(tmp / "gone.jsonl")), "a file of questions"),
-        (lambda _: load("a/b:c:d:e"), "a Hub set as ORG/NAME:CONFIG:SPLIT"),
+        (lambda _: load("a/b:c:d:e"), "a set as ORG/NAME:CONFIG:SPLIT"),
+        (
+            lambda tmp: load(str(write(tmp / "rows.csv", {}))),
+            r"a file \(\.jsonl, \.json, \.parquet\) or a set .*rows.csv",
+        ),
         (
             lambda _: load(str(ROWS / "gsm8k" / "test.jsonl")),
             r"turns, messages or prompt in line 1.*--template",

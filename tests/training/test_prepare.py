@@ -812,6 +812,20 @@ def test_a_list_of_json_may_hold_what_is_no_number(tmp_path: Path) -> None:
     assert [row["messages"][0]["content"] for row in load_rows(str(source))] == ["q", "p"]
 
 
+def test_what_datasets_cannot_open_is_said_as_it_is(tmp_path: Path) -> None:
+    for name in ("rows.csv", "rows.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(
+            ValueError, match=r"^expected a file \(.jsonl, .*or a set .*fix the name"
+        ):
+            load_rows(str(tmp_path / name)).__next__()
+    datasets.Dataset.from_dict({"prompt": ["q"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"save_to_disk.*; fix the folder, or name another one$"):
+        load_rows(str(tmp_path / "saved")).__next__()
+    with pytest.raises(ValueError, match=r"expected to read nobody/nothing .*name, or connect$"):
+        load_rows("nobody/nothing").__next__()
+
+
 ROWS = b"".join(
     json.dumps(row).encode() + b"\n"
     for row in (

@@ -24,7 +24,7 @@ from dflash_hf.bench.scores import check_reference
 from dflash_hf.data.image_files import ImageError, content_name, read_image, store_image
 from dflash_hf.data.prompt_files import text_of
 from dflash_hf.data.rows import CONVERSATION, FIX, ImageSource, Row, filled
-from dflash_hf.data.sources import file_rows, full_name, hub_rows
+from dflash_hf.data.sources import file_rows, full_name, hub_rows, set_parts
 from dflash_hf.errors import listed, require, shown
 
 FILES: Final = (".jsonl", ".json", ".parquet")
@@ -392,15 +392,7 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
         require(template is None, what, template, "leave it out, or name the set's file or Hub id")
         return entry.name, _theirs(entry, data_dir)
     if "/" in name or Path(name.partition(":")[0]).is_dir():
-        path, *parts = name.split(":")
-        require(
-            len(parts) <= 2,
-            "a Hub set as ORG/NAME:CONFIG:SPLIT",
-            name,
-            "name one configuration and one split",
-        )
-        config, split = [part or None for part in (*parts, "", "")[:2]]
-        return name, _own(hub_rows(path, config, split), name, template)
+        return name, _own(hub_rows(*set_parts(name, FILES)), name, template)
     hint = f"known are {', '.join(entry.name for entry in SETS)}"
     known = {_plain(entry.name): entry for entry in SETS}
     near = difflib.get_close_matches(_plain(name), known, n=2, cutoff=0.5)
@@ -449,7 +441,9 @@ def _pair(row: Row, dataset: str, fields: Fields) -> Pair:
 
 def _rows(known: QuestionSet, data_dir: Path | None) -> Iterator[Row]:
     if data_dir is None:
-        return hub_rows(*known.hub, columns=known.columns, files=known.hub_files)
+        action = f"connect, or run `dflash-hf bench prepare {known.name}` where there is a network and pass --data-dir"
+        files = known.hub_files
+        return hub_rows(*known.hub, columns=known.columns, files=files, action=action)
     require(data_dir.is_dir(), "a folder as --data-dir", str(data_dir), "fix the path")
     for pattern in known.patterns():
         paths = sorted(path for path in data_dir.glob(pattern) if path.is_file())

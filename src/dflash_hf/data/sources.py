@@ -25,6 +25,8 @@ from dflash_hf.errors import one_line, require
 FILES = (".jsonl", ".json", ".parquet", ".txt")
 TEXT_FILES = (".jsonl", ".json", ".txt")
 FIX_FILE = "fix the file, or name another one"
+FIX_FOLDER = "fix the folder, or name another one"
+CONNECT = "fix the name, or connect"
 # Rows of a part: what a killed run does again at most.
 PART_ROWS = 50_000
 # To start a process takes as long as that many rows of a chat take.
@@ -102,6 +104,7 @@ class Source:
 
     origin: Origin
     table: Any
+    action: str = FIX_FILE  # what to do where it cannot be read
 
     @property
     def is_streamed(self) -> bool:
@@ -200,7 +203,7 @@ class Source:
                 if self.origin.has_row(values):
                     yield number, values
         except (OSError, ValueError) as error:  # Arrow's own are kinds of both
-            raise _unread(self.origin.called, error) from error
+            raise _unread(self.origin.called, error, self.action) from error
 
     def _bad_text(self, start: int, error: UnicodeDecodeError) -> ValueError:
         """The sentence for a row whose text is no UTF-8, the first one from a row on: tables are read unchecked."""
@@ -279,16 +282,51 @@ def open_source(name: str, *, streaming: bool = False) -> Source:
     """
     if name.endswith(FILES):
         return _open_file(Path(name), streaming)
+    path, config, split = set_parts(name, FILES)
+    return _open_set(path, config, split or "train", streaming)
+
+
+def set_parts(name: str, files: Sequence[str]) -> tuple[str, str | None, str | None]:
+    """Returns the path, the configuration and the split of `ORG/NAME:CONFIG:SPLIT`, `None` where one is not named.
+
+    Args:
+        name (`str`): Of a set of the Hub, or a folder.
+        files (sequence of `str`): Endings of the files that could be named in its place.
+
+    Raises:
+        ValueError: If it is no such name, or that of a file.
+    """
     path, *parts = name.split(":")
-    is_known = ("/" in path or Path(path).is_dir()) and len(parts) <= 2
-    what = f"a file ({', '.join(FILES)}) or a set as ORG/NAME:CONFIG:SPLIT"
+    is_place = "/" in path or Path(path).is_dir()
+    is_known = is_place and len(parts) <= 2 and not Path(path).is_file()
+    what = f"a file ({', '.join(files)}) or a set as ORG/NAME:CONFIG:SPLIT"
     require(is_known, what, name, "fix the name")
     config, split = [part or None for part in (*parts, "", "")[:2]]
-    split = split or "train"
+    return path, config, split
+
+
+def _open_set(
+    path: str,
+    config: str | None,
+    split: str | None,
+    streaming: bool,
+    columns: Sequence[str] = (),
+    files: Sequence[str] = (),
+    action: str = CONNECT,
+) -> Source:
+    """A set of the Hub, or a folder; see [`hub_rows`]."""
     called = _called(path, config, split)
-    table = _loaded(called, (), path, streaming, name=config, split=split)
-    origin = Origin(called=called, kind="row", folder=_folder_of(path))
-    return Source(origin=origin, table=table)
+    folder = Path()
+    if Path(path).is_dir():
+        folder = Path(path)
+        action = FIX_FOLDER
+    options: dict[str, Any] = {"name": config, "split": split}
+    if files:
+        path = "json"
+        options = {"data_files": list(files), "split": "train"}
+    table = _loaded(called, columns, path, streaming, action, **options)
+    origin = Origin(called=called, kind="row", folder=folder)
+    return Source(origin=origin, table=table, action=action)
 
 
 def _open_file(path: Path, streaming: bool) -> Source:
@@ -305,7 +343,11 @@ def _open_file(path: Path, streaming: bool) -> Source:
         kind = "line of text" if path.suffix == ".txt" else "line of JSON"
         require(_has_lines(path), f"rows in {path}", "no rows", FIX_FILE)
         # As lines, not as tables: rows may be of several forms, and what is wrong with one is told with its line.
-        options = {"split": "train", "data_files": _only(path), "encoding": "utf-8-sig"}
+        options: dict[str, Any] = {
+            "split": "train",
+            "data_files": _only(path),
+            "encoding": "utf-8-sig",
+        }
         table = _loaded(called, (), "text", streaming, **options)
     return Source(origin=Origin(called=called, kind=kind, folder=path.parent), table=table)
 
@@ -368,7 +410,7 @@ def _placed(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
             rows = parsed(path.read_bytes(), str(path), FIX)
             require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
         else:
-            options = {"split": "train", "data_files": _only(path)}
+            options: dict[str, Any] = {"split": "train", "data_files": _only(path)}
             table = _loaded(str(path), columns, "parquet", False, **options)
             rows = map(_columns_of, table)
         for number, row in enumerate(rows, 1):
@@ -391,6 +433,7 @@ def hub_rows(
     *,
     columns: Sequence[str] = (),
     files: Sequence[str] = (),
+    action: str = CONNECT,
 ) -> Iterator[Row]:
     """Yields the rows of a set that `datasets` can load: its name on the Hub, or a folder.
 
@@ -398,23 +441,12 @@ def hub_rows(
         split (`str`, *optional*): Without one `"test"` where there is one, or else the only one.
         columns (sequence of `str`): What is read of it; all of it where empty.
         files (sequence of `str`): Addresses of its JSONL files, where they are not found by the name.
+        action (`str`): What to do where the Hub's set cannot be read.
 
     Raises `ValueError` if there is no `datasets`, or the set cannot be read.
     """
-    called = _called(path, config, split)
-    if files:
-        table = _loaded(called, columns, "json", False, split="train", data_files=list(files))
-    else:
-        table = _loaded(called, columns, path, False, name=config, split=split)
-    origin = Origin(called=called, kind="row", folder=_folder_of(path))
-    yield from Source(origin=origin, table=table).rows()
-
-
-def _folder_of(path: str) -> Path:
-    """What paths of images in a set are relative to: its folder, or the working folder where it is of the Hub."""
-    if Path(path).is_dir():
-        return Path(path)
-    return Path()
+    source = _open_set(path, config, split, False, columns, files, action)
+    yield from source.rows()
 
 
 def _called(path: str, config: str | None, split: str | None) -> str:
@@ -435,7 +467,14 @@ def _datasets(called: str) -> Any:
     return datasets
 
 
-def _loaded(called: str, columns: Sequence[str], path: str, streaming: bool, **options: Any) -> Any:
+def _loaded(
+    called: str,
+    columns: Sequence[str],
+    path: str,
+    streaming: bool,
+    action: str = FIX_FILE,
+    **options: Any,
+) -> Any:
     """The table that `load_dataset` returns, images as bytes."""
     datasets = _datasets(called)
     if streaming:
@@ -444,7 +483,7 @@ def _loaded(called: str, columns: Sequence[str], path: str, streaming: bool, **o
         table: Any = datasets.load_dataset(path, **options)
     except Exception as error:
         # The libraries below it, for the network, for addresses and for Parquet, each raise kinds of their own.
-        raise _unread(called, error) from error
+        raise _unread(called, error, action) from error
     if options["split"] is None:
         table = _only_split(table, called)
     # Of a set that is streamed they may not be known before its rows are.
@@ -469,7 +508,7 @@ def _only_split(splits: Any, called: str) -> Any:
     return splits[split]
 
 
-def _unread(called: str, error: BaseException) -> ValueError:
+def _unread(called: str, error: BaseException, action: str = FIX_FILE) -> ValueError:
     """What is wrong with a set that cannot be read, by the errors that led to the last one."""
     for cause in _causes(error):
         if isinstance(cause, UnicodeDecodeError) and called.endswith(TEXT_FILES):
@@ -478,10 +517,6 @@ def _unread(called: str, error: BaseException) -> ValueError:
             return cause
         if isinstance(cause, OSError) and is_no_room(cause):
             return _no_room(cause, Path(_datasets(called).config.HF_DATASETS_CACHE))
-    if Path(called).is_file():
-        action = FIX_FILE
-    else:
-        action = "fix the name, connect, or run `dflash-hf bench prepare` where there is a network and pass --data-dir"
     reason = error
     if isinstance(error, _datasets(called).exceptions.DatasetGenerationError):
         reason = error.__cause__ or error  # it says itself only that there was one
