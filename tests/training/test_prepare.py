@@ -826,6 +826,20 @@ def test_what_datasets_cannot_open_is_said_as_it_is(tmp_path: Path) -> None:
         load_rows("nobody/nothing").__next__()
 
 
+def test_images_inside_of_messages_stay_bytes(tmp_path: Path) -> None:
+    block = {"type": datasets.Value("string"), "image": datasets.Image()}
+    turn = {"role": datasets.Value("string"), "content": datasets.List(block)}
+    features = datasets.Features({"messages": datasets.List(turn)})
+    content = [{"type": "image", "image": picture(24, 16)}]
+    rows = {"messages": [[{"role": "user", "content": content}]]}
+    source = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(source))
+    for streaming in (False, True):
+        (row,) = load_rows(str(source), streaming=streaming, images=tmp_path / "images")
+        (stored,) = row["messages"][0]["content"]
+        assert Image.open(stored["image"]).size == (24, 16)
+
+
 ROWS = b"".join(
     json.dumps(row).encode() + b"\n"
     for row in (

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -492,11 +492,28 @@ def _loaded(
     if kept:
         table = table.select_columns(kept)
     for column, feature in (table.features or {}).items():
-        if isinstance(feature, datasets.Image):
-            table = table.cast_column(column, datasets.Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            table = table.cast_column(column, type(feature)(datasets.Image(decode=False)))
+        kept_feature = _undecoded(feature, datasets.Image)
+        if kept_feature != feature:
+            table = table.cast_column(column, kept_feature)
     return table
+
+
+def _undecoded(feature: Any, image: Any) -> Any:
+    """The feature of a column whose images, however deep in it, stay bytes.
+
+    Args:
+        feature: Of `datasets`.
+        image: The class of images there.
+    """
+    if isinstance(feature, image):
+        return image(decode=False)
+    if isinstance(feature, dict):
+        return {name: _undecoded(part, image) for name, part in feature.items()}
+    if isinstance(feature, list):
+        return [_undecoded(part, image) for part in feature]
+    if hasattr(feature, "feature"):  # a list, or one of its other kinds
+        return replace(feature, feature=_undecoded(feature.feature, image))
+    return feature
 
 
 def _only_split(splits: Any, called: str) -> Any:
