@@ -114,3 +114,20 @@ def test_files_that_are_too_large(tmp_path: Path) -> None:
     file.write_bytes(b"\n \n")
     with pytest.raises(ValueError, match=r"^expected prompts in .*, got none; write one per line"):
         read_prompts(file)
+
+
+def test_a_turn_of_calls_alone_is_read_as_openai_has_it(tmp_path: Path) -> None:
+    """It says nothing, and the arguments of its calls are a text of JSON, which templates take as an object."""
+    asked = {"role": "user", "content": "3 + 4?"}
+    result = {"role": "tool", "content": "7"}
+    call = {"role": "assistant", "content": None}
+    call["tool_calls"] = [{"function": {"name": "add", "arguments": '{"a": 3}'}}]
+    (prompt,) = read_prompts(write(tmp_path, {"messages": [asked, call, result]}))
+    calls = [{"function": {"name": "add", "arguments": {"a": 3}}}]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert prompt == [asked, said, result]
+    del call["content"]
+    assert read_prompts(write(tmp_path, {"messages": [asked, call, result]})) == [prompt]
+    call["tool_calls"] = [{"function": {"name": "add", "arguments": "3"}}]
+    with pytest.raises(ValueError, match="an object as the arguments of a call in line 1 of "):
+        read_prompts(write(tmp_path, {"messages": [asked, call, result]}))

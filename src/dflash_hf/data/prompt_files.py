@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.data.row_files import parsed_object
+from dflash_hf.data.row_files import parsed, parsed_object
 from dflash_hf.errors import one_line, require, shown
 
 MEDIA = ("image", "video")  # kinds of blocks beside texts
@@ -75,6 +75,40 @@ def joined_texts(content: Any) -> Any:
     if any(block["type"] != "text" for block in blocks):
         return blocks
     return "".join(block["text"] for block in blocks)
+
+
+def with_read_calls(turn: Mapping[str, Any], where: str = "a turn") -> dict[str, Any]:
+    """Returns a turn whose calls of tools have arguments that are objects, as templates take them.
+
+    Many sets have them as a text of JSON, as OpenAI's interface does. A template would write that between quotes.
+
+    Args:
+        where (`str`): What to call the turn in a sentence.
+
+    Raises:
+        ValueError: If the text says no object.
+    """
+    found = dict(turn)
+    calls = turn.get("tool_calls")
+    if isinstance(calls, Sequence) and not isinstance(calls, str):
+        found["tool_calls"] = [_read_call(call, where) for call in calls]
+    return found
+
+
+def _read_call(call: Any, where: str) -> Any:
+    """A call, or what is in its place, with arguments that are no text; they stand in its `function`, or beside it."""
+    if not isinstance(call, Mapping):
+        return call
+    found = dict(call)
+    if isinstance(call.get("function"), Mapping):
+        found["function"] = _read_call(call["function"], where)
+    if isinstance(call.get("arguments"), str):
+        text = call["arguments"].strip() or "{}"  # a call without arguments
+        arguments = parsed(text, f"the arguments of a call in {where}", FIX)
+        what = f"an object as the arguments of a call in {where}"
+        require(isinstance(arguments, Mapping), what, arguments, FIX)
+        found["arguments"] = arguments
+    return found
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:
@@ -191,15 +225,38 @@ def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
     messages = row.get("messages")
     prompt = row.get("prompt")
     if messages:
-        _check_messages(messages, where)
-        return [
-            {**message, "content": _located(message["content"], folder)} for message in messages
-        ]
+        require(isinstance(messages, list), f"messages, a list of turns, in {where}", messages, FIX)
+        return [_read_message(message, where, folder) for message in messages]
     if not prompt:
         raise ValueError(
             f"expected messages or prompt in {where}, got the keys {shown(list(row))}; add one of them"
         )
     return check_text(prompt, f"prompt in {where}")
+
+
+def _read_message(message: Any, where: str, folder: Path) -> dict[str, Any]:
+    """A message as this module's docstring has it, with paths of images from a folder; raises unless it is one."""
+    require(isinstance(message, dict), f"turns with role and content in {where}", message, FIX)
+    check_text(message.get("role"), f"role of each turn in {where}")
+    content = message.get("content")
+    # As OpenAI's interface has a turn of calls alone
+    if content is None and message.get("tool_calls"):
+        content = ""
+    content = _located(_checked_content(content, where), folder)
+    return with_read_calls({**message, "content": content}, where)
+
+
+def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """A message's content; raises unless it is a text or a list of parts."""
+    if not isinstance(content, list):
+        # Turns of calls, and system prompts of many sets, say nothing
+        what = f"content of each turn (or a list of parts) in {where}"
+        return check_text(content, what, may_be_empty=True)
+    require(bool(content), f"content in each turn in {where}", content, "add a part")
+    parts: list[Any] = content
+    for part in parts:
+        _check_part(part, where)
+    return parts
 
 
 def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[dict[str, Any]]:
@@ -210,23 +267,6 @@ def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[di
         {**part, "path": str(folder / part["path"])} if part.get("path") else part
         for part in content
     ]
-
-
-def _check_messages(messages: Any, where: str) -> None:
-    """Raises unless it is a conversation as this module's docstring has it."""
-    require(isinstance(messages, list), f"messages, a list of turns, in {where}", messages, FIX)
-    for message in messages:
-        require(isinstance(message, dict), f"turns with role and content in {where}", message, FIX)
-        check_text(message.get("role"), f"role of each turn in {where}")
-        content = message.get("content")
-        if not isinstance(content, list):
-            # Turns of calls, and system prompts of many sets, say nothing
-            what = f"content of each turn (or a list of parts) in {where}"
-            check_text(content, what, may_be_empty=True)
-            continue
-        require(bool(content), f"content in each turn in {where}", content, "add a part")
-        for part in content:
-            _check_part(part, where)
 
 
 def _check_part(part: Any, where: str) -> None:

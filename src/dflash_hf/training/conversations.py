@@ -20,11 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import image_size, shrunk_image, store_image
-from dflash_hf.data.prompt_files import MEDIA, SOURCES, VIDEO_SOURCES, check_text, joined_texts
+from dflash_hf.data.prompt_files import (
+    MEDIA,
+    SOURCES,
+    VIDEO_SOURCES,
+    check_text,
+    joined_texts,
+    with_read_calls,
+)
 from dflash_hf.data.row_files import parsed
 from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
-from dflash_hf.training.messages import with_read_calls
 
 # What sets call who speaks -> what chat templates do.
 ROLES = {

@@ -17,8 +17,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
-from dflash_hf.data.prompt_files import SOURCES, check_template_options, with_joined_texts
-from dflash_hf.data.row_files import parsed
+from dflash_hf.data.prompt_files import (
+    SOURCES,
+    check_template_options,
+    with_joined_texts,
+    with_read_calls,
+)
 from dflash_hf.errors import one_line, require, shown
 from dflash_hf.processing_qwen3_vl import check_pixels
 from dflash_hf.training.masks import (
@@ -101,40 +105,6 @@ def _of_day(template: str, date: str) -> str:
     macro = f"{{%- macro {DAY}(format) -%}}{{{{ format{''.join(written)} }}}}{{%- endmacro %}}"
     # The first end of line behind a block is left out, so that the template begins at the start of a line
     return f"{macro}\n{template}"
-
-
-def with_read_calls(turn: Mapping[str, Any], where: str = "a turn") -> dict[str, Any]:
-    """Returns a turn whose calls of tools have arguments that are objects, as templates take them.
-
-    Many sets have them as a text of JSON, as OpenAI's interface does. A template would write that between quotes.
-
-    Args:
-        where (`str`): What to call the turn in a sentence.
-
-    Raises:
-        ValueError: If the text says no object.
-    """
-    found = dict(turn)
-    calls = turn.get("tool_calls")
-    if isinstance(calls, Sequence) and not isinstance(calls, str):
-        found["tool_calls"] = [_read_call(call, where) for call in calls]
-    return found
-
-
-def _read_call(call: Any, where: str) -> Any:
-    """A call, or what is in its place, with arguments that are no text; they stand in its `function`, or beside it."""
-    if not isinstance(call, Mapping):
-        return call
-    found = dict(call)
-    if isinstance(call.get("function"), Mapping):
-        found["function"] = _read_call(call["function"], where)
-    if isinstance(call.get("arguments"), str):
-        text = call["arguments"].strip() or "{}"  # a call without arguments
-        arguments = parsed(text, f"the arguments of a call in {where}", FIX)
-        what = f"an object as the arguments of a call in {where}"
-        require(isinstance(arguments, Mapping), what, arguments, FIX)
-        found["arguments"] = arguments
-    return found
 
 
 def prepare_multimodal_messages(
