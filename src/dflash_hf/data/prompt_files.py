@@ -126,6 +126,13 @@ def check_template_options(
         require(name not in options, "options of the chat template", name, "leave it out")
 
 
+def blocks_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns all blocks of messages, in their order; a text has none."""
+    contents = [message.get("content") for message in messages]
+    lists = [content for content in contents if isinstance(content, list | tuple)]
+    return [block for blocks in lists for block in blocks]
+
+
 def text_of(prompt: Prompt) -> str:
     """Returns the texts of all messages, one per line."""
     texts: list[str] = []
@@ -151,9 +158,7 @@ def image_paths(prompt: Prompt) -> list[str]:
 
 def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
     """Returns the blocks of a prompt's messages that are images, in their order."""
-    contents = [message["content"] for message in as_messages(prompt)]
-    parts = [part for content in contents if not isinstance(content, str) for part in content]
-    return [part for part in parts if part["type"] == "image"]
+    return [part for part in blocks_of(as_messages(prompt)) if part["type"] == "image"]
 
 
 def with_images(text: str, files: Sequence[Path]) -> Prompt:

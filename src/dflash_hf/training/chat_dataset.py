@@ -9,7 +9,7 @@ from typing import Any, overload
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.data.image_files import image_size
-from dflash_hf.data.prompt_files import SOURCES
+from dflash_hf.data.prompt_files import SOURCES, blocks_of
 from dflash_hf.data.rows import without_filling
 from dflash_hf.errors import listed, require
 from dflash_hf.training.data import Example
@@ -179,21 +179,13 @@ class ChatDataset(Sequence[Example]):
 
 def _has_videos(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there is a video, whose file does not say how many tokens it becomes."""
-    contents = [message.get("content") for message in messages]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    return any(block["type"] == "video" for block in blocks)
+    return any(block["type"] == "video" for block in blocks_of(messages))
 
 
 def _image_sources(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What the messages' images are taken from, in their order."""
-    sources: list[Any] = []
-    for message in messages:
-        content = message.get("content")
-        if not isinstance(content, list):
-            continue
-        images = [block for block in content if block["type"] == "image"]
-        sources += [next(block[key] for key in SOURCES if key in block) for block in images]
-    return sources
+    images = [block for block in blocks_of(messages) if block["type"] == "image"]
+    return [next(block[key] for key in SOURCES if key in block) for block in images]
 
 
 def _has_answer(row: Mapping[str, Any]) -> bool:

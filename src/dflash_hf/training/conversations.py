@@ -24,6 +24,7 @@ from dflash_hf.data.prompt_files import (
     MEDIA,
     SOURCES,
     VIDEO_SOURCES,
+    blocks_of,
     check_text,
     joined_texts,
     with_read_calls,
@@ -133,9 +134,7 @@ def _tools(row: Row) -> Sequence[Any]:
 def _place_videos(messages: list[dict[str, Any]], row: Row) -> None:
     """Gives the videos of a row's column their places: blocks without one, else before the user's first text."""
     videos = [_video(source, row) for source in row.own_videos()]
-    contents = [message["content"] for message in messages]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    places = [block for block in blocks if block == {"type": "video"}]
+    places = [block for block in blocks_of(messages) if block == {"type": "video"}]
     from_users = [message for message in messages if message["role"] == "user"]
     if videos and not places and from_users:
         first = from_users[0]

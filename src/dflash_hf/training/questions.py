@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_hf.data.prompt_files import SOURCES
+from dflash_hf.data.prompt_files import SOURCES, blocks_of
 from dflash_hf.data.row_files import RowFile
 from dflash_hf.errors import require
 from dflash_hf.training.answer_rows import Answering, Question, answers_in
@@ -175,7 +175,5 @@ def _images_up_to(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]])
 
 def _num_places(messages: Sequence[Mapping[str, Any]]) -> int:
     """How many blocks of images some messages have that are without an image of their own."""
-    contents = [message.get("content") for message in messages]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    images = [block for block in blocks if block["type"] == "image"]
+    images = [block for block in blocks_of(messages) if block["type"] == "image"]
     return sum(block.keys().isdisjoint(SOURCES) for block in images)

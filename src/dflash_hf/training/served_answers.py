@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_hf.data.openai_client import NoTextError, OpenAIClient, run_async
-from dflash_hf.data.prompt_files import MEDIA
+from dflash_hf.data.prompt_files import MEDIA, blocks_of
 from dflash_hf.data.row_files import RowAppender
 from dflash_hf.training.answer_rows import (
     TOO_LONG,
@@ -148,8 +148,5 @@ def _of_today(asked: Question) -> Question:
 
 def has_images(row: Mapping[str, Any]) -> bool:
     """Returns True if a row has images or videos, in its messages or beside them."""
-    contents = [message.get("content") for message in row["messages"]]
-    return (
-        any(block["type"] in MEDIA for c in contents if isinstance(c, list) for block in c)
-        or "images" in row
-    )
+    in_messages = any(block["type"] in MEDIA for block in blocks_of(row["messages"]))
+    return in_messages or "images" in row
