@@ -429,16 +429,12 @@ def _size_of(
     row: Mapping[str, Any], turns: list[int], processing_class: Processing, limit: int | None
 ) -> tuple[int, bool]:
     """Tokens of turns that are trained on together, and whether they are cut; 0 where nothing is left of an answer."""
-    dataset = ChatDataset([{**row, "trained_turns": turns}], processing_class)
-    if "images" in row or any(isinstance(turn["content"], list) for turn in row["messages"]):
-        size = dataset.lengths[0]
-        is_whole = limit is None or size <= limit
-        return (size if is_whole else 0), False
-    example = dataset[0]
+    example = ChatDataset([{**row, "trained_turns": turns}], processing_class)[0]
     size = len(example.input_ids)
     if limit is None or size <= limit:
         return size, False
-    if example.prompt_length() >= limit:
+    can_be_cut = not example.has_images and example.prompt_length() < limit
+    if not can_be_cut:
         return 0, False
     return limit, True
 
