@@ -64,7 +64,9 @@ def interrupt(case: Case, num_points: int | None) -> None:
             conversation.drafted(turn, given, copy.deepcopy(cache), truth, **around)[0]
         )
 
-    call()  # what happens once in a process has happened then
+    finished = copy.deepcopy(cache)
+    # What happens once in a process happens here.
+    conversation.drafted(turn, given, finished, truth)
     seen = Tracer()
     text = call(around=traced(seen))
     points = seen.points()
@@ -90,8 +92,12 @@ def interrupt(case: Case, num_points: int | None) -> None:
         check_left(before, left_behind(target))
         if ours is not None:
             assert cache is not None
+            assert finished is not None
             if ours.get_seq_length() == cache.get_seq_length():
                 check_unchanged(ours, cache)
+            else:
+                # The interrupt came when all was done, or not at all.
+                assert ours.get_seq_length() == finished.get_seq_length()
         assert torch.equal(call(), text), point
     assert num_interrupted > 0.7 * num_reached  # in `__del__` and its like they are swallowed
     if num_points is None:
