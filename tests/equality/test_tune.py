@@ -81,7 +81,7 @@ def test_runs_verify_what_the_table_says(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])  # with 3 one width is the cheapest throughout
 def test_a_table_that_lies_changes_no_text(
     family: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,10 +96,18 @@ def test_a_table_that_lies_changes_no_text(
         rows: {width: source.uniform(0.01, 1.0) for width in candidate_widths(8)} for rows in (1, 3)
     }
     table = CostTable(steps, {rows: source.uniform(0.01, 1.0) for rows in steps})
+    read: list[Any] = []
+
+    def lying(about: Any) -> CostTable:
+        read.append(about)
+        return table
+
     monkeypatch.setattr(options, "has_tables", lambda: True)
-    monkeypatch.setattr(options, "read_table", lambda about: table)
+    monkeypatch.setattr(options, "read_table", lying)
     drafted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(drafted, plain)
+    assert len(read) == 1
+    assert len(set(draft.last_stats.verify_widths)) > 1
 
 
 def test_a_call_and_its_repetition_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
