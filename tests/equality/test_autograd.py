@@ -32,51 +32,59 @@ class Uphill(LogitsProcessor):
         return scores + 5 * own.grad
 
 
+class Kept(list[tuple[Tensor, Tensor]]):
+    """Tensors that a call handed out, each with a copy of what it was then."""
+
+    def add(self, value: Tensor) -> None:
+        self.append((value, value.clone()))
+
+
 class KeepsScores(LogitsProcessor):
     is_row_wise = True
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.kept = Kept()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.kept.append(scores)
+        self.kept.add(scores)
         return scores
 
 
 class KeepsIds(StoppingCriteria):
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.kept = Kept()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.kept.append(input_ids)
+        self.kept.add(input_ids)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 class KeepsTokens(BaseStreamer):
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.kept = Kept()
 
     def put(self, value: Tensor) -> None:
-        self.kept.append(value)
+        self.kept.add(value)
 
     def end(self) -> None: ...
 
 
-def hooked(target: Any) -> list[Tensor]:
+def hooked(target: Any) -> Kept:
     """Returns a list that gets what the second layer returns."""
-    kept: list[Tensor] = []
+    kept = Kept()
 
     def keep(module: Any, given: Any, out: Any) -> None:
-        kept.append(out if isinstance(out, Tensor) else out[0])
+        kept.add(out if isinstance(out, Tensor) else out[0])
 
     target.model.layers[1].register_forward_hook(keep)
     return kept
 
 
-def learn(kept: list[Tensor]) -> None:
-    """Trains something on each tensor."""
+def learn(kept: Kept) -> None:
+    """Trains something on each tensor, which the rest of the call has left as it was."""
     assert len(kept) > 1
-    for one in kept:
+    for one, then in kept:
+        assert torch.equal(one, then)
         if one.is_floating_point():
             probe: nn.Module = nn.Linear(one.shape[-1], 2, dtype=one.dtype)
         else:
@@ -106,7 +114,7 @@ def test_what_is_kept_can_be_learnt_from(family: str) -> None:
     scores = KeepsScores()
     ids = KeepsIds()
     tokens = KeepsTokens()
-    calls: list[tuple[list[Tensor], dict[str, Any]]] = [
+    calls: list[tuple[Kept, dict[str, Any]]] = [
         (scores.kept, {"logits_processor": [scores]}),
         (ids.kept, {"stopping_criteria": StoppingCriteriaList([ids])}),
         (tokens.kept, {"streamer": tokens}),
@@ -114,8 +122,10 @@ def test_what_is_kept_can_be_learnt_from(family: str) -> None:
     ]
     for kept, given in calls:
         kept.clear()
-        target.generate(**prompts([9], 0), **GREEDY, **given, assistant_model=draft)
+        text = target.generate(**prompts([9], 0), **GREEDY, **given, assistant_model=draft)
         learn(kept)
+    streamed = torch.cat([one.flatten() for one, _ in tokens.kept])
+    assert torch.equal(streamed, text[0])
 
 
 def test_states_of_a_cache_that_is_advanced_can_be_learnt_from() -> None:
@@ -141,14 +151,14 @@ def test_gradients_within_a_call(family: str) -> None:
 
 def test_a_rule_of_iterate_may_keep_what_it_gets() -> None:
     target: Any = shallow_target("qwen3")
-    kept: list[Tensor] = []
+    kept = Kept()
 
     def propose(logits: Tensor, anchor: Tensor) -> Tensor:
-        kept.append(logits)
+        kept.add(logits)
         return logits.argmax(-1)
 
     def accept(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
-        kept.append(logits)
+        kept.add(logits)
         return torch.zeros(len(tokens), dtype=torch.long)
 
     for rule in ({"propose": propose}, {"accept": accept}):
