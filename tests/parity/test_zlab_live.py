@@ -1,6 +1,6 @@
 """z-lab's own class loads what `save_draft(format="zlab")` writes, and computes the same; runs where it is installed.
 
-It is not among the development dependencies because of its pins: `pip install --no-deps dflash==0.1.0` is enough.
+`make setup` installs it with `--no-deps`, because its pins are not ours: `pip install --no-deps dflash==0.1.0`.
 """
 
 import importlib
