@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dflash_hf.bench.timing import Marks
+from dflash_hf.generation.capture import capture
 from dflash_hf.pair.answers import synchronize
 
 SAMPLES = 11
 
 
 def milliseconds(
-    calls: list[Callable[[], Any]], device: torch.device, samples: int = SAMPLES
+    calls: Sequence[Callable[[], Any]], device: torch.device, samples: int = SAMPLES
 ) -> list[float]:
     """Times a list of calls as a whole, several times; on CUDA as one graph, so that no launch waits for the host.
 
     Returns:
         `list[float]`: Milliseconds per call, one value per sample.
+
+    Raises:
+        NotCapturableError: If CUDA cannot capture a call. Others can be captured afterwards.
     """
-    for call in calls:
-        call()
+    if device.type != "cuda":
+        return uncaptured_milliseconds(calls, device, samples)
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device()
+    run = functools.partial(_run_all, calls)
+    pool = torch.cuda.graph_pool_handle()
+    # By its index the device is found where a refused capture is ended.
+    graph, _ = capture(run, run, torch.device("cuda", index), pool)
+    return _timed(graph.replay, len(calls), device, samples)
+
+
+def uncaptured_milliseconds(
+    calls: Sequence[Callable[[], Any]], device: torch.device, samples: int = SAMPLES
+) -> list[float]:
+    """Times a list of calls as [`milliseconds`] does, each launched by the host, whose time counts too."""
+    return _timed(functools.partial(_run_all, calls), len(calls), device, samples)
+
+
+def _run_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs all calls; what they return is kept until the last one, so that each writes to memory of its own."""
+    return [call() for call in calls]
+
+
+def _timed(
+    run: Callable[[], Any], num_calls: int, device: torch.device, samples: int
+) -> list[float]:
+    """Returns the milliseconds per call of each sample, after a run that does not count."""
+    run()
     synchronize(device)
-    run: Callable[[], Any] = lambda: [call() for call in calls]  # noqa: E731
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        run = graph.replay
-        run()
     marks = Marks(device)
     for _ in range(samples):
         marks.mark()
         run()
     marks.mark()
-    return [span / len(calls) for span in marks.intervals()]
+    return [span / num_calls for span in marks.intervals()]
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:

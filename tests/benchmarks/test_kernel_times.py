@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,15 @@ from typing import Any
 import kernel_times
 import pytest
 import torch
-from harness.kernel_cases import FLASH_ATTENTION, all_cases, attention_case, flash_attention
+from harness import rates
+from harness.kernel_cases import FLASH_ATTENTION, Case, all_cases, attention_case, flash_attention
 from harness.plots import conditions
 from harness.sweep import SHARES, TILES, sweep
 from torch import Tensor
 
 import dflash_kernels
+from dflash_hf.generation.capture import NotCapturableError
+from dflash_hf.generation.host_reads import HostReadError, NoHostReads
 from dflash_kernels.block_attention import kernel
 from helpers.scripts import run_script
 
@@ -134,6 +138,58 @@ def test_a_tile_that_does_not_fit_spoils_no_other_row(monkeypatch: pytest.Monkey
     assert failed == [(128, 2, 8)] * len(SHARES)
     assert attention.num_tried == len(SHARES)
     assert not dflash_kernels.block_attention.operation.failures
+
+
+def test_references_that_read_on_the_host_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cpu")
+    captured = rates.milliseconds
+
+    def guarded(calls: Sequence[Callable[[], Any]], *rest: Any) -> list[float]:
+        # Torch tells no mode of a `tolist` of a tensor on the host.
+        with monkeypatch.context() as patch, NoHostReads():
+            patch.setattr(Tensor, "tolist", refused)
+            for call in calls:
+                call()
+        return captured(calls, *rest)
+
+    def refused(tensor: Tensor) -> Any:
+        raise HostReadError("tolist")
+
+    def without_kernel(case: Case) -> Case:
+        # On a CPU its definition runs in its place.
+        return replace(case, ways={"kernel": lambda x: None, "reference": case.ways["reference"]})
+
+    monkeypatch.setattr(kernel_times, "milliseconds", guarded)
+    cases = all_cases(kernel_times.TINY, [1], [24], torch.float32, device)
+    with torch.inference_mode():
+        for case in cases:
+            row = kernel_times.measure(without_kernel(case), 1e9, device, 1)
+            assert row["microseconds"]["reference"]["p50"] > 0, case.kernel
+        by_name = {case.kernel: case for case in cases}
+        for name in kernel_times.READING_ON_HOST:
+            calls = [partial(by_name[name].ways["reference"], by_name[name].make(0))]
+            with pytest.raises(HostReadError):
+                guarded(calls, device)
+
+
+def test_a_capture_goes_by_what_cleans_up_behind_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[torch.device, Any]] = []
+
+    def refuse(warm_up: Any, body: Any, device: torch.device, pool: Any) -> Any:
+        asked.append((device, pool))
+        raise NotCapturableError("CUDA could not capture it (it reads on the host)")
+
+    monkeypatch.setattr(rates, "capture", refuse)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    with pytest.raises(NotCapturableError):
+        rates.milliseconds([lambda: None], torch.device("cuda"))
+    # A capture that is refused is ended by the index of its device, and by its pool.
+    assert asked == [(torch.device("cuda", 3), (0, 7))]
 
 
 def test_a_wrong_library_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
