@@ -29,6 +29,7 @@ from torch.nn.functional import linear
 
 from dflash_hf import joint_products
 from dflash_hf.generation.product_times import measure_products
+from dflash_hf.target_model.user_code import MARK
 
 from .operations import no_stand_ins
 from .pair import Pair
@@ -143,9 +144,18 @@ class Streams:
 
 
 @contextmanager
-def own_forwards(forwards: dict[nn.Module, Callable[[Tensor], Tensor]]) -> Generator[None]:
-    """Gives modules forwards of their own, for as long as the block runs."""
+def own_forwards(
+    draft: nn.Module, forwards: dict[nn.Module, Callable[[Tensor], Tensor]]
+) -> Generator[None]:
+    """Gives modules forwards of their own, for as long as the block runs.
+
+    Those of the draft are marked as this package's: behind a user's the layers write context one by one, without
+    stacked weights. Those of the target are not, since its fast layers on a CPU do without marked forwards.
+    """
+    of_draft = set(draft.modules())
     for module, forward in forwards.items():
+        if module in of_draft:
+            setattr(forward, MARK, True)
         vars(module)["forward"] = forward
     try:
         yield
@@ -224,7 +234,7 @@ def forked_projections(pair: Pair) -> Generator[Changed]:
         changed.names |= {
             f"{number}.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
         }
-    with own_forwards(forwards):
+    with own_forwards(pair.draft, forwards):
         yield changed
 
 
@@ -268,7 +278,7 @@ def stacked_projections(pair: Pair) -> Generator[Changed]:
             continue
         forwards |= Stacked(stacked).forwards()
         changed.names |= {f"{number}.{name}" for name in ATTENTION[:3]}
-    with own_forwards(forwards):
+    with own_forwards(pair.draft, forwards):
         yield changed
 
 
@@ -318,7 +328,7 @@ def prefetched_weights(pair: Pair) -> Generator[Changed]:
     forwards = Prefetch(pair).forwards()
     changed = Changed()
     changed.names |= {str(number) for number in range(len(forwards))}
-    with own_forwards(forwards):
+    with own_forwards(pair.draft, forwards):
         yield changed
 
 

@@ -13,11 +13,14 @@ import gemm_times
 import prepare
 import pytest
 import torch
-from harness.experiments import WAIT, Streams, with_wait
+from harness.experiments import EXPERIMENTS, WAIT, Streams, with_wait
 from harness.gaps import Span, gaps_between
-from harness.shapes import SHAPES
+from harness.methods import OURS_DEFAULT, measure
+from harness.shapes import SHAPES, build_pair, tiny
 
 from dflash_hf import ops
+from dflash_hf.bench.cells import Options
+from dflash_hf.cache.context import NewContext
 from helpers.scripts import run_script
 
 KERNEL = '''def kernel(
@@ -132,6 +135,28 @@ def test_without_cuda_a_stream_only_calls() -> None:
     streams = Streams(torch.device("cpu"), 2)
     assert streams.on(1, streams.mark(), lambda: 7) == 7
     streams.join()
+
+
+@pytest.mark.parametrize("name", ["unchanged", "forked", "prefetch", "stacked"])
+def test_a_changed_draft_writes_context_as_it_does_unchanged(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one product with stacked weights: else an experiment would time another draft."""
+    pair = build_pair(
+        "qwen3-8b", tiny(SHAPES["qwen3-8b"]), torch.float32, torch.device("cpu"), lengths=(9, 9)
+    )
+    found: list[bool] = []
+    whole = NewContext.write_all_layers
+
+    def noted(context: NewContext, *rest: Any) -> bool:
+        found.append(whole(context, *rest))
+        return found[-1]
+
+    monkeypatch.setattr(NewContext, "write_all_layers", noted)
+    with ops.kernels(True), EXPERIMENTS[name](pair):
+        measure(pair, OURS_DEFAULT, pair.inputs("random", 0, 1), Options(max_new_tokens=8))
+    assert found
+    assert all(found)
 
 
 def test_a_way_of_preparing_that_fails_ends_the_script(
