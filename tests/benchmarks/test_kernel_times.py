@@ -140,6 +140,19 @@ def test_a_tile_that_does_not_fit_spoils_no_other_row(monkeypatch: pytest.Monkey
     assert not dflash_kernels.block_attention.operation.failures
 
 
+def test_products_of_more_rows_than_kernels_take_are_no_cases() -> None:
+    found = {
+        batch: {
+            case.kernel
+            for case in all_cases(
+                kernel_times.TINY, [batch], [24], torch.float32, torch.device("cpu")
+            )
+        }
+        for batch in (8, 16)  # 32 and 64 rows
+    }
+    assert found[8] - found[16] == {"linears", "gated_linear"}
+
+
 def test_references_that_read_on_the_host_are_not_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
