@@ -198,6 +198,16 @@ def row_or_reason(
     return row, None
 
 
+def save(record: dict[str, Any], path: Path) -> None:
+    """Writes what there is so far, with its floors: a borrowed machine may be gone before the end."""
+    facts = record["provenance"]
+    is_tiny = facts["is_tiny"]
+    record["floors"] = floor_rows(record["rows"], judged=facts["device"] != "cpu" and not is_tiny)
+    # Tiny shapes are never a record.
+    if may_write(path, quiet=not is_tiny):
+        write(record, path)
+
+
 def main(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Tiny shapes, on any device: to try the script.")
@@ -238,12 +248,13 @@ def main(
     facts |= {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", **provenance(device)}
     rows: list[Row] = []
     wrong: list[Row] = []
+    swept_rows: list[Row] = []
     record: dict[str, Any] = {
         "provenance": facts,
         "rows": rows,
         "wrong": wrong,
         "floors": [],
-        "sweep": [],
+        "sweep": swept_rows,
     }
     with torch.inference_mode():
         bandwidth = bandwidth_of(device, tiny)
@@ -261,17 +272,15 @@ def main(
                 )
             else:
                 rows.append(row)
-            if may_write(path, quiet=not tiny):
-                write(record, path)  # a borrowed machine may be gone before the end
-        record["sweep"] = sweep(sizes, cells, dtype, device)
+            save(record, path)
+        for row in sweep(sizes, cells, dtype, device):
+            swept_rows.append(row)
+            save(record, path)
     show(f"Kernels, {dtype}, copy {bandwidth / 1e9:.0f} GB/s", rows, COLUMNS)
-    show("Attention under other tiles", record["sweep"], SWEEP_COLUMNS)
-    floors = floor_rows(rows, judged=device.type == "cuda" and not tiny)
-    show("Floors: one H200", floors, FLOOR_COLUMNS)
+    show("Attention under other tiles", swept_rows, SWEEP_COLUMNS)
+    show("Floors: one H200", record["floors"], FLOOR_COLUMNS)
     if wrong:
         show("Wrong, or not to be had", wrong, WRONG_COLUMNS)
-    # Tiny shapes are never a record.
-    record["floors"] = floors
     finish(record, path, quiet=not tiny)
     if wrong:
         raise typer.Exit(1)

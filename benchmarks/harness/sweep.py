@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,15 +56,14 @@ def _chosen(tile: tuple[int, int, int] | None, share: float) -> Generator[None]:
 
 def sweep(
     sizes: Sizes, cells: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
-) -> list[Row]:
-    """Times a target's attention in every way; what does not compile or fit is a row that says why.
+) -> Iterator[Row]:
+    """Times a target's attention in every way, a row for each; what does not compile or fit is a row that says why.
 
     Args:
         sizes (`Sizes`): Of the model.
         cells (`list[tuple[int, int]]`): Batches and contexts.
         dtype, device: Of keys and values.
     """
-    rows: list[Row] = []
     for (batch, context), tile, share in itertools.product(cells, TILES, SHARES):
         case = attention_case(sizes, batch, context, dtype, device, causal=True)
         inputs = [case.make(seed) for seed in range(2)]
@@ -84,5 +83,4 @@ def sweep(
                 row["microseconds"] = percentiles([span * 1e3 for span in spans])
             except Exception as error:  # whatever a compiler raises
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        rows.append(row)
-    return rows
+        yield row

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import harness.sweep
 import kernel_times
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_a_tile_that_does_not_fit_spoils_no_other_row(monkeypatch: pytest.Monkey
 
     attention = GivenUp(dflash_kernels.block_attention, is_large)
     monkeypatch.setattr(dflash_kernels, "block_attention", attention)
-    rows = sweep(kernel_times.TINY, [(1, 24)], torch.float32, torch.device("cpu"))
+    rows = list(sweep(kernel_times.TINY, [(1, 24)], torch.float32, torch.device("cpu")))
     failed = [row["tile"] for row in rows if row["error"] is not None]
     assert failed == [(128, 2, 8)] * len(SHARES)
     assert attention.num_tried == len(SHARES)
@@ -203,6 +204,27 @@ def test_a_capture_goes_by_what_cleans_up_behind_a_refusal(
         rates.milliseconds([lambda: None], torch.device("cuda"))
     # A capture that is refused is ended by the index of its device, and by its pool.
     assert asked == [(torch.device("cuda", 3), (0, 7))]
+
+
+def test_an_interrupted_sweep_leaves_its_rows_and_the_floors(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_timed = 0
+
+    def interrupted(*args: Any) -> list[float]:
+        nonlocal num_timed
+        num_timed += 1
+        if num_timed > 3:
+            raise KeyboardInterrupt
+        return [1.0]
+
+    monkeypatch.setattr(harness.sweep, "milliseconds", interrupted)
+    monkeypatch.setattr(kernel_times, "all_cases", lambda *args: [])
+    out = tmp_path / "kernels.json"
+    assert run("--tiny", "--swept", "1x24", "--out", str(out)).exit_code != 0
+    record = json.loads(out.read_text())
+    assert [row["microseconds"]["p50"] for row in record["sweep"]] == [1000.0] * 3
+    assert len(record["floors"]) == 2
 
 
 def test_a_wrong_library_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
