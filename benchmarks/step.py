@@ -222,16 +222,9 @@ def run_model(bench: Bench, model: str, save: Any) -> None:
         run_methods(bench, model, pair, cell, methods_for(bench, model, pair, cell, zlab))
         run_stages(bench, model, pair, cell)
         run_experiments(bench, model, pair, cell)
-        # The floor is asked of this cell, and each cell may be a process of its own.
-        if (
-            cell == (1, SHORT)
-            and bench.device.type == "cuda"
-            and bench.methods
-            and not bench.is_late()
-        ):
-            bench.graph_memory[model] = graph_memory(
-                pair, pair.inputs("random", context, batch), bench.new_tokens
-            )
+        # A process that ends in what follows leaves what has been measured.
+        save()
+        run_graph_memory(bench, model, pair, cell)
         release(pair)
         save()
 
@@ -359,6 +352,18 @@ def run_experiments(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
         row = stage_row(pair, model, cell, stages, bench.bandwidth, is_default=True)
         found = {"experiment": name, "changed": len(changed), "same_text": answers == wanted}
         bench.experiment_rows.append({**found, **row})
+
+
+def run_graph_memory(bench: Bench, model: str, pair: Pair, cell: Cell) -> None:
+    """Measures the memory of graphs on CUDA, in the one cell of which the floor is asked."""
+    is_wanted = cell == (1, SHORT) and bench.device.type == "cuda" and bool(bench.methods)
+    if not is_wanted or bench.is_late():
+        return
+    inputs = pair.inputs("random", cell[1], cell[0])
+    try:
+        bench.graph_memory[model] = graph_memory(pair, inputs, bench.new_tokens)
+    except Exception as error:
+        bench.fail(model, cell, "memory of graphs", error)
 
 
 def graph_memory(pair: Pair, inputs: Any, new_tokens: int) -> Row:

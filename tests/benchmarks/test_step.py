@@ -197,6 +197,38 @@ def test_what_breaks_off_costs_only_itself(
     ]
 
 
+def test_memory_that_cannot_be_measured_costs_only_itself(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "step.json"
+    written: list[int] = []
+    whole = step.run_model
+
+    def pretended(bench: step.Bench, *rest: Any) -> None:
+        bench.device = torch.device("cuda")
+        whole(bench, *rest)
+
+    def on_cpu(name: str, shape: Any, dtype: torch.dtype, device: Any, **rest: Any) -> Pair:
+        is_plan = device.type == "meta"
+        return build_pair(name, shape, dtype, device if is_plan else CPU, **rest)
+
+    def broken(*args: Any) -> Any:
+        written.append(len(json.loads(out.read_text())["rows"]))
+        raise AttributeError("it broke")
+
+    monkeypatch.setattr(step, "run_model", pretended)
+    monkeypatch.setattr(step, "build_pair", on_cpu)
+    monkeypatch.setattr(step, "graph_memory", broken)
+    monkeypatch.setattr(step, "SHORT", 24)
+    result = run(*QUICK, "--cells", "1x24", "--methods", "plain", "--out", str(out))
+    assert result.exit_code == 1
+    assert written == [1], "the cell is written before"
+    record = json.loads(out.read_text())
+    assert [(row["what"], row["why"]) for row in record["not_run"]] == [
+        ("memory of graphs", "AttributeError: it broke")
+    ]
+
+
 def test_an_interrupted_run_leaves_what_it_had(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
