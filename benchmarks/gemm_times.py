@@ -218,6 +218,7 @@ def main(
         "benchmark": "gemm",
         "model": model,
         "is_tiny": is_tiny,
+        "is_complete": False,
         "dtype": str(dtype).removeprefix("torch."),
         "copy_bytes_per_second": bandwidth,
         **provenance(device),
@@ -241,6 +242,7 @@ def main(
                 if may_write(path, quiet=not is_tiny):
                     write(record, path)  # a borrowed machine may be gone before the end
     show(f"Products with the weights of {model}, copy {bandwidth / 1e9:.0f} GB/s", found, COLUMNS)
+    facts["is_complete"] = True
     # Tiny weights are never a record.
     finish(record, path, quiet=not is_tiny)
     if has_failed:

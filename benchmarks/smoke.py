@@ -263,8 +263,15 @@ def main(
     dtype = dtype_of(is_tiny)
     pair = build_pair("qwen3-8b", shape, dtype, place, lengths=lengths)
     path = out or Path(os.environ.get("OUT", RESULTS)) / "smoke.json"
-    facts = {"benchmark": "smoke", "is_tiny": is_tiny, "dtype": pair.dtype, "layers": shape.layers}
-    record: dict[str, Any] = {"provenance": {**facts, **provenance(place)}, "rows": []}
+    facts: dict[str, Any] = {
+        "benchmark": "smoke",
+        "is_tiny": is_tiny,
+        "is_complete": False,
+        "dtype": pair.dtype,
+        "layers": shape.layers,
+        **provenance(place),
+    }
+    record: dict[str, Any] = {"provenance": facts, "rows": []}
     may_be_kept = may_write(path, quiet=not is_tiny)
     smoke = Smoke(
         pair=pair,
@@ -284,6 +291,7 @@ def main(
         smoke.add("a capture outside of inference mode", None, why="there is no CUDA")
     smoke.attempt("plain generate with a static cache", lambda: static_cache(pair))
     show(f"Smoke: {pair.dtype} on {place}", smoke.rows, COLUMNS)
+    facts["is_complete"] = True
     # Tiny sizes are never a record.
     finish(record, path, quiet=not is_tiny)
     if any(row["passed"] is False for row in smoke.rows):

@@ -59,7 +59,9 @@ def test_products_with_the_weights_of_a_shape(
     out = tmp_path / "gemm.json"
     result = run_script(gemm_times.main, "--tiny", "--rows", "4,64", "--out", str(out))
     assert result.exit_code == 1, "one weight has failed"
-    every = json.loads(out.read_text())["rows"]
+    record = json.loads(out.read_text())
+    assert record["provenance"]["is_complete"]
+    every = record["rows"]
     rows = [row for row in every if row["weight"] in shapes]
     assert len(rows) == 2 * len(shapes), "the others are timed"
     both = [row for row in every if row["weight"] not in shapes]
@@ -77,6 +79,25 @@ def test_products_with_the_weights_of_a_shape(
             assert row["bytes"] == 4 * (many * few + row["rows"] * (many + few))
             rate = row["bytes"] / row["microseconds"]["p50"] / 1e3
             assert row["gigabytes_per_second"] == pytest.approx(rate)
+
+
+def test_products_that_were_cut_off_are_an_incomplete_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = iter([[1.0]])
+
+    def measure(*args: Any) -> list[float]:
+        for found in spans:
+            return found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gemm_times, "measure", measure)
+    out = tmp_path / "gemm.json"
+    result = run_script(gemm_times.main, "--tiny", "--rows", "4", "--out", str(out))
+    assert result.exit_code != 0
+    record = json.loads(out.read_text())
+    assert len(record["rows"]) == 1
+    assert record["provenance"]["is_complete"] is False
 
 
 def test_products_whose_kernel_cannot_be_had_are_not_timed(

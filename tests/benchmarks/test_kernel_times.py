@@ -38,6 +38,7 @@ def test_tiny_shapes_run_anywhere(results: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     record: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     assert json.loads(out.read_text()) == record
+    assert record["provenance"]["is_complete"]
     assert len(record["sweep"]) == len(TILES) * len(SHARES)
     assert all(row["error"] is None and row["microseconds"]["p50"] > 0 for row in record["sweep"])
     names = [row["kernel"] for row in record["rows"]]
@@ -225,6 +226,7 @@ def test_an_interrupted_sweep_leaves_its_rows_and_the_floors(
     record = json.loads(out.read_text())
     assert [row["microseconds"]["p50"] for row in record["sweep"]] == [1000.0] * 3
     assert len(record["floors"]) == 2
+    assert record["provenance"]["is_complete"] is False
 
 
 def test_a_wrong_library_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ def test_every_engine_is_tried(results: Path, tmp_path: Path) -> None:
     out = tmp_path / "smoke.json"
     result = run("--out", str(out))
     assert result.exit_code == 0, result.output
-    rows = {row["check"]: row for row in json.loads(out.read_text())["rows"]}
+    record = json.loads(out.read_text())
+    assert record["provenance"]["is_complete"]
+    rows = {row["check"]: row for row in record["rows"]}
     cells = [f"{sampling}, batch {batch}" for sampling in ("greedy", "qwen3") for batch in (1, 8)]
     for cell in cells:
         assert rows[f"static, {cell}"]["engine"] == "static"
@@ -58,3 +60,20 @@ def test_what_fails_is_a_row_and_not_the_end(
     assert "differs from token 3 on" in rows["static, greedy, batch 1"]["why"]
     assert rows["static, qwen3, batch 1"]["passed"], "what is sampled is not compared with plain's"
     assert rows["plain generate with a static cache"]["passed"]
+
+
+def test_what_was_cut_off_is_an_incomplete_record(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smoke, "ENGINES", ())
+    monkeypatch.setattr(smoke, "kernels", interrupted)
+    assert run("--out", str(tmp_path / "smoke.json")).exit_code != 0
+    record = json.loads((tmp_path / "smoke.json").read_text())
+    assert [row["check"] for row in record["rows"]] == [
+        "plain, greedy, batch 1",
+        "plain, greedy, batch 8",
+    ]
+    assert record["provenance"]["is_complete"] is False
