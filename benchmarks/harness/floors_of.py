@@ -111,13 +111,13 @@ def row_lines(row: Record) -> list[str]:
             return []
         return [f"  {VERDICT[row['passed']]:10} {row['check']}: {row['why'][:160]}"]
     if "weight" in row:
+        # Older records have no ways: all their products are by torch.
+        products = f"{row['weight']}, {row.get('way', 'torch')}, {row['rows']} rows"
         if row["error"] is not None:
-            return [f"  FAIL       {row['weight']}, {row['rows']} rows: {row['error'][:160]}"]
+            return [f"  FAIL       {products}: {row['error'][:160]}"]
         if row["rows"] == FEW_ROWS:
             share = row["share_of_copy_bandwidth"]
-            return [
-                f"  {row['weight']}, {FEW_ROWS} rows: {row['gigabytes_per_second']:.4g} GB/s, {share:.3g} of a copy"
-            ]
+            return [f"  {products}: {row['gigabytes_per_second']:.4g} GB/s, {share:.3g} of a copy"]
     return []
 
 

@@ -286,14 +286,15 @@ def test_the_short_end_names_floors_and_what_was_not_run(
     checks = [{"check": "plain", "passed": True, "why": None}]
     checks.append({"check": "eager, greedy", "passed": False, "why": "it broke"})
     products = {
-        "weight": "q, o",
+        "weight": "o alone",
         "rows": 16,
         "gigabytes_per_second": 3100.0,
         "share_of_copy_bandwidth": 0.8,
     }
     (tmp_path / "smoke.json").write_text(json.dumps({"provenance": machine, "rows": checks}))
+    broken = {"weight": "o alone", "way": "one launch", "rows": 32, "error": "it broke"}
     (tmp_path / "gemm.json").write_text(
-        json.dumps({"provenance": machine, "rows": [{**products, "error": None}]})
+        json.dumps({"provenance": machine, "rows": [{**products, "error": None}, broken]})
     )
     floors_of.main(tmp_path)
     said = capsys.readouterr().out
@@ -305,7 +306,8 @@ def test_the_short_end_names_floors_and_what_was_not_run(
     assert "host_reads" not in said
     assert "FAIL       eager, greedy: it broke" in said
     assert "plain" not in said
-    assert "q, o, 16 rows: 3100 GB/s, 0.8 of a copy" in said
+    assert "o alone, torch, 16 rows: 3100 GB/s, 0.8 of a copy" in said
+    assert "FAIL       o alone, one launch, 32 rows: it broke" in said
     assert (
         "FAIL       eager (eager), batch 1, bfloat16: 3 of 4 texts identical, widest margin 0.3"
         in said
