@@ -2,7 +2,7 @@
 
     make real
     .venv/bin/dflash-hf bench prepare gsm8k,humaneval,mt-bench --out build/smollm2/data
-    .venv/bin/python benchmarks/batches.py --rows 1,2,4,8,16,32
+    .venv/bin/python benchmarks/batches.py --rows 1,2,4,8,16,32 --questions 32
 
 Every way answers the same batches of questions in turns, in another order each round, all in this process. Its time is
 the process's own time on a processor, the least of the rounds, summed over the batches. What the first call with a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,17 @@ def test_a_batch_that_cannot_be_filled_is_refused() -> None:
     done = run("--rows", "1,8", "--questions", "4")
     assert done.exit_code == 2
     assert "expected at least 8 --questions" in " ".join(done.output.split())
+
+
+def test_the_command_of_the_head_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(*args: object) -> None:
+        raise FileNotFoundError("there are no models here")
+
+    monkeypatch.setattr(batches, "load_pair", begun)
+    commands = re.findall(r"benchmarks/batches\.py (.*)$", batches.__doc__ or "", re.MULTILINE)
+    assert len(commands) == 1
+    with pytest.raises(FileNotFoundError):
+        run(*commands[0].split())
 
 
 def test_a_table_of_two_numbers_of_rows(tmp_path: Path) -> None:
