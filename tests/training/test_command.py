@@ -206,7 +206,7 @@ def test_a_ratio_that_was_not_measured_is_left_empty(
     assert row.count("|") == 6
 
 
-def test_an_export_into_another_file_system_replaces_the_old_one(
+def test_an_export_into_another_file_system_replaces_the_draft(
     make_draft: Callable[[], DFlashDraftModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount point, or a link to one: what is made beside it cannot be moved there."""
@@ -214,7 +214,9 @@ def test_an_export_into_another_file_system_replaces_the_old_one(
     facts = CardFacts(target="org/target")
     assert export.export(make_draft(), tmp_path, facts, "dflash") is None
     (place / "model.safetensors").write_bytes(b"old")
+    (place / "tokenizer_config.json").write_text("{}")
     files = sorted(file.name for file in place.iterdir())
+    (place / "adapter_config.json").write_text("{}")
     move = Path.replace
 
     def move_within(self: Path, target: Path) -> Path:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from math import prod
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -27,6 +29,9 @@ from dflash_hf.errors import listed, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair
+
+# The files of a draft that another one replaces; a tokenizer's and all others stay.
+OF_A_DRAFT = ("*.safetensors*", "config.json", "generation_config.json", "adapter_config.json")
 
 
 def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftModel:
@@ -188,6 +193,25 @@ def save_draft(
     save_torch_state_dict(unshared(weights), folder, metadata={"format": "pt"})
     text = json.dumps(written, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced(folder: Path) -> Generator[Path]:
+    """Gives an empty folder to save a draft in; at its end the files in it replace the draft in `folder`.
+
+    An exception within leaves `folder` as it was.
+    """
+    # A folder that is there may be on another file system than the one above it.
+    near = folder if folder.is_dir() else folder.parent
+    near.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=near, prefix=".draft-") as made:
+        yield Path(made)
+        folder.mkdir(exist_ok=True)
+        for pattern in OF_A_DRAFT:
+            for stale in folder.glob(pattern):
+                stale.unlink()
+        for file in Path(made).iterdir():
+            file.replace(folder / file.name)
 
 
 def _complete(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dflash_hf.modeling_dflash import DFlashDraftModel
-
-# Files of the draft that was there before; a tokenizer's and all others stay
-OF_A_DRAFT = ("*.safetensors*", "config.json", "generation_config.json", "adapter_config.json")
 
 
 def convert(
@@ -59,25 +55,16 @@ def convert(
         check_place("--target", target)
     from transformers.utils import logging
 
-    from dflash_hf.checkpoints.drafts import inspect_draft, load_draft, save_draft
+    from dflash_hf.checkpoints.drafts import inspect_draft, load_draft, replaced, save_draft
     from dflash_hf.checkpoints.files import widest_dtype
 
     logging.disable_progress_bar()
     with Console(stderr=True).status(f"converting {escape(source)}"):
         draft = load_draft(source, dtype=widest_dtype(inspect_draft(source)["dtypes"]))
         model = None if target is None else load_target_for(target, draft, to)
-        # A folder that is there may be on another file system than the one above it.
-        place = destination if destination.is_dir() else destination.parent
-        place.mkdir(parents=True, exist_ok=True)
         # Whole first: a draft that the format cannot express must not cost the one that is there.
-        with TemporaryDirectory(dir=place, prefix=".convert-") as fresh:
-            save_draft(draft, fresh, to, model)
-            destination.mkdir(exist_ok=True)
-            for pattern in OF_A_DRAFT:
-                for stale in destination.glob(pattern):
-                    stale.unlink()
-            for file in Path(fresh).iterdir():
-                file.replace(destination / file.name)
+        with replaced(destination) as folder:
+            save_draft(draft, folder, to, model)
     typer.echo(f"{destination}: format {to}, {draft.num_parameters():,} parameters")
 
 

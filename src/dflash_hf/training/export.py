@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from dflash_hf.checkpoints.drafts import save_draft
+from dflash_hf.checkpoints.drafts import replaced, save_draft
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.errors import one_line
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -95,24 +94,14 @@ def export(
     Returns:
         `str`, *optional*: Why the format cannot express it, which the log says too; `None` where it was written.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    place = folder / format
-    # A folder that is there may be on another file system than the one above it.
-    scratch = place if place.is_dir() else folder
-    with TemporaryDirectory(dir=scratch, prefix=f".{format}-") as fresh:
-        made = Path(fresh) / format
-        try:
+    text = card(draft, facts, format)
+    try:
+        with replaced(Path(folder) / format) as made:
             save_draft(draft, made, format, target)
-        except ValueError as error:
-            logger.warning("no export in the format %s: %s", format, one_line(error))
-            return one_line(error)
-        (made / CARD).write_text(card(draft, facts, format), encoding="utf-8")
-        place.mkdir(exist_ok=True)
-        for stale in (*place.glob("*.safetensors*"), *place.glob("*config.json")):
-            stale.unlink()
-        for file in made.iterdir():
-            file.replace(place / file.name)
+            (made / CARD).write_text(text, encoding="utf-8")
+    except ValueError as error:
+        logger.warning("no export in the format %s: %s", format, one_line(error))
+        return one_line(error)
     return None
 
 
