@@ -30,7 +30,7 @@ from harness.report import finish, show
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.bench.sets import load_questions
-from dflash_hf.cli.pair import load_pair
+from dflash_hf.pair.loading import load_pair
 
 SMOLLM2 = ROOT / "build" / "smollm2"
 PLAIN = "plain"

@@ -37,8 +37,9 @@ from harness.served import server
 from openai import OpenAI
 
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.cli.pair import BUNDLED, load_pair, named_pair
+from dflash_hf.cli.pair import BUNDLED, named_pair
 from dflash_hf.pair.answers import encode_prompt
+from dflash_hf.pair.loading import load_pair
 
 TIMEOUT = 300  # seconds after which a client takes the server for hung: it waits for all before it
 NUM_BROKEN = 5  # ways to break off

@@ -33,12 +33,12 @@ from harness.report import finish, show, write
 from tree_simulation import Levels, best_tree, levels_at_anchors
 
 from dflash_hf.bench.sets import load_questions
-from dflash_hf.cli.pair import load_pair
 from dflash_hf.generation.choice_costs import KnownCosts, StepTimes
 from dflash_hf.generation.cost_table import CostTable
 from dflash_hf.generation.options import first_width
 from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.data import Example
 

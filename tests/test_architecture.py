@@ -537,7 +537,7 @@ BAD: list[tuple[Rule, Sources, str]] = [
     (
         imports_go_down,
         {
-            "dflash_hf.chat.model": "from dflash_hf.cli.pair import load_pair",
+            "dflash_hf.chat.model": "from dflash_hf.cli.pair import about",
             "dflash_hf.cli.pair": "",
         },
         "level 7 imports",

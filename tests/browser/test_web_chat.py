@@ -13,8 +13,9 @@ import torch
 from playwright.sync_api import Browser, Page, expect
 
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.cli.pair import named_pair
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
+from dflash_hf.pair.loading import load_pair
 from helpers.browser import PATIENCE, Server, free_port, start, stop
 from helpers.served import Served
 from helpers.source_tree import ROOT

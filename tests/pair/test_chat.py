@@ -14,7 +14,7 @@ from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings
 from dflash_hf.chat.model import ChatModel, RunStreamer
 from dflash_hf.cli.chat import converse
 from dflash_hf.cli.main import app
-from dflash_hf.cli.pair import load_pair
+from dflash_hf.pair.loading import load_pair
 from helpers.held_chat import held_put
 from tiny import DSPARK, oracle_draft
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner, Result
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
-from dflash_hf.cli.pair import load_pair
 from dflash_hf.data.prompt_files import image_names
 from dflash_hf.data.prompt_files import read_prompts as read_doctor_prompts
 from dflash_hf.doctor.diagnosis import diagnose, write_answers
 from dflash_hf.doctor.probe import Probe, variant
 from dflash_hf.pair.answers import answer, compare_with_plain, encode_prompt
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.target_model.parts import find_target
 from helpers.vision_pair import KINDS, write_vision_pair
 from helpers.whole_blocks import use_whole_blocks

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from dflash_hf.chat.conversation import Conversation, Settings
 from dflash_hf.chat.model import ChatModel
 from dflash_hf.cli.main import app
-from dflash_hf.cli.pair import load_pair
 from dflash_hf.pair.agreement import agreement
 from dflash_hf.pair.answers import encode_prompt
+from dflash_hf.pair.loading import load_pair
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 PROMPT = "Compute 41 + 80 - 99 + 14."

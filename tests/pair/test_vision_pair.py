@@ -22,10 +22,10 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cli.demo import read_prompts
 from dflash_hf.cli.main import app
-from dflash_hf.cli.pair import load_pair
 from dflash_hf.data.prompt_files import image_names
 from dflash_hf.doctor.diagnosis import diagnose
 from dflash_hf.pair.answers import encode_prompt
+from dflash_hf.pair.loading import load_pair
 from helpers.whole_blocks import use_whole_blocks
 
 VISION = Path(__file__).resolve().parents[2] / "demos" / "toy" / "vision"

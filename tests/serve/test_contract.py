@@ -17,8 +17,9 @@ from openai import APIError
 from transformers.cli.serving.utils import get_response_template
 
 from dflash_hf.bench.server import counters
-from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.cli.pair import named_pair
 from dflash_hf.data.openai_client import OpenAIClient, run_async
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.engine import Counts, Job, Tokens
 from dflash_hf.serve.markup import MarkupReader
 from dflash_hf.serve.messages import read_messages

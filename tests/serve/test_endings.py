@@ -24,9 +24,10 @@ from typer.testing import CliRunner
 
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.cli.main import app
-from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.cli.pair import named_pair
 from dflash_hf.cli.serve import note
 from dflash_hf.generation import prefill, running_batch
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.app import build_app
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.requests import MAX_TOOLS

@@ -14,9 +14,10 @@ from transformers import LogitsProcessor
 
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.cli.pair import named_pair
 from dflash_hf.generation import running_batch
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.engine import Done, Ended, Event, Job, Sampling, Tokens
 from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.serve.rows import BatchEngine

@@ -21,9 +21,10 @@ from PIL import Image
 from dflash_hf.bench.cells import Options
 from dflash_hf.bench.server import server_method
 from dflash_hf.cli.demo import read_prompts
-from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.cli.pair import named_pair
 from dflash_hf.data.openai_client import OpenAIClient, run_async
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.penalties import SaidPenalty
 from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer

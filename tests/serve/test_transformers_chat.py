@@ -15,8 +15,9 @@ import httpx
 import pytest
 import torch
 
-from dflash_hf.cli.pair import load_pair, named_pair
+from dflash_hf.cli.pair import named_pair
 from dflash_hf.pair.answers import encode_prompt
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.app import build_app
 from dflash_hf.serve.pair import Pair
 from helpers.served import Served

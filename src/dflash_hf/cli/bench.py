@@ -10,13 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import BUNDLED, template_options, width_of
+from dflash_hf.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    NoThinkingOption,
+    TemplateKwargsOption,
+    ThreadsOption,
+    template_options,
+    width_of,
+)
+from dflash_hf.cli.pair import BUNDLED
 
 if TYPE_CHECKING:
     from dflash_hf.bench.cells import RunSettings
 
 Value = TypeVar("Value")
 QUESTIONS = BUNDLED / "held_out.jsonl"
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--template",
+        help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Write "
+        "column names in braces: 'Q: {question}'.",
+    ),
+]
+NumPromptsOption = Annotated[
+    int | None,
+    typer.Option("--num-prompts", help="Number of questions of each set; default: all.", min=1),
+]
 
 app = typer.Typer(
     name="bench", help="Measure ways of decoding on sets of questions, and write a report."
@@ -49,16 +70,8 @@ def bench(
             help="Folder with the files of the sets. With this option nothing is read from the Hub."
         ),
     ] = None,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Write "
-            "column names in braces: 'Q: {question}'."
-        ),
-    ] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Number of questions of each set; default: all.", min=1)
-    ] = None,
+    template: TemplateOption = None,
+    num_prompts: NumPromptsOption = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -92,7 +105,7 @@ def bench(
         str, typer.Option(help="Temperature of the answers; 0 is greedy.")
     ] = "0",
     top_p: Annotated[str, typer.Option(help="Nucleus sampling.")] = "1",
-    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
+    dtype: DtypeOption = "auto",
     block_size: Annotated[
         str, typer.Option(help="Number of tokens per block; default: the draft's block size.")
     ] = "",
@@ -121,13 +134,8 @@ def bench(
         ),
     ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt of every conversation.")] = None,
-    chat_template_kwargs: Annotated[
-        str,
-        typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.'),
-    ] = "{}",
-    no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
-    ] = False,
+    chat_template_kwargs: TemplateKwargsOption = "{}",
+    no_thinking: NoThinkingOption = False,
     seed: Annotated[
         int, typer.Option(help="Seed for drawing the questions and for sampling the answers.")
     ] = 0,
@@ -142,13 +150,8 @@ def bench(
         ),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of CPU threads; one thread is best for small models.", min=1, max=1024
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
+    threads: ThreadsOption = None,
+    device: DeviceOption = "auto",
 ) -> None:
     """Answer sets of questions with several ways of decoding. Write the answers, a summary and a report.
 
@@ -191,17 +194,9 @@ def prepare(
             help="Folder with the files of the sets; default: read the sets from the Hub."
         ),
     ] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Number of questions of each set; default: all.", min=1)
-    ] = None,
+    num_prompts: NumPromptsOption = None,
     seed: Annotated[int, typer.Option(help="Seed for drawing the questions.")] = 0,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            help="Text of the prompt, for rows that have none of these columns: messages, prompt, turns. Write "
-            "column names in braces: 'Q: {question}'."
-        ),
-    ] = None,
+    template: TemplateOption = None,
 ) -> None:
     """Write sets of questions into a folder, for machines that have no network."""
     from dflash_hf.bench.prepare import prepare

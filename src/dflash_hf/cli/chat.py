@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from dflash_hf.cli.options import MAX_TOKENS, DeviceOption, DtypeOption, HostOption, ThreadsOption
 from dflash_hf.cli.pair import (
     BUNDLED,
     IS_CLONE,
-    MAX_TOKENS,
     about,
     check_one_pair,
     default_pair,
     given_or_bundled,
-    load_pair,
 )
 from dflash_hf.cli.serve import listen
 from dflash_hf.data.image_files import ChatImage, read_image
 from dflash_hf.data.prompt_files import check_text
 from dflash_hf.errors import one_line
+from dflash_hf.pair.loading import load_pair
 
 FIRST_LINE = "/help lists the commands; Ctrl-C ends an answer"
 HELP = """\
@@ -66,10 +66,7 @@ def chat(
             help="Open the chat as a web page. The page needs pip install 'dflash-hf\\[demo]'.",
         ),
     ] = False,
-    host: Annotated[
-        str,
-        typer.Option(help="Address to listen on. With the default only this machine can connect."),
-    ] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 7860,
     share: Annotated[
         bool,
@@ -95,14 +92,9 @@ def chat(
             max=2.0,
         ),
     ] = 0.0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of CPU threads; one thread is best for small models.", min=1, max=1024
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
+    threads: ThreadsOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
     """Chat with a target and its draft. Colours show the guesses of the draft.
 

@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
-from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
+from dflash_hf.cli.options import MAX_TOKENS, DtypeOption, JsonOption
+from dflash_hf.cli.pair import BUNDLED
 from dflash_hf.cli.table import prompt_line, show_comparisons
 from dflash_hf.data.image_files import has_pillow
 from dflash_hf.data.prompt_files import image_names, read_rows
+from dflash_hf.pair.loading import load_pair
 
 if TYPE_CHECKING:
     from dflash_hf.pair.answers import Comparison
@@ -43,10 +45,8 @@ def demo(
             help="Number of CPU threads; one thread is best for such small models.", min=1, max=1024
         ),
     ] = 1,
-    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Answer prompts with and without the bundled draft. With the draft, the target needs fewer forward passes.
 

@@ -10,8 +10,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.cli.pair import BUNDLED, MAX_TOKENS, load_pair
+from dflash_hf.cli.options import MAX_TOKENS, DeviceOption, DtypeOption, JsonOption
+from dflash_hf.cli.pair import BUNDLED
 from dflash_hf.data.prompt_files import read_prompts
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.tables import make_table
 
 if TYPE_CHECKING:
@@ -46,11 +48,9 @@ def doctor(
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", min=2, max=MAX_TOKENS)
     ] = 96,
-    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Find settings that lower a draft's acceptance.
 

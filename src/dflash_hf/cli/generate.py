@@ -16,19 +16,21 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from dflash_hf.cli.pair import (
+from dflash_hf.cli.options import (
     MAX_SEED,
     MAX_TOKENS,
+    DeviceOption,
     DraftOption,
+    DtypeOption,
+    JsonOption,
+    NoThinkingOption,
     PairOption,
     TargetOption,
-    about,
-    check_one_pair,
-    given_or_bundled,
-    load_pair,
+    TemplateKwargsOption,
     template_options,
     width_of,
 )
+from dflash_hf.cli.pair import about, check_one_pair, given_or_bundled
 from dflash_hf.cli.table import prompt_line, show_comparisons
 from dflash_hf.data.prompt_files import (
     MAX_BYTES,
@@ -38,6 +40,7 @@ from dflash_hf.data.prompt_files import (
     with_images,
 )
 from dflash_hf.errors import require
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.pair.sampling import NO_FILTERS
 
 if TYPE_CHECKING:
@@ -66,13 +69,8 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt without the chat template.")
     ] = False,
-    no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
-    ] = False,
-    chat_template_kwargs: Annotated[
-        str,
-        typer.Option(help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.'),
-    ] = "{}",
+    no_thinking: NoThinkingOption = False,
+    chat_template_kwargs: TemplateKwargsOption = "{}",
     target: TargetOption = None,
     draft: DraftOption = None,
     pair: PairOption = None,
@@ -112,8 +110,8 @@ def generate(
     engine: Annotated[
         str | None, typer.Option(help="How a GPU runs a step: eager, cuda_graph or auto.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
     is_compared: Annotated[
         bool,
         typer.Option(
@@ -121,9 +119,7 @@ def generate(
             help="Answer again without the draft. If a token differs, the exit status is 1.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Answer a prompt with a target and its draft. The text is streamed to stdout, and everything else goes to stderr.
 

@@ -11,14 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_hf.cli.drafts import PublishedDraft, published_drafts, words_for
+from dflash_hf.cli.options import JsonOption
 from dflash_hf.pair.loading import check_place
 
 
 def inspect(
     draft: Annotated[str, typer.Argument(help="Folder or Hub id of the draft, in any format.")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Describe a draft and name its target. No weights are loaded."""
     check_place("DRAFT", draft)

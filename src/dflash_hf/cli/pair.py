@@ -1,24 +1,17 @@
-"""The bundled pairs, loading any pair, and reading options that several subcommands have.
+"""The bundled pairs: their folders, what they can be asked, and which one a subcommand takes.
 
 Subcommands import torch and Transformers when they run: `--help` and a wrong option are answered without.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import typer
 
 from dflash_hf.data.image_files import has_pillow
-from dflash_hf.data.prompt_files import NO_OPTIONS, check_template_options
 from dflash_hf.errors import require
-from dflash_hf.pair.loading import has_bfloat16_instructions, load_pair
+from dflash_hf.pair.loading import has_bfloat16_instructions
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +35,6 @@ ABOUT = {
     "hybrid": f"{_TOY} short Python functions, records as JSON or YAML, and small talk.",
     "smollm2": "A very small real language model. Its answers are often wrong, with the draft and without it.",
 }
-# Options of subcommands that take a pair, or the bundled one of a name
-TargetOption = Annotated[
-    str | None,
-    typer.Option("--target", help="Folder or Hub id of the target; default: the bundled target."),
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option("--draft", help="Folder or Hub id of the draft; default: the bundled draft."),
-]
-PairOption = Annotated[
-    str | None,
-    typer.Option(
-        "--pair",
-        help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2.",
-    ),
-]
-MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
-MAX_SEED = 2**32 - 1
 
 
 def _folders(name: str, dtype: str = "float32") -> tuple[Path, Path]:
@@ -163,46 +138,3 @@ def about(target: str, draft: str) -> str:
             if [path.resolve() for path in _folders(name, dtype)] == given:
                 return text
     return ""
-
-
-def template_options(
-    text: str, no_thinking: bool, reserved: Sequence[str] = NO_OPTIONS
-) -> dict[str, Any]:
-    """Returns the options of a chat template, by two of ours.
-
-    Raises `ValueError` if the text is no JSON object, or has a name that is no option of a template.
-    """
-    found: Any = None
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
-    what = "a JSON object as --chat-template-kwargs"
-    require(
-        isinstance(found, dict),
-        what,
-        text,
-        "write the whole object between one pair of single quotes: '...'",
-    )
-    check_template_options(found, reserved)
-    if no_thinking:
-        found["enable_thinking"] = False
-    return found
-
-
-def width_of(text: str) -> int | Literal["auto"]:
-    """Returns a whole number or `"auto"`, as some options have it; raises `ValueError` if it is neither."""
-    if text == "auto":
-        return "auto"
-    return int(text)
-
-
-__all__ = [
-    "BUNDLED",
-    "IS_CLONE",
-    "about",
-    "check_one_pair",
-    "default_pair",
-    "given_or_bundled",
-    "load_pair",
-    "named_pair",
-    "template_options",
-]

@@ -13,44 +13,37 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dflash_hf.cli.pair import (
-    BUNDLED,
+from dflash_hf.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    HostOption,
+    NoThinkingOption,
     PairOption,
-    check_one_pair,
-    given_or_bundled,
-    load_pair,
+    ThreadsOption,
     template_options,
 )
+from dflash_hf.cli.pair import BUNDLED, check_one_pair, given_or_bundled
 from dflash_hf.data.prompt_files import NO_OPTIONS_OF_A_SERVER
 from dflash_hf.errors import one_line
+from dflash_hf.pair.loading import load_pair
 
 
 def serve(
     target: Annotated[str | None, typer.Option(help="Folder or Hub id of the target.")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or Hub id of the draft.")] = None,
     pair: PairOption = None,
-    host: Annotated[
-        str,
-        typer.Option(help="Address to listen on. With the default only this machine can connect."),
-    ] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 chooses a free port.", min=0, max=65535)
     ] = 8000,
-    no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
-    ] = False,
+    no_thinking: NoThinkingOption = False,
     chat_template_kwargs: Annotated[
         str,
         typer.Option(
             help="Options of the chat template, as JSON. A request may have its own options."
         ),
     ] = "{}",
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of CPU threads; one thread is best for small models.", min=1, max=1024
-        ),
-    ] = None,
+    threads: ThreadsOption = None,
     max_rows: Annotated[
         int | None,
         typer.Option(
@@ -67,8 +60,8 @@ def serve(
             max=4096.0,
         ),
     ] = 1.0,
-    dtype: Annotated[str, typer.Option(help="torch dtype of the models, or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
     """Serve a target and its draft to OpenAI clients: chats and plain completions.
 

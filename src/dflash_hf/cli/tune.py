@@ -9,14 +9,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.cli.pair import (
+from dflash_hf.cli.options import (
+    DeviceOption,
     DraftOption,
+    DtypeOption,
+    JsonOption,
     PairOption,
     TargetOption,
-    check_one_pair,
-    given_or_bundled,
-    load_pair,
 )
+from dflash_hf.cli.pair import check_one_pair, given_or_bundled
+from dflash_hf.pair.loading import load_pair
 from dflash_hf.tables import make_table
 
 if TYPE_CHECKING:
@@ -32,13 +34,9 @@ def tune(
     rows: Annotated[
         str, typer.Option(help="Batch sizes to measure, separated by commas.")
     ] = DEFAULT_ROWS,
-    dtype: Annotated[
-        str, typer.Option(help="torch dtype of the models: bfloat16, float16, float32, or auto.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="Device map of the models, or auto.")] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Measure how long steps take, and keep the result for later calls.
 

@@ -1,0 +1,90 @@
+"""Options that several subcommands have, and how their values are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dflash_hf.data.prompt_files import NO_OPTIONS, check_template_options
+from dflash_hf.errors import require
+
+# Of subcommands that take a pair, or the bundled one of a name
+TargetOption = Annotated[
+    str | None,
+    typer.Option("--target", help="Folder or Hub id of the target; default: the bundled target."),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option("--draft", help="Folder or Hub id of the draft; default: the bundled draft."),
+]
+PairOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pair",
+        help="Name of a bundled pair: text (default); in an editable install also vision, hybrid or smollm2.",
+    ),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="torch dtype of the models, or auto.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="Device map of the models, or auto.")]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        help="Number of CPU threads; one thread is best for small models.",
+        min=1,
+        max=1024,
+    ),
+]
+NoThinkingOption = Annotated[
+    bool, typer.Option("--no-thinking", help="Pass enable_thinking=False to the chat template.")
+]
+TemplateKwargsOption = Annotated[
+    str,
+    typer.Option(
+        "--chat-template-kwargs",
+        help='Options of the chat template, as JSON: {"reasoning_effort": "low"}.',
+    ),
+]
+HostOption = Annotated[
+    str,
+    typer.Option(
+        "--host", help="Address to listen on. With the default only this machine can connect."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
+MAX_SEED = 2**32 - 1
+
+
+def template_options(
+    text: str, no_thinking: bool, reserved: Sequence[str] = NO_OPTIONS
+) -> dict[str, Any]:
+    """Returns the options of a chat template, by two of ours.
+
+    Raises `ValueError` if the text is no JSON object, or has a name that is no option of a template.
+    """
+    found: Any = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+    what = "a JSON object as --chat-template-kwargs"
+    require(
+        isinstance(found, dict),
+        what,
+        text,
+        "write the whole object between one pair of single quotes: '...'",
+    )
+    check_template_options(found, reserved)
+    if no_thinking:
+        found["enable_thinking"] = False
+    return found
+
+
+def width_of(text: str) -> int | Literal["auto"]:
+    """Returns a whole number or `"auto"`, as some options have it; raises `ValueError` if it is neither."""
+    if text == "auto":
+        return "auto"
+    return int(text)
