@@ -250,8 +250,8 @@ def test_the_command_writes_the_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options_", "said"),
     [
-        (["--rows", "1,x"], "expected numbers separated by commas as --rows"),
-        (["--rows", "0"], "expected numbers of rows from 1 to 4096"),
+        (["--rows", "1,x"], "expected whole numbers, separated by commas, as --rows"),
+        (["--rows", "0"], "expected numbers of rows from 1 as --rows"),
         (["--pair", "text", "--target", "x"], "expected --pair, or --target and --draft"),
     ],
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from dflash_hf.cli.options import (
     TemplateKwargsOption,
     ThreadsOption,
     template_options,
+    values_of,
     width_of,
 )
 from dflash_hf.cli.pair import BUNDLED
@@ -24,7 +25,6 @@ from dflash_hf.cli.pair import BUNDLED
 if TYPE_CHECKING:
     from dflash_hf.bench.cells import RunSettings
 
-Value = TypeVar("Value")
 QUESTIONS = BUNDLED / "held_out.jsonl"
 TemplateOption = Annotated[
     str | None,
@@ -201,7 +201,7 @@ def prepare(
     """Write sets of questions into a folder, for machines that have no network."""
     from dflash_hf.bench.prepare import prepare
 
-    every = _values(names, str, "SETS")
+    every = values_of(names, str, "SETS")
     for path in prepare(
         every, out, data_dir=data_dir, num_prompts=num_prompts, seed=seed, template=template
     ):
@@ -230,7 +230,7 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
     Raises:
         ValueError: If one cannot be read, or one that is needed is not there.
     """
-    methods = _values(given["methods"], str, "--methods")
+    methods = values_of(given["methods"], str, "--methods")
     # A server has its own target.
     is_bundled = given["target"] is None and given["draft"] is None and methods != ("server",)
     if given["out"] is None:
@@ -255,44 +255,25 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
 
     return RunSettings(
         **{name: given[name] for name in (*as_they_are, "device", "run_code", "resume")},
-        data=_values(given["data"] or str(QUESTIONS), str, "--data"),
+        data=values_of(given["data"] or str(QUESTIONS), str, "--data"),
         methods=methods,
         target=str(BUNDLED / "target") if is_bundled else given["target"],
         draft=str(BUNDLED / "draft") if is_bundled else given["draft"],
         assistant=given["assistant_model"],
-        batch=_values(given["batch"], int, "--batch"),
-        max_new_tokens=_values(given["max_new_tokens"], int, "--max-new-tokens"),
-        temperature=_values(given["temperature"], float, "--temperature"),
-        top_p=_values(given["top_p"], float, "--top-p"),
-        dtype=_values(given["dtype"], str, "--dtype"),
-        block_size=_values(given["block_size"], int, "--block-size") or (None,),
-        verify_width=_values(given["verify_width"], width_of, "--verify-width") or (None,),
-        num_tree_nodes=_values(given["num_tree_nodes"], width_of, "--num-tree-nodes") or (None,),
-        max_matching_ngram_size=_values(
+        batch=values_of(given["batch"], int, "--batch"),
+        max_new_tokens=values_of(given["max_new_tokens"], int, "--max-new-tokens"),
+        temperature=values_of(given["temperature"], float, "--temperature"),
+        top_p=values_of(given["top_p"], float, "--top-p"),
+        dtype=values_of(given["dtype"], str, "--dtype"),
+        block_size=values_of(given["block_size"], int, "--block-size") or (None,),
+        verify_width=values_of(given["verify_width"], width_of, "--verify-width") or (None,),
+        num_tree_nodes=values_of(given["num_tree_nodes"], width_of, "--num-tree-nodes") or (None,),
+        max_matching_ngram_size=values_of(
             given["max_matching_ngram_size"], int, "--max-matching-ngram-size"
         )
         or (None,),
-        proposal=_values(given["proposal"], str, "--proposal") or (None,),
+        proposal=values_of(given["proposal"], str, "--proposal") or (None,),
         template_options=options,
         # As the other commands have it: a model as small as the bundled one is slower on several threads.
         threads=given["threads"] or (1 if is_bundled else None),
     )
-
-
-def _values(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value, ...]:
-    """Reads values with commas between them.
-
-    Raises:
-        ValueError: If one is not of its kind.
-    """
-    found: list[Value] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        try:
-            found.append(kind(part))
-        except ValueError as error:
-            words: dict[Any, str] = {int: "whole numbers", float: "numbers"}
-            what = words.get(kind, "whole numbers or auto")
-            raise ValueError(
-                f"expected {what}, separated by commas, as {option}, got {part!r}; correct the value"
-            ) from error
-    return tuple(found)

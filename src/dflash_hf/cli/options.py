@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -56,8 +56,49 @@ HostOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Value = TypeVar("Value")
 MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
 MAX_SEED = 2**32 - 1
+
+
+def values_of(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value, ...]:
+    """Reads the values of an option, which are separated by commas.
+
+    Raises:
+        ValueError: If one is not of its kind.
+    """
+    found: list[Value] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(kind(part))
+        except ValueError as error:
+            words: dict[Any, str] = {int: "whole numbers", float: "numbers"}
+            what = words.get(kind, "whole numbers or auto")
+            raise ValueError(
+                f"expected {what}, separated by commas, as {option}, got {part!r}; correct the value"
+            ) from error
+    return tuple(found)
+
+
+def width_of(text: str) -> int | Literal["auto"]:
+    """Returns a whole number or `"auto"`, as some options have it; raises `ValueError` if it is neither."""
+    if text == "auto":
+        return "auto"
+    return int(text)
+
+
+def object_of(text: str, option: str) -> dict[str, Any]:
+    """Reads a JSON object of an option.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    found: Any = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+    action = "write the whole object between one pair of single quotes: '...'"
+    require(isinstance(found, dict), f"a JSON object as {option}", text, action)
+    return found
 
 
 def template_options(
@@ -67,24 +108,8 @@ def template_options(
 
     Raises `ValueError` if the text is no JSON object, or has a name that is no option of a template.
     """
-    found: Any = None
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
-    what = "a JSON object as --chat-template-kwargs"
-    require(
-        isinstance(found, dict),
-        what,
-        text,
-        "write the whole object between one pair of single quotes: '...'",
-    )
+    found = object_of(text, "--chat-template-kwargs")
     check_template_options(found, reserved)
     if no_thinking:
         found["enable_thinking"] = False
     return found
-
-
-def width_of(text: str) -> int | Literal["auto"]:
-    """Returns a whole number or `"auto"`, as some options have it; raises `ValueError` if it is neither."""
-    if text == "auto":
-        return "auto"
-    return int(text)

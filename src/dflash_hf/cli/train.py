@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from dflash_hf.cli.options import object_of, values_of
 from dflash_hf.cli.train_algorithms import with_algorithm
 from dflash_hf.cli.train_reading import (
     as_text,
@@ -22,8 +23,6 @@ from dflash_hf.cli.train_reading import (
     check_resumption,
     check_upload,
     read_arguments,
-    read_object,
-    read_values,
     read_yaml,
 )
 from dflash_hf.cli.train_settings import (
@@ -178,9 +177,9 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     require(given["output_dir"] is not None, "--output-dir", None, "name a new folder")
     values = dict(given)
     for name in LISTS:
-        values[name] = read_values(given[name])
+        values[name] = values_of(given[name], str, flag(name))
     for name in OBJECTS:
-        values[name] = read_object(given[name], flag(name))
+        values[name] = object_of(given[name], flag(name))
     settings = TrainSettings(**values)
     settings.check()
     settings = replace(settings, arguments=read_arguments(words))
@@ -191,7 +190,7 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
 
 def _stages(text: str) -> list[Stage]:
     """The stages that are wanted, in their order."""
-    wanted = read_values(text)
+    wanted = values_of(text, str, "--stages")
     for name in wanted or (text,):
         require(name in STAGES, f"--stages among {', '.join(STAGES)}", name, "name some of them")
     return [stage for stage in STAGES if stage in wanted]

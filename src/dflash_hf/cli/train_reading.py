@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash_hf.cli.train_settings import OPTIONS, flag
-from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.errors import listed, one_line, require
 
 UPLOAD = ("hub_model_id", "hub_private_repo")
 
@@ -58,30 +58,6 @@ def as_words(given: Mapping[str, Any]) -> list[str]:
             is_json = isinstance(one, dict | bool)
             words.append(json.dumps(one) if is_json else str(one))
     return words
-
-
-def read_values(text: str) -> tuple[str, ...]:
-    """Reads an option with commas."""
-    parts = [part.strip() for part in text.split(",")]
-    return tuple(part for part in parts if part)
-
-
-def read_object(text: str, option: str) -> dict[str, Any]:
-    """Reads a JSON object of an option.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"expected a JSON object as {option}, got {shown(text)}; write the whole object between one pair of "
-            "single quotes: '...'"
-        )
-    return found
 
 
 def read_arguments(words: Sequence[str]) -> dict[str, Any]:

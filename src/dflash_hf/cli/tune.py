@@ -16,8 +16,10 @@ from dflash_hf.cli.options import (
     JsonOption,
     PairOption,
     TargetOption,
+    values_of,
 )
 from dflash_hf.cli.pair import check_one_pair, given_or_bundled
+from dflash_hf.errors import require
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.tables import make_table
 
@@ -44,7 +46,9 @@ def tune(
     Stop other programs first, because they make the measured times longer.
     """
     check_one_pair(pair, target, draft)
-    numbers = _numbers(rows)
+    numbers = values_of(rows, int, "--rows")
+    are_rows = min(numbers, default=0) > 0
+    require(are_rows, "numbers of rows from 1 as --rows", rows, "write for example --rows 1,8")
     target, draft = given_or_bundled(target, draft, pair or "text", dtype)
     with Console(stderr=True).status("loading the pair") as status:
         model, assistant, _ = load_pair(target, draft, dtype, device)
@@ -68,16 +72,6 @@ def tune(
         f"Later calls of this pair use these times, if torch has as many threads ({num_threads}). "
         f"They are stored in {measured.path}."
     )
-
-
-def _numbers(text: str) -> list[int]:
-    """Returns the numbers of an option; raises `ValueError` for anything else."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(
-            f"expected numbers separated by commas as --rows, got {text!r}; write for example --rows 1,8"
-        )
-    return [int(part) for part in parts]
 
 
 def _show(console: Console, measured: CostTable) -> None:
