@@ -32,11 +32,11 @@ from dflash_hf.pair.answers import (
     Processor,
     changed,
     encode_prompts,
-    end_tokens,
     synchronize,
     tokenizer_of,
     without_draft,
 )
+from dflash_hf.target_model.parts import end_tokens, up_to_end
 
 LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
 # Tokens at the end of a prompt that may open a thought: the mark need not be one token.
@@ -130,14 +130,12 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
     assert isinstance(stats, SpeculativeStats)
     steps: list[Steps] = []
     rows = zip(stats.num_committed, stats.num_accepted, stats.num_checked, strict=True)
-    for committed, accepted, checked in rows:
-        proposed = [width - 1 for width in stats.verify_widths[: len(committed)]]
-        proposed = proposed or [stats.num_proposed] * len(committed)
+    for row, (committed, accepted, checked) in enumerate(rows):
         steps.append(
             {
                 "committed": list(committed),
                 "accepted": list(accepted),
-                "proposed": proposed,
+                "proposed": stats.proposed_of(row),
                 "checked": list(checked),
             }
         )
@@ -240,13 +238,10 @@ def timed(
 
 
 def answers_of(models: Models, inputs: Inputs, raw: Raw) -> list[list[int]]:
-    """Returns each row's new tokens up to its end token; what stands behind it is padding."""
+    """Returns each row's new tokens up to its end token."""
     ends = end_tokens(models.target)
-    answers: list[list[int]] = []
-    for row in raw.sequences[:, inputs["input_ids"].shape[1] :].tolist():
-        last = next((position for position, token in enumerate(row) if token in ends), len(row) - 1)
-        answers.append(row[: last + 1])
-    return answers
+    rows = raw.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return [up_to_end(row, ends) for row in rows]
 
 
 def _turns(models: Models, inputs: Inputs, raw: Raw, seconds: float) -> list[Turn]:

@@ -17,7 +17,7 @@ from dflash_hf.bench.cells import Options
 from dflash_hf.bench.methods import Inputs, Models, Raw, Steps, Way, evenly
 from dflash_hf.checkpoints.drafts import save_draft
 from dflash_hf.errors import one_line
-from dflash_hf.pair.answers import end_tokens
+from dflash_hf.target_model.parts import end_tokens
 
 PACKAGE = "dflash==0.1.0"
 

@@ -37,7 +37,7 @@ from dflash_hf.errors import listed, one_line, require, shown
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.pair.loading import load_processor
-from dflash_hf.target_model.parts import find_target
+from dflash_hf.target_model.parts import end_tokens, find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
@@ -48,7 +48,6 @@ from dflash_hf.training.forward import check_packing
 from dflash_hf.training.identity import processor_identity, target_identity
 from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.optimizer import MuonAndAdamW
-from dflash_hf.training.regenerate import end_tokens
 from dflash_hf.training.served_answers import has_images
 from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers

@@ -26,8 +26,8 @@ from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.pair.answers import Processor, encode_prompt, end_tokens, tokenizer_of
-from dflash_hf.target_model.parts import Target, find_target
+from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of
+from dflash_hf.target_model.parts import Target, end_tokens, find_target
 from dflash_hf.target_model.support import check_pair, check_target
 from dflash_hf.training.data import Example
 from dflash_hf.training.regenerate import regenerate_answers

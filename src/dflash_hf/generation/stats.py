@@ -239,15 +239,20 @@ class SpeculativeStats:
 
     def _checked(self, row: int | None = None) -> list[tuple[int, int]]:
         """Returns the proposals that each verify accepted and checked, of one row or of all."""
+        rows = range(len(self.num_accepted)) if row is None else [row]
         found: list[tuple[int, int]] = []
-        for counts in _rows_of(self.num_accepted, row):
-            tried = [width - 1 for width in self.verify_widths]
-            # Statistics that were put together by hand may leave the widths out.
-            if not tried:
-                tried = [self.num_proposed] * len(counts)
-            # A row that has ended is in fewer verifies than there were steps.
-            found.extend(zip(counts, tried, strict=False))
+        for index in rows:
+            found.extend(zip(self.num_accepted[index], self.proposed_of(index), strict=True))
         return found
+
+    def proposed_of(self, row: int) -> list[int]:
+        """Returns how many proposals each verify of a row checked."""
+        num_verifies = len(self.num_accepted[row])
+        # Statistics that were put together by hand may leave the widths out.
+        if not self.verify_widths:
+            return [self.num_proposed] * num_verifies
+        # A row that has ended is in fewer verifies than there were steps.
+        return [width - 1 for width in self.verify_widths[:num_verifies]]
 
     def acceptance_histogram(self, row: int | None = None) -> list[int]:
         """Counts verifies, of one row or of all, by the tokens that they committed: 0 to `num_proposed + 1`."""

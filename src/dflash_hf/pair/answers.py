@@ -188,17 +188,6 @@ def encode_prompts(
     return {name: encoded[name].to(device) for name in kept}
 
 
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Returns the ids that end a model's answers."""
-    config: Any = model.generation_config
-    ids = config.eos_token_id
-    if ids is None:
-        return []
-    if isinstance(ids, int):
-        return [ids]
-    return list(ids)
-
-
 def answer(
     target: PreTrainedModel,
     draft: DFlashDraftModel,

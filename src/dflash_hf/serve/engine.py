@@ -23,6 +23,7 @@ from dflash_hf.errors import one_line
 from dflash_hf.generation.logprobs import TokenLogprob, logprobs_of
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.serve.answers import StopSearch
+from dflash_hf.target_model.parts import end_tokens
 
 
 class Ended(Exception):
@@ -231,26 +232,16 @@ class Alone:
         new = ids[0, job.num_prompt_tokens :].tolist()
         of_row = [scores[0] for scores in logits]
         logprobs = logprobs_of(of_row, new, sampling.num_logprobs)
-        is_ended = new[-1] in self._end_tokens() or stop.is_said(new)
+        is_ended = new[-1] in end_tokens(self.target) or stop.is_said(new)
         is_full = len(new) >= sampling.max_new_tokens
         return Done(is_cut=is_full and not is_ended, counts=self._counts(), logprobs=logprobs)
 
-    def _end_tokens(self) -> list[int]:
-        ids = self.target.generation_config.eos_token_id
-        if ids is None:
-            return []
-        if isinstance(ids, int):
-            return [ids]
-        return list(ids)
-
     def _counts(self) -> Counts:
         stats: Any = self.draft.last_stats
-        committed = stats.num_committed[0]
-        widths = stats.verify_widths or [stats.num_proposed + 1] * len(committed)
         return Counts(
-            committed=tuple(committed),
+            committed=tuple(stats.num_committed[0]),
             accepted=tuple(stats.num_accepted[0]),
-            proposed=tuple(width - 1 for width in widths[: len(committed)]),
+            proposed=tuple(stats.proposed_of(0)),
         )
 
 

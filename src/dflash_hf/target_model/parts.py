@@ -1,4 +1,4 @@
-"""What is where in a target model: its decoder layers, embedding and head.
+"""What is where in a target model: its decoder layers, embedding and head, and the tokens that end its answers.
 
 Everything is found from the model, never from its name or a key path.
 """
@@ -6,6 +6,7 @@ Everything is found from the model, never from its name or a key path.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -257,3 +258,21 @@ def _text_config_of(layers: nn.ModuleList) -> object:
         if isinstance(config, PreTrainedConfig):
             return config
     return None
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Returns the tokens that end a target's answers, as its generation config has them; it may have none."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        return []
+    if isinstance(found, int):
+        return [found]
+    return list(found)
+
+
+def up_to_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Returns an answer up to its first end token; what stands behind it is padding."""
+    for at, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: at + 1]
+    return tokens

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf.data.row_files import RowFile, append_rows
 from dflash_hf.errors import require
+from dflash_hf.target_model.parts import end_tokens
 from dflash_hf.training.answer_rows import (
     TOO_LONG,
     Answer,
@@ -26,7 +27,6 @@ from dflash_hf.training.conversations import resolved
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.questions import Questions
 from dflash_hf.training.regenerate import (
-    end_tokens,
     generated,
     padding_of,
     random_numbers_of,

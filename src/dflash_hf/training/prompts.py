@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from dflash_hf.data.row_files import RowFile, append_rows, repair
 from dflash_hf.errors import require
+from dflash_hf.target_model.parts import end_tokens
 from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.data import Example
 from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.regenerate import (
-    end_tokens,
     generated,
     padding_of,
     random_numbers_of,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from dflash_hf.target_model.parts import up_to_end
 from dflash_hf.training.collators import Batch, collate, sorted_batches
 from dflash_hf.training.data import Example, example_lengths
 from dflash_hf.training.forward import forward_inputs
@@ -109,7 +110,7 @@ def generated(
     if isinstance(eos_token_id, int):
         eos_token_id = [eos_token_id]
     rows: list[list[int]] = output[:, batch.input_ids.shape[1] :].tolist()
-    return [_up_to_end(row, eos_token_id) for row in rows]
+    return [up_to_end(row, eos_token_id) for row in rows]
 
 
 @contextmanager
@@ -126,24 +127,6 @@ def random_numbers_of(seed: int, device: torch.device) -> Generator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
-
-
-def _up_to_end(tokens: list[int], ends: list[int]) -> list[int]:
-    """Tokens up to the first end token."""
-    for at, token in enumerate(tokens):
-        if token in ends:
-            return tokens[: at + 1]
-    return tokens
-
-
-def end_tokens(target: PreTrainedModel) -> list[int]:
-    """Returns the tokens that end a target's answers, as its generation config has them; it may have none."""
-    found = getattr(target.generation_config, "eos_token_id", None)
-    if found is None:
-        return []
-    if isinstance(found, int):
-        return [found]
-    return list(found)
 
 
 def padding_of(tokenizer: Any, default: int) -> int:
