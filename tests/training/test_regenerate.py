@@ -225,11 +225,11 @@ def test_nobody_appends_before_all_have_read(
     appended = threading.Event()
     is_late = itertools.count()
     events: list[str] = []
-    read = answering._Run.done
+    read = answering._done
     write = local_answers.append_rows
 
-    def done(run: Any) -> set[str]:
-        found = read(run)
+    def done(settings: RegenerateSettings) -> set[str]:
+        found = read(settings)
         if next(is_late):
             appended.wait(timeout=1)
         events.append("read")
@@ -244,7 +244,7 @@ def test_nobody_appends_before_all_have_read(
         ranks = Ranks(rank=rank, size=2, wait=lambda: meeting.wait(timeout=60))
         regenerate(shared, target, tokenizer, ranks=ranks)
 
-    monkeypatch.setattr(answering._Run, "done", done)
+    monkeypatch.setattr(answering, "_done", done)
     monkeypatch.setattr(local_answers, "append_rows", append)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(share, (0, 1)))

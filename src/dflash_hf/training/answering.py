@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,12 @@ def regenerate(
         answers = ServedAnswers(common, target)
     else:
         answers = LocalAnswers(common, target, draft, ranks)
-    run = _Run(common)
     made_of = answers.identity()
     if ranks.is_first:
-        run.begin(made_of)
+        _begin(common, made_of)
     ranks.wait()
     report = common.report
-    done = run.done()
+    done = _done(settings)
     # Nobody appends to a file that another one still reads.
     ranks.wait()
     began = time.monotonic()
@@ -97,7 +95,7 @@ def regenerate(
             asked = next_questions(common, asked, seen)
         report.tokens_per_second = progress.tokens_per_second
     report.seconds = time.monotonic() - began
-    run.count()
+    _count(common)
     if report.num_answers == 0:
         raise NoAnswersError(
             f"expected prompts in {settings.prompts}, got 'none to answer'; take other data, or see {settings.errors}"
@@ -133,56 +131,48 @@ def check_answers(path: Path, target: PreTrainedModel, processing_class: Process
         )
 
 
-@dataclass
-class _Run:
-    """One call of [`regenerate`]: its files, and what is asked."""
+def _begin(common: Answering, target: Mapping[str, Any]) -> None:
+    """Says beside the answers what they are of; refuses those of an earlier run that are of something else.
 
-    common: Answering
+    Args:
+        target (mapping): What tells the target from another one.
+    """
+    settings = common.settings
+    made = {
+        "target": {**target, "chat_template": text_identity(common.template.text)},
+        **settings.sampling(),
+    }
+    files = [path for path in (*settings.files(), settings.errors) if path.is_file()]
+    if not files:
+        write_rows(meta_path(settings.output), [made])
+        return
+    defaults = RegenerateSettings(prompts=settings.prompts, output=settings.output)
+    known = {**defaults.sampling(), **read_meta(settings.output)}
+    changed = [name for name in made if known.get(name) != made[name]]
+    what = f"{settings.output} as this target with these settings began it"
+    require(not changed, what, f"one with another {' and '.join(changed)}", NEW_FILE)
+    for path in files:
+        repair(path)
 
-    def __post_init__(self) -> None:
-        self.settings = self.common.settings
-        self.template = self.common.template
-        self.report = self.common.report
 
-    def begin(self, target: Mapping[str, Any]) -> None:
-        """Says beside the answers what they are of; refuses those of an earlier run that are of something else.
+def _done(settings: RegenerateSettings) -> set[str]:
+    """Returns the ids of prompts that have an answer, or none for good."""
+    answered = {row["id"] for path in settings.files() for row in answers_in(path)}
+    return answered | _without_answer(settings)
 
-        Args:
-            target (mapping): What tells the target from another one.
-        """
-        settings = self.settings
-        made = {
-            "target": {**target, "chat_template": text_identity(self.template.text)},
-            **settings.sampling(),
-        }
-        files = [path for path in (*settings.files(), settings.errors) if path.is_file()]
-        if not files:
-            write_rows(meta_path(settings.output), [made])
-            return
-        defaults = RegenerateSettings(prompts=settings.prompts, output=settings.output)
-        known = {**defaults.sampling(), **read_meta(settings.output)}
-        changed = [name for name in made if known.get(name) != made[name]]
-        what = f"{settings.output} as this target with these settings began it"
-        require(not changed, what, f"one with another {' and '.join(changed)}", NEW_FILE)
-        for path in files:
-            repair(path)
 
-    def done(self) -> set[str]:
-        """Returns the ids of prompts that have an answer, or none for good."""
-        answered = {row["id"] for path in self.settings.files() for row in answers_in(path)}
-        return answered | self._without_answer()
+def _without_answer(settings: RegenerateSettings) -> set[str]:
+    """The ids of prompts that no server could answer."""
+    if not settings.errors.is_file():
+        return set()
+    return {row["id"] for row in RowFile(settings.errors)}
 
-    def _without_answer(self) -> set[str]:
-        """The ids of prompts that no server could answer."""
-        if not self.settings.errors.is_file():
-            return set()
-        return {row["id"] for row in RowFile(self.settings.errors)}
 
-    def count(self) -> None:
-        """Counts what there is in the end."""
-        report = self.report
-        for row in answers_in(self.settings.output):
-            report.num_answers += 1
-            report.num_tokens += len(row["answer_ids"])
-            report.num_unfinished += not row["finished"]
-        report.num_errors = len(self._without_answer())
+def _count(common: Answering) -> None:
+    """Counts what there is in the end."""
+    report = common.report
+    for row in answers_in(common.settings.output):
+        report.num_answers += 1
+        report.num_tokens += len(row["answer_ids"])
+        report.num_unfinished += not row["finished"]
+    report.num_errors = len(_without_answer(common.settings))
