@@ -11,8 +11,8 @@ import pytest
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.cli import train_preflight
 from dflash_hf.cli.train_arguments import loader_workers
-from dflash_hf.cli.train_card import question_of
 from dflash_hf.cli.train_settings import TrainSettings
+from dflash_hf.cli.train_stages import question_of
 from dflash_hf.pair.loading import load_processor
 from helpers.training_command import SMALL, TOY, said, train
 

@@ -1,51 +1,14 @@
-"""What `dflash-hf train` asks of held-out conversations, and what the draft's card tells of the run."""
+"""What the card of a draft tells of the `dflash-hf train` that made it."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from dflash_hf.bench.provenance import versions
 from dflash_hf.cli.train_settings import STAGES, TrainSettings
 from dflash_hf.cli.train_state import RunState
-from dflash_hf.training.conversations import resolved
 from dflash_hf.training.export import CardFacts
-from dflash_hf.training.messages import prepare_multimodal_messages
-
-ADDRESSES = ("http://", "https://", "data:")
-
-
-def question_of(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a held-out conversation as a question of a bench: all up to the user's last turn, with its images.
-
-    It is empty where a bench cannot ask it: it has a video, an image is no file, or one comes behind the first of
-    several turns that are asked one by one, as those of a conversation of the user's turns alone.
-    """
-    found = resolved(row, folder)
-    messages = found["messages"]
-    images = found.pop("images", ())
-    of_the_user = [at for at, turn in enumerate(messages) if turn["role"] == "user"]
-    last = of_the_user[-1] if of_the_user else len(messages) - 1
-    messages = messages[: last + 1]
-    has_blocks = any(isinstance(turn["content"], list) for turn in messages)
-    if images or has_blocks:
-        messages = prepare_multimodal_messages(messages, images)
-        all_asked = all(turn["role"] == "user" for turn in messages)
-        later = [block["type"] for turn in messages[1:] for block in turn["content"]]
-        if all_asked and "image" in later:
-            return {}
-        blocks = [block for turn in messages for block in turn["content"]]
-        if any(block["type"] == "video" for block in blocks):
-            return {}
-        for block in blocks:
-            if block["type"] != "image":
-                continue
-            block["path"] = block.pop("image")
-            if block["path"].startswith(ADDRESSES):
-                return {}
-    category = row.get("category") or "held out"
-    return {**found, "question_id": row["id"], "category": category, "messages": messages}
 
 
 def card_facts(settings: TrainSettings, state: RunState) -> CardFacts:

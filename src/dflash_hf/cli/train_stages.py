@@ -24,7 +24,7 @@ from dflash_hf.checkpoints.drafts import load_draft
 from dflash_hf.cli.convert import load_target_for
 from dflash_hf.cli.push import upload, write_repository
 from dflash_hf.cli.train_arguments import arguments_for, evaluation, make_arguments
-from dflash_hf.cli.train_card import card_facts, question_of
+from dflash_hf.cli.train_card import card_facts
 from dflash_hf.cli.train_errors import explained, less_memory
 from dflash_hf.cli.train_preflight import (
     answer_settings,
@@ -51,7 +51,7 @@ from dflash_hf.cli.train_state import (
     locked,
 )
 from dflash_hf.cli.train_target import TargetOnce
-from dflash_hf.data.row_files import RowFile, write_whole
+from dflash_hf.data.row_files import RowFile, write_rows, write_whole
 from dflash_hf.devices import execution_device
 from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -61,11 +61,13 @@ from dflash_hf.target_model.parts import end_tokens
 from dflash_hf.training.answering import NoAnswersError, regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import whole_checkpoints
+from dflash_hf.training.conversations import resolved
 from dflash_hf.training.data import Example
 from dflash_hf.training.examples import read_examples
 from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.local_answers import ALONE, Ranks
+from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
@@ -78,6 +80,7 @@ logger = logging.getLogger(__name__)
 QUESTIONS = "held_out_questions.jsonl"
 EVERY = "conversations.jsonl"
 SELF_PROMPTS = "self_prompts.jsonl"
+ADDRESSES = ("http://", "https://", "data:")  # of images that are no files
 # A trainer, with its target and optimizer, is in cycles of references, and the next stage loads another target.
 TAKE_THE_TARGET = ("regenerate", "run")
 
@@ -413,7 +416,7 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     facts: dict[str, Any] = {}
     if not data:
         held_out = state.folder("prepare") / HELD_OUT
-        rows = [json.loads(line) for line in _lines(held_out)]
+        rows = list(RowFile(held_out))
         questions = [question_of(row, held_out.parent) for row in rows]
         asked = [question for question in questions if question]
         if len(asked) < len(rows):
@@ -422,8 +425,7 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
             return {"questions": 0, **facts}
         file = state.folder("prepare") / QUESTIONS
         if process_index() == 0:
-            lines = [json.dumps(question, ensure_ascii=False) + "\n" for question in asked]
-            write_whole(file, "".join(lines))
+            write_rows(file, asked)
         data = (str(file),)
     if num_processes() > 1:
         Processes("auto").wait()
@@ -462,6 +464,38 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     return {**measured, **facts}
 
 
+def question_of(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a held-out conversation as a question of a bench: all up to the user's last turn, with its images.
+
+    It is empty where a bench cannot ask it: it has a video, an image is no file, or one comes behind the first of
+    several turns that are asked one by one, as those of a conversation of the user's turns alone.
+    """
+    found = resolved(row, folder)
+    messages = found["messages"]
+    images = found.pop("images", ())
+    of_the_user = [at for at, turn in enumerate(messages) if turn["role"] == "user"]
+    last = of_the_user[-1] if of_the_user else len(messages) - 1
+    messages = messages[: last + 1]
+    has_blocks = any(isinstance(turn["content"], list) for turn in messages)
+    if images or has_blocks:
+        messages = prepare_multimodal_messages(messages, images)
+        all_asked = all(turn["role"] == "user" for turn in messages)
+        later = [block["type"] for turn in messages[1:] for block in turn["content"]]
+        if all_asked and "image" in later:
+            return {}
+        blocks = [block for turn in messages for block in turn["content"]]
+        if any(block["type"] == "video" for block in blocks):
+            return {}
+        for block in blocks:
+            if block["type"] != "image":
+                continue
+            block["path"] = block.pop("image")
+            if block["path"].startswith(ADDRESSES):
+                return {}
+    category = row.get("category") or "held out"
+    return {**found, "question_id": row["id"], "category": category, "messages": messages}
+
+
 def _export(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict[str, Any]:
     here = state.folder("run")
     draft = load_draft(here, dtype="auto")
@@ -488,11 +522,6 @@ RUNNERS: dict[Stage, Callable[[TrainSettings, RunState, TargetOnce], dict[str, A
     "bench": _bench,
     "export": _export,
 }
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file of JSON Lines; a text in one may hold other ends of lines."""
-    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _told(facts: dict[str, Any]) -> str:
