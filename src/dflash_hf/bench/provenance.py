@@ -24,8 +24,15 @@ from dflash_hf.training.identity import target_identity, text_identity
 
 # What of a model changes a cell's answers or speeds.
 SAME_PARTS = (
-    *("target", "draft", "assistant", "chat_template", "dtype", "attention"),
-    *("target_options", "draft_options", "assistant_options"),
+    "target",
+    "draft",
+    "assistant",
+    "chat_template",
+    "dtype",
+    "attention",
+    "target_options",
+    "draft_options",
+    "assistant_options",
 )
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash", "tokenizers")
 

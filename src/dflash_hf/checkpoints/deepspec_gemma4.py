@@ -31,8 +31,14 @@ KEYS = (
     *plain_keys(
         dict.fromkeys(
             (
-                *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
-                *("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids"),
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_attention_heads",
+                "num_hidden_layers",
+                "block_size",
+                "mask_token_id",
+                "target_layer_ids",
             ),
             REQUIRED,
         )

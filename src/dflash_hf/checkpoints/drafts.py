@@ -77,15 +77,20 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
     weights = [tensor for tensor in found.found.values() if tensor.dtype in FLOAT_DTYPES]
     stored_files = {tensor.file for tensor in found.stored.values()}
     names = (
-        *(
-            "num_target_layers",
-            "target_hidden_size",
-            "target_layer_ids",
-            "block_size",
-            "mask_token_id",
-        ),
-        *("num_hidden_layers", "hidden_size", "sliding_window", "vocab_size", "draft_vocab_size"),
-        *("own_embed_tokens", "own_lm_head", "sample_from_anchor", "markov_rank"),
+        "num_target_layers",
+        "target_hidden_size",
+        "target_layer_ids",
+        "block_size",
+        "mask_token_id",
+        "num_hidden_layers",
+        "hidden_size",
+        "sliding_window",
+        "vocab_size",
+        "draft_vocab_size",
+        "own_embed_tokens",
+        "own_lm_head",
+        "sample_from_anchor",
+        "markov_rank",
     )
     return {
         "format": found.form.name,

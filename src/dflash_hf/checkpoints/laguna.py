@@ -33,8 +33,12 @@ KEYS = (
     *plain_keys(
         dict.fromkeys(
             (
-                *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
-                *("num_attention_heads", "num_key_value_heads"),
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "head_dim",
+                "num_attention_heads",
+                "num_key_value_heads",
             ),
             REQUIRED,
         )

@@ -446,22 +446,18 @@ def make_config(values: Mapping[str, Any]) -> DFlashConfig:
 
 ROPE_KEYS = frozenset(
     {
-        *(
-            "rope_type",
-            "rope_theta",
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "truncate",
-        ),
-        *(
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "low_freq_factor",
-            "high_freq_factor",
-        ),
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "truncate",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "low_freq_factor",
+        "high_freq_factor",
     }
 )
 # A target's image axes, copied into some drafts' configs. A draft's positions are plain indices: they do nothing.
@@ -484,32 +480,29 @@ CONFIDENCE_KEYS = frozenset(
 # What configs of Transformers carry about other things than a draft's function.
 COMMON_IGNORED = frozenset(
     {
-        *(
-            "_commit_hash",
-            "_attn_implementation_autoset",
-            "_name_or_path",
-            "name_or_path",
-            "architectures",
-            "auto_map",
-            "model_type",
-            "dtype",
-        ),
-        *(
-            "torch_dtype",
-            "quantization_config",  # read before, by `scheme_of`
-            "transformers_version",
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "id2label",
-        ),
-        *(
-            "label2id",
-            "problem_type",
-            "chunk_size_feed_forward",
-            "is_encoder_decoder",
-            "tie_word_embeddings",
-        ),
-        *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+        "_commit_hash",
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "name_or_path",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "quantization_config",  # read before, by `scheme_of`
+        "transformers_version",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "tie_word_embeddings",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
     }
 )

@@ -18,21 +18,17 @@ from dflash_hf.configuration_dflash import DFlashConfig
 DEFAULTS = MuseGlimmerAssistantConfig()
 MODEL_TYPE = DEFAULTS.model_type
 KEYS = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-    ),
-    *(
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "attention_dropout",
-        "block_size",
-        "mask_token_id",
-    ),
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_dropout",
+    "block_size",
+    "mask_token_id",
     "target_layer_ids",
 )
 
