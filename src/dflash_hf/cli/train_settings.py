@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from dflash_hf.bench.sets import set_name
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.data.sources import FILES, full_name
-from dflash_hf.errors import listed, require
+from dflash_hf.errors import listed, require, shown
 from dflash_hf.pair.loading import check_place
 
 Stage = Literal["prepare", "regenerate", "run", "bench", "export"]
@@ -375,7 +375,9 @@ class TrainSettings:
             idle = [name for name in names if name in given and not has_effect]
             if idle:
                 value = getattr(self, idle[0])
-                require(False, f"{flag(idle[0])} {where}", value, "leave one of them out")
+                raise ValueError(
+                    f"expected {flag(idle[0])} {where}, got {shown(value)}; leave one of them out"
+                )
 
     def plain(self) -> dict[str, Any]:
         """Returns all settings as YAML and JSON have them: what another `--config` could be, from any folder."""

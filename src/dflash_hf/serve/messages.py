@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
-from dflash_hf.errors import one_line
+from dflash_hf.errors import one_line, shown
 from dflash_hf.serve.pair import Pair
-from dflash_hf.serve.refusal import FIX, Refusal, has_whole_characters, need
+from dflash_hf.serve.refusal import FIX, INVALID, Refusal, has_whole_characters, need
 
 MAX_IMAGES = 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -130,9 +130,9 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
     need(len(code) <= limit, PARAM, what, len(code), "shrink it")
     try:
         data = base64.b64decode(code, validate=True)
-    except ValueError:
-        need(False, PARAM, "base64 in each image", code, "encode it anew")
-        raise
+    except ValueError as error:
+        sentence = f"expected base64 in each image, got {shown(code)}; encode it anew"
+        raise Refusal(sentence, 400, INVALID, PARAM) from error
     try:
         image = read_image(Path("an image"), data).image
     except ValueError as error:
