@@ -12,7 +12,8 @@ import torch
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
-from dflash_hf.checkpoints.formats import FIELDS, FORMATS
+from dflash_hf.checkpoints.formats import FORMATS
+from dflash_hf.checkpoints.mapping import FIELDS
 from helpers.layouts import DFLASH2, DSPARK, FULL, OWN, SLIDING, YARN, content, make_draft
 
 GEMMA4: dict[str, Any] = {"layer_family": "gemma4", "hidden_act": "gelu_pytorch_tanh"}

@@ -10,7 +10,8 @@ import pytest
 
 from dflash_hf import DFlashConfig
 from dflash_hf.checkpoints.drafts import save_draft
-from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.formats import detect_format
+from dflash_hf.checkpoints.mapping import make_config
 from helpers.layouts import (
     CONFIGS,
     CONV,

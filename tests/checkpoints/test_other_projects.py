@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints.drafts import inspect_draft, load_draft, save_draft
-from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.formats import detect_format
+from dflash_hf.checkpoints.mapping import make_config
 from dflash_hf.pair.loading import load_target
 from helpers.layouts import CONFIGS, FULL, SLIDING, TINY, YARN, content, make_draft
 from helpers.published_drafts import inputs_of

@@ -15,7 +15,8 @@ from transformers.cache_utils import DFlashCache
 from dflash_hf import DFlashDraftModel
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.checkpoints.drafts import inspect_draft, load_draft
-from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.formats import detect_format
+from dflash_hf.checkpoints.mapping import make_config
 from dflash_hf.cli.drafts import published_drafts
 from helpers.activations import relative_error
 from helpers.published_configs import CONFIGS, REFUSED, SLIDING, tiny

@@ -17,7 +17,8 @@ from torch.nn.functional import rms_norm, silu
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
-from dflash_hf.checkpoints.formats import FORMATS, detect_format, make_config
+from dflash_hf.checkpoints.formats import FORMATS, detect_format
+from dflash_hf.checkpoints.mapping import make_config
 from helpers.activations import relative_error
 from helpers.published_configs import CONFIGS, tiny
 from helpers.published_drafts import inputs_of, write

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.formats import detect_format
+from dflash_hf.checkpoints.mapping import make_config
 from helpers.published_configs import tiny
 
 # What a file of a format holds beside the draft's own weights, by their names there.

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
-from dflash_hf.checkpoints.formats import FIELDS
 from dflash_hf.checkpoints.fresh import choose_mask_token, fresh_config
+from dflash_hf.checkpoints.mapping import FIELDS
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from dflash_hf.checkpoints.files import FLOAT_DTYPES, find_file, read_config, unshared
-from dflash_hf.checkpoints.formats import FORMATS, CheckpointFormat, is_draft
+from dflash_hf.checkpoints.formats import FORMATS, is_draft
 from dflash_hf.checkpoints.loading import check_plain
+from dflash_hf.checkpoints.mapping import CheckpointFormat
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.devices import brought_in

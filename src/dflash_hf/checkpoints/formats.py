@@ -15,7 +15,6 @@ from dflash_hf.checkpoints.mapping import (
     FIELDS,
     CheckpointFormat,
     ConfigReader,
-    make_config,
 )
 from dflash_hf.checkpoints.muse import MUSE
 from dflash_hf.checkpoints.speculators import SPECULATORS
@@ -111,15 +110,3 @@ def _named(model: object, form: CheckpointFormat) -> str:
 
 def _right_call(model: Any) -> str:
     return f"dflash_hf.load_draft({model.config.name_or_path or '...'!r})"
-
-
-__all__ = [
-    "FIELDS",
-    "FORMATS",
-    "CheckpointFormat",
-    "check_is_no_draft",
-    "detect_format",
-    "explain_foreign_draft",
-    "is_draft",
-    "make_config",
-]

@@ -30,9 +30,9 @@ from dflash_hf.checkpoints.files import (
     stored_tensors,
     unshared,
 )
-from dflash_hf.checkpoints.formats import FIELDS, CheckpointFormat, detect_format, make_config
+from dflash_hf.checkpoints.formats import detect_format
 from dflash_hf.checkpoints.fresh import Tokenizer, fresh_config, set_first_values
-from dflash_hf.checkpoints.mapping import CONFIDENCE_WEIGHTS
+from dflash_hf.checkpoints.mapping import CONFIDENCE_WEIGHTS, FIELDS, CheckpointFormat, make_config
 from dflash_hf.checkpoints.quantised import Stored, dequantised, scheme_of
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.errors import listed, one_line, require

@@ -22,8 +22,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.checkpoints.files import read_config, stored_tensors
-from dflash_hf.checkpoints.formats import detect_format, make_config
+from dflash_hf.checkpoints.formats import detect_format
 from dflash_hf.checkpoints.fresh import fresh_config
+from dflash_hf.checkpoints.mapping import make_config
 from dflash_hf.cli.train_arguments import arguments_for
 from dflash_hf.cli.train_errors import is_out_of_memory
 from dflash_hf.cli.train_processes import by_the_first
