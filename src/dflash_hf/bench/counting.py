@@ -108,13 +108,9 @@ def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
     drafts = draft_counts(turns)
     accepted = drafts[:, 0]
     proposed = drafts[:, 1]
-    checked = drafts[:, 2]
-    joint = list[float]()
-    conditional = list[float | None]()
-    for position in range(int(checked.max(initial=0))):
-        right = int((accepted > position).sum())
-        joint.append(right / len(drafts))
-        conditional.append(ratio(right, int(((accepted >= position) & (checked > position)).sum())))
+    places = by_position(drafts)
+    joint = [right / len(drafts) for right, _ in places]
+    conditional = [ratio(right, tried) for right, tried in places]
     return {
         "acceptance_length": sum(committed) / len(committed),
         "acceptance_length_zlab": float(np.mean(means)),
@@ -156,6 +152,21 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
             ratio(count, before) for count, before in zip(right, [drafts, *right], strict=False)
         ],
     }
+
+
+def by_position(drafts: Any) -> list[tuple[int, int]]:
+    """Returns for each position of the block how many verifies accepted its proposal, and how many came to it.
+
+    Args:
+        drafts (int array of `(verifies, 3)`): As [`draft_counts`] returns them.
+    """
+    accepted = drafts[:, 0]
+    checked = drafts[:, 2]
+    places: list[tuple[int, int]] = []
+    for position in range(int(checked.max(initial=0))):
+        tried = (accepted >= position) & (checked > position)
+        places.append((int((accepted > position).sum()), int(tried.sum())))
+    return places
 
 
 def draft_counts(turns: Iterable[Turn]) -> Any:

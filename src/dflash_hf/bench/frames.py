@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dflash_hf.bench.answers import Turn
-from dflash_hf.bench.counting import draft_counts
+from dflash_hf.bench.counting import by_position, draft_counts, ratio
 from dflash_hf.bench.run_files import read_run
 from dflash_hf.data.prompt_files import Prompt, check_prompts
 from dflash_hf.errors import is_a, require
@@ -80,14 +80,9 @@ def acceptance_frame(folder: str | os.PathLike[str]) -> Any:
             turns[answer.dataset, answer.category].extend(answer.turns)
         for (dataset, category), some in turns.items():
             counts = draft_counts(some)
-            accepted = counts[:, 0]
-            checked = counts[:, 2]
-            for position in range(1, int(checked.max(initial=0)) + 1):
-                is_reached = (accepted >= position - 1) & (checked >= position)
-                num_tried = int(is_reached.sum())
-                num_accepted = int((accepted >= position).sum())
+            for position, (num_accepted, num_tried) in enumerate(by_position(counts), 1):
                 # A draft that was never right up to here was not tried here.
-                conditional = num_accepted / num_tried if num_tried else None
+                conditional = ratio(num_accepted, num_tried)
                 joint = num_accepted / len(counts)
                 place = (cell.model_id, dataset, category, position)
                 lines.append((*place, num_tried, num_accepted, conditional, joint))
