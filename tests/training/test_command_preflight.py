@@ -207,7 +207,7 @@ def test_a_disk_without_room_is_refused_first(
     class Usage:
         free = 10_000
 
-    monkeypatch.setattr("dflash_hf.cli.train_preflight.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
     data = write_rows(tmp_path / "rows.jsonl")
     result = train("--dataset", data, "--output-dir", tmp_path / "out", *SMALL)
     assert result.exit_code == 2, result.output
@@ -223,7 +223,7 @@ def test_what_a_run_has_written_needs_no_room_again(
     class Usage:
         free = 0
 
-    monkeypatch.setattr("dflash_hf.cli.train_preflight.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
     monkeypatch.setattr(train_preflight, "GB", 1)
     out = tmp_path / "out"
     given = ["--dataset", write_rows(tmp_path / "rows.jsonl"), "--output-dir", out, *SMALL]

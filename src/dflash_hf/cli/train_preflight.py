@@ -7,7 +7,6 @@ shows it, and [`dflash_hf.cli.train_stages`] says which options take less.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.checkpoints import whole_checkpoints
-from dflash_hf.training.features import FeatureCache
+from dflash_hf.training.features import FeatureCache, free_bytes
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.identity import processor_identity, target_identity
 from dflash_hf.training.messages import ChatTemplate
@@ -470,10 +469,7 @@ def _check_disk(
     answers = (settings.num_prompts or 0) * settings.max_new_tokens * TOKEN_BYTES
     answers -= _num_bytes(out / "answered")
     needed = max(0, checkpoints) + max(0, drafts) + max(0, answers)
-    folder = settings.output_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(settings.output_dir)
     require(
         free >= needed,
         f"{needed / GB:.1f} GB free on the disk of {settings.output_dir} for answers, checkpoints and the draft",

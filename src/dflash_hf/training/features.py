@@ -211,7 +211,7 @@ class FeatureCache:
             pairs = zip(examples, lengths, strict=True)
             missing = sum(length for example, length in pairs if example not in self)
         needed = missing * size * num_writers
-        free = _free(self.folder)
+        free = free_bytes(self.folder)
         logger.warning(
             f"the features of {len(examples)} examples take {size / 1000:.1f} kB a token, "
             f"{tokens * size / 1e9:.2f} GB in all, in {self.folder}"
@@ -417,11 +417,12 @@ def _settings(target: Target, config: DFlashConfig, num_likely: int) -> dict[str
     }
 
 
-def _free(folder: Path) -> int:
-    """Free bytes where a folder is or will be."""
-    return shutil.disk_usage(
-        next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    ).free
+def free_bytes(folder: Path) -> int:
+    """Returns the free bytes of the disk where a folder is or will be."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
 
 
 def _checksum(tensors: Iterable[Tensor]) -> str:
