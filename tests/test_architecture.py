@@ -147,10 +147,6 @@ HOT_MODULES: dict[str, set[str]] = {
         "accept_and_report",
         "report",
         "record_progress",
-        "stream_tree",
-        "num_checked",
-        "count_nodes",
-        "chains_of",
     },
 }
 # What moves when a row moves on, and the functions that may change it: the start of a run, and the commit.

@@ -388,15 +388,18 @@ class DecodeState:
         """The accepted path `[B, width]` of [`report`]."""
         return self.report.path
 
-    def report_in(self, outcome: Tensor, width: int) -> TreeReport | None:
-        """Returns the report on the tree of `width` tokens that an `outcome` holds; `None` if a chain was verified.
+    def report_in(self, outcome: Tensor, width: int) -> Tensor | None:
+        """Returns the parts of the [`TreeReport`] on a tree of `width` tokens that an `outcome` holds.
 
         The outcome is of this step or, where the host is one behind, of the one before: runs of that kind verify no
         chains beside trees.
+
+        Returns:
+            `torch.Tensor | None`: A view `[4, B, width]`, int64; `None` if a chain was verified.
         """
         if not self._is_tree_of(width):
             return None
-        return TreeReport(*self._parts_of_tree(outcome, width))
+        return self._parts_of_tree(outcome, width)
 
     def report_nodes(self) -> None:
         """Reports the nodes of this step's tree, beside what has come of it."""

@@ -7,7 +7,6 @@ runs the same functions with lengths rounded up, which is what a CUDA graph repl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +18,8 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.block.tree import is_in_place
 from dflash_hf.generation.accept import commit
 from dflash_hf.generation.acceptance_counts import along_chain
-from dflash_hf.generation.run import Reported, Run, make_room, tapped
-from dflash_hf.generation.state import NUM_REPORTED, TreeReport
+from dflash_hf.generation.run import Reported, ReportedTree, Run, make_room, tapped
+from dflash_hf.generation.state import NUM_REPORTED
 from dflash_hf.packed_weights import packing
 from dflash_hf.target_model.reentry import KEYWORD
 
@@ -188,8 +187,10 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     """
     # 1. The numbers per row, and the tree, before a streamer gets the tokens that were taken of it.
     reported = Reported(*outcome[:NUM_REPORTED].tolist())
-    tree = run.state.report_in(outcome, width)
-    if tree is not None:
+    tree: ReportedTree | None = None
+    parts = run.state.report_in(outcome, width)
+    if parts is not None:
+        tree = ReportedTree(*parts.tolist())
         stream_tree(run, tree, reported)
     # 2. Where the rows stand now, and the new tokens for the streamer.
     tokens = outcome[NUM_REPORTED : NUM_REPORTED + width].T
@@ -197,7 +198,17 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     # 3. The statistics, by the request's rows. A row that had ended before has committed nothing.
     running = [row for row, num in enumerate(reported.committed) if num]
     stats = run.stats
-    checked = num_checked(tree, reported, running, width)
+    # Of a chain every proposal is checked.
+    checked = [width - 1] * len(running)
+    nodes: list[list[int]] = []
+    chains: list[tuple[int, int]] = []
+    if tree is not None:
+        checked = [num_checked(tree, row, reported.accepted[row]) for row in running]
+        # Node 0 is the anchor, which was no proposal.
+        nodes = [tree.path[row][1 : reported.accepted[row] + 1] for row in running]
+        stats.count_nodes(width, nodes, [tree.sources[row] for row in running])
+        if run.chooser.may_choose_chain:
+            chains = [along_chain(tree.parents[row], tree.path[row]) for row in running]
     for row, num in zip(running, checked, strict=True):
         number = run.rows.numbers[row]
         stats.num_committed[number].append(reported.committed[row])
@@ -208,11 +219,7 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     accepted = [reported.accepted[row] for row in running]
     # Without the rest: how long a streamer takes does not depend on the width.
     seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
-    if tree is None:
-        run.chooser.observe(width, accepted, seconds)
-    else:
-        nodes = count_nodes(run, tree, reported, running)
-        run.chooser.observe(width, accepted, seconds, nodes, chains_of(run, tree, running))
+    run.chooser.observe(width, accepted, seconds, nodes, chains)
     if run.finished:
         verdict = run.chooser.verdict()
         if verdict:
@@ -240,57 +247,22 @@ def record_progress(run: Run, reported: Reported, tokens: Tensor) -> None:
     run.rows.reported = reported
 
 
-def stream_tree(run: Run, tree: TreeReport, reported: Reported) -> None:
+def stream_tree(run: Run, tree: ReportedTree, reported: Reported) -> None:
     """Hands the tree of the first row to a streamer that takes trees."""
     put_tree = getattr(run.request.streamer, "put_tree", None)
     is_fed = reported.committed[0] > 0 and not run.rule.feeds_streamer
     if put_tree is not None and is_fed:
-        parts = tree._asdict()
-        of_first_row = {name: part[0].tolist() for name, part in parts.items()}
+        # Copies: a streamer may change what it gets, and the statistics are still to be counted.
+        of_first_row = {name: part[0].copy() for name, part in tree._asdict().items()}
         put_tree(**of_first_row)
 
 
-def num_checked(
-    tree: TreeReport | None, reported: Reported, running: Sequence[int], width: int
-) -> list[int]:
-    """Returns how many positions of the block a verify of `width` tokens has checked in each running row.
+def num_checked(tree: ReportedTree, row: int, num_accepted: int) -> int:
+    """Returns how many positions of the block a verify has checked in a row of which it has accepted so many nodes.
 
-    Of a tree these are the accepted ones, and the next one unless the accepted path has ended in a leaf.
+    These are the accepted ones, and the next one unless the accepted path has ended in a leaf.
     """
-    if tree is None:
-        return [width - 1] * len(running)
-    path = tree.path.tolist()
-    parents = tree.parents.tolist()
-    checked: list[int] = []
-    for row in running:
-        num_accepted = reported.accepted[row]
-        last = path[row][num_accepted]
-        # The anchor stands first and follows itself, but is no proposal.
-        has_child = last in parents[row][1:]
-        checked.append(num_accepted + has_child)
-    return checked
-
-
-def count_nodes(
-    run: Run, tree: TreeReport, reported: Reported, running: Sequence[int]
-) -> list[list[int]]:
-    """Counts the nodes that were accepted in the statistics; returns them, for each row that was running."""
-    path = tree.path.tolist()
-    sources = tree.sources.tolist()
-    nodes: list[list[int]] = []
-    for row in running:
-        # Node 0 is the anchor, which was no proposal.
-        end = reported.accepted[row] + 1
-        nodes.append(path[row][1:end])
-    sources_of_running = [sources[row] for row in running]
-    run.stats.count_nodes(tree.path.shape[1], nodes, sources_of_running)
-    return nodes
-
-
-def chains_of(run: Run, tree: TreeReport, running: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns how far the chain of the likeliest proposals would have come, where it may be chosen instead."""
-    if not run.chooser.may_choose_chain:
-        return []
-    parents = tree.parents.tolist()
-    path = tree.path.tolist()
-    return [along_chain(parents[row], path[row]) for row in running]
+    last = tree.path[row][num_accepted]
+    # The anchor stands first and follows itself, but is no proposal.
+    has_child = last in tree.parents[row][1:]
+    return num_accepted + has_child
