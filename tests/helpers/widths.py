@@ -16,10 +16,10 @@ from dflash_hf.generation.widths import WidthChooser
 known_costs = options._known_costs
 
 
-def known_in_half(generator: Any, choices: Any, may_be_modelled: bool) -> Any:
+def known_in_half(generator: Any, may_be_modelled: bool) -> Any:
     """Returns the known costs of a pair's steps, modelled ones in half precision alone."""
     is_half = options.computes_in_half(generator.target)
-    return known_costs(generator, choices, may_be_modelled and is_half)
+    return known_costs(generator, may_be_modelled and is_half)
 
 
 class SteadyTimes(StepTimes):

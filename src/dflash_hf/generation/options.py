@@ -123,23 +123,15 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
     return "eager"
 
 
-class Choices(NamedTuple):
-    """What a run may choose among, step by step."""
-
-    width: int  # tokens that are verified at most
-    is_tree: bool  # whether they may be a tree
-    chain: int  # tokens of the chain that may be verified in place of a tree; 0 where none may be
-
-
-def choices_of(generator: DFlashCandidateGenerator, is_captured: bool) -> Choices:
-    """Returns what a run may choose among, where its widths are left open."""
-    width = generator.verify_width
-    is_tree = generator.trees is not None
+def chain_beside(generator: DFlashCandidateGenerator, is_captured: bool) -> int:
+    """Returns the tokens of the chain that a run may verify in place of a tree; 0 where it may not."""
     longest = generator.num_proposals + 1
     # A number asks for trees; captured, each choice would be a graph more.
     is_asked_for = generator.draft.generation_config.num_tree_nodes not in (None, "auto")
-    may_be_chain = is_tree and longest <= width and not is_asked_for and not is_captured
-    return Choices(width, is_tree, longest if may_be_chain else 0)
+    is_left_open = generator.trees is not None and not is_asked_for and not is_captured
+    if is_left_open and longest <= generator.verify_width:
+        return longest
+    return 0
 
 
 def choose_widths(
@@ -161,20 +153,20 @@ def choose_widths(
     is_left_open = asked is None and not is_captured and not is_by_rejection
     is_half = computes_in_half(generator.target)
     is_on_cpu = state.ids.device.type == "cpu"
-    choices = choices_of(generator, is_captured)
-    if choices.width < 2 or not (asked == "auto" or is_left_open):
-        return FixedWidth(choices.width)
+    widest = generator.verify_width
+    if widest < 2 or not (asked == "auto" or is_left_open):
+        return FixedWidth(widest)
     may_be_modelled = is_left_open and is_on_cpu
     costs = None
     if (is_half or is_on_cpu) and not is_captured:
-        costs = _known_costs(generator, choices, may_be_modelled)
+        costs = _known_costs(generator, may_be_modelled)
     if costs is not None:
-        known = KnownCosts(costs, choices.width, choices.chain)
-        chooser = WidthChooser(known, choices.is_tree)
+        known = KnownCosts(costs, widest, chain_beside(generator, is_captured))
+        chooser = WidthChooser(known, generator.trees is not None)
     elif is_half and is_left_open:
-        return FixedWidth(choices.width)
+        return FixedWidth(widest)
     else:
-        chooser = _clocked_widths(generator, choices, len(state.ids), is_captured)
+        chooser = _clocked_widths(generator, len(state.ids), is_captured)
     chooser.use_rows(len(state.ids))
     return chooser
 
@@ -192,18 +184,22 @@ def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
 
 
 def _clocked_widths(
-    generator: DFlashCandidateGenerator, choices: Choices, rows: int, is_captured: bool
+    generator: DFlashCandidateGenerator, rows: int, is_captured: bool
 ) -> WidthChooser:
     """Returns what chooses by the seconds that steps take; eager ones go on with what an earlier run has seen."""
+    draft = generator.draft
+    target = generator.target.model
+    widest = generator.verify_width
+    is_tree = generator.trees is not None
+    chain = chain_beside(generator, is_captured)
     kept = None
     if not is_captured:
-        kept = take_chooser(generator.draft, generator.target.model, rows, *choices)
+        kept = take_chooser(draft, target, rows, widest, is_tree, chain)
     if kept is not None:
         return kept
     longest = generator.num_proposals + 1
     first = first_width(longest, rows)
-    times = StepTimes(choices.width, choices.chain)
-    return WidthChooser(times, choices.is_tree, first)
+    return WidthChooser(StepTimes(widest, chain), is_tree, first)
 
 
 def first_width(longest: int, rows: int) -> int:
@@ -212,7 +208,7 @@ def first_width(longest: int, rows: int) -> int:
 
 
 def _known_costs(
-    generator: DFlashCandidateGenerator, choices: Choices, may_be_modelled: bool
+    generator: DFlashCandidateGenerator, may_be_modelled: bool
 ) -> CostTable | StepCosts | None:
     """Returns the measured costs of a pair's steps, for all that may be chosen; else modelled ones, else `None`."""
     was_tuned = has_tables()
@@ -222,8 +218,9 @@ def _known_costs(
     draft = generator.draft
     modelled = StepCosts.of(target, draft, generator.block_size)
     if was_tuned:
-        table = read_table(about_pair(target, draft, modelled, choices.is_tree))
-        if table is not None and table.covers(choices.width):
+        is_tree = generator.trees is not None
+        table = read_table(about_pair(target, draft, modelled, is_tree))
+        if table is not None and table.covers(generator.verify_width):
             return table
     if may_be_modelled:
         return modelled

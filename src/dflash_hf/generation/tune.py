@@ -22,7 +22,7 @@ from dflash_hf.generation.choice_costs import CHAIN, candidate_widths
 from dflash_hf.generation.cost_table import CostTable, about_pair, write_table
 from dflash_hf.generation.decode import no_gradients, tapped_between_steps, whole_run
 from dflash_hf.generation.generate import answer_with, unwrapped
-from dflash_hf.generation.options import choices_of, choose_engine, computes_in_half
+from dflash_hf.generation.options import choose_engine, computes_in_half
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Run
@@ -141,7 +141,7 @@ def _measure(request: Request, inputs: dict[str, Any]) -> _Measured:
     ):
         run = prefill(request, inputs, NoUserCache())
         costs = StepCosts.of(target, draft, run.generator.block_size)
-        is_tree = choices_of(run.generator, run.keeps_buffers).is_tree
+        is_tree = run.generator.trees is not None
         about = about_pair(target, draft, costs, is_tree)
         with tapped_between_steps(run):
             seconds = _time_steps(run)
@@ -175,11 +175,12 @@ def _check(request: Request, engine: str) -> None:
 
 def _time_steps(run: Run) -> dict[int, float]:
     """Returns the quickest seconds of a step of each choice, `CHAIN` for the chain of all proposals."""
-    choices = choices_of(run.generator, run.keeps_buffers)
+    widest = run.generator.verify_width
+    is_tree = run.generator.trees is not None
     longest = run.generator.num_proposals + 1
     # In the order of the choices a narrow step comes behind a narrow one, as in a run.
-    plan = {width: _OneChoice(width, is_chain=False) for width in candidate_widths(choices.width)}
-    plan[CHAIN] = _OneChoice(min(longest, choices.width), is_chain=choices.is_tree)
+    plan = {width: _OneChoice(width, is_chain=False) for width in candidate_widths(widest)}
+    plan[CHAIN] = _OneChoice(min(longest, widest), is_chain=is_tree)
     seconds = dict.fromkeys(plan, float("inf"))
     for _ in range(NUM_TIMES):
         for choice, chooser in plan.items():
@@ -188,6 +189,6 @@ def _time_steps(run: Run) -> dict[int, float]:
             step(run)
             seconds[choice] = min(seconds[choice], time.perf_counter() - started)
     # No step costs more than one of more tokens: that was a hiccup of the clock. The widest come first.
-    for wide, narrow in itertools.pairwise(candidate_widths(choices.width)):
+    for wide, narrow in itertools.pairwise(candidate_widths(widest)):
         seconds[narrow] = min(seconds[narrow], seconds[wide])
     return seconds
