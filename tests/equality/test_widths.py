@@ -353,7 +353,7 @@ def test_stale_columns_behind_a_narrow_verify_are_never_used(
     def spoiled(self: StaticStep, bound: int) -> Any:
         nonlocal num_narrow
         out, run = launch(self, bound), self.run
-        width, states = run.state.width, run.buffers.context.columns
+        width, states = run.state.width, run.buffers.newest.columns
         num_narrow += width < states.shape[1]
         run.state.whole_block[:, width:] = 5
         run.state.whole_tokens[:, width:] = 9

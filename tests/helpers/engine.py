@@ -56,9 +56,9 @@ def places(run: Run) -> list[tuple[object, ...]]:
     state, generator, buffers = run.state, run.generator, run.buffers
     named = {name: getattr(state, name) for name in type(state).__slots__}
     named |= {"offset": generator.newest.offset}
-    named |= {f"newest {i}": t for i, t in enumerate(buffers.context.tensors())}
+    named |= {f"newest {i}": t for i, t in enumerate(buffers.newest.tensors())}
     named |= {f"target {i}": t for i, t in enumerate(run.cache.buffers())}
-    named |= {f"draft {i}": t for i, t in enumerate(generator.cache.buffers())}
+    named |= {f"draft {i}": t for i, t in enumerate(generator.draft_cache.buffers())}
     # Written and read in one step.
     named.pop("draft_probs")
     return [

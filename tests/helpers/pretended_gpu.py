@@ -244,7 +244,7 @@ def captured_step(run: Run) -> Step:
             "ids": state.ids,
             "lengths": state.lengths,
         }
-    caches = {"target": run.cache, "draft": run.generator.cache}
+    caches = {"target": run.cache, "draft": run.generator.draft_cache}
     changed |= {
         f"{name} cache {i}": t
         for name, cache in caches.items()

@@ -202,7 +202,7 @@ def drive(
 
 def make_infinite(run: Run, place: int) -> None:
     """Makes all keys, values and states of the row at a place infinite, as what a row leaves behind may be."""
-    for cache in (run.cache, run.generator.cache):
+    for cache in run.buffers.caches():
         for layer in cache.attention.values():
             for buffer in layer.buffers():
                 buffer[place] = torch.inf

@@ -291,11 +291,11 @@ def test_copies_of_weights_are_made_anew_in_their_place() -> None:
         (kept,) = kept_buffers(draft)
         attentions = [layer.self_attn for layer in draft.layers]
         now = torch.cat([p.weight for a in attentions for p in (a.k_proj, a.v_proj)])
-        assert torch.equal(kept.context.weights.projection, now)
+        assert torch.equal(kept.newest.weights.projection, now)
         assert torch.equal(
-            kept.context.weights.norm, torch.stack([a.k_norm.weight for a in attentions])
+            kept.newest.weights.norm, torch.stack([a.k_norm.weight for a in attentions])
         )
-        places.append(kept.context.weights.projection.data_ptr())
+        places.append(kept.newest.weights.projection.data_ptr())
         with torch.no_grad():
             attentions[1].k_proj.weight.mul_(-0.5)
             attentions[0].k_norm.weight.mul_(2.0)

@@ -57,7 +57,7 @@ class FixedBuffers:
     state: DecodeState  # begun again by every run
     draft_cache: RaggedCache  # the draft's context
     cache: RaggedCache  # the target's keys and values; it has no layers before the first prefill
-    context: NewestContext  # context that the draft's cache does not hold yet
+    newest: NewestContext  # context that the draft's cache does not hold yet
     trees: TreeBuilder | None  # builds the trees that are verified; none where chains are
     graphs: Graphs  # captured over these buffers
 
@@ -90,7 +90,7 @@ class FixedBuffers:
             state=DecodeState.allocate(shape, num_columns),
             draft_cache=RaggedCache(layers, **sizes),
             cache=RaggedCache([], **sizes),
-            context=NewestContext(shape, draft.fc.in_features, draft.dtype),
+            newest=NewestContext(shape, draft.fc.in_features, draft.dtype),
             trees=trees,
             graphs=Graphs(),
         )
@@ -129,7 +129,7 @@ class FixedBuffers:
 
     def reopen(self) -> None:
         """Empties the caches and the newest context in place, for another run."""
-        self.context.clear()
+        self.newest.clear()
         reads_no_stale_slot = reads_lengths_on_device(*self.caches())
         for cache in self.caches():
             for group in cache.groups:
@@ -143,16 +143,16 @@ class FixedBuffers:
 
     def stack_weights(self, draft: DFlashDraftModel) -> None:
         """Copies the draft's weights as they are now, where a kernel is to write context of all layers at once."""
-        before = self.context.weights
-        self.context.weights = draft.stack_weights(self.draft_cache, before)
-        if self.context.weights is not before:
+        before = self.newest.weights
+        self.newest.weights = draft.stack_weights(self.draft_cache, before)
+        if self.newest.weights is not before:
             # Graphs have the addresses of the copies before.
             self.graphs = Graphs()
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
         self.shape = replace(self.shape, batch=len(rows))
-        for part in (self.state, self.context, self.draft_cache, self.cache):
+        for part in (self.state, self.newest, self.draft_cache, self.cache):
             part.keep_rows(rows)
 
     def add_row(self, source: FixedBuffers, length: int, max_rows: int) -> None:
@@ -164,7 +164,7 @@ class FixedBuffers:
             cache.check_row(max_rows)
         self.cache.add_row(source.cache, length, max_rows)
         self.draft_cache.add_row(source.draft_cache, length, max_rows)
-        self.context.add_row(source.context)
+        self.newest.add_row(source.newest)
         self.state.add_row(source.state)
         self.shape = replace(self.shape, batch=self.shape.batch + 1)
 
@@ -178,7 +178,7 @@ class FixedBuffers:
         """
         self.cache.put_row(place, source.cache, length)
         self.draft_cache.put_row(place, source.draft_cache, length)
-        self.context.put_row(place, source.context)
+        self.newest.put_row(place, source.newest)
         self.state.put_row(place, source.state)
 
     def free_row(self, place: int, nobody: DecodeState) -> None:
@@ -196,7 +196,7 @@ class FixedBuffers:
 
     def owned(self) -> list[Tensor]:
         """Returns every tensor that must stay where it is."""
-        found = [*self.state.tensors().values(), *self.context.tensors()]
+        found = [*self.state.tensors().values(), *self.newest.tensors()]
         for cache in self.caches():
             found.extend(cache.buffers())
         return found

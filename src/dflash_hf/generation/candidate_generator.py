@@ -69,8 +69,8 @@ class DFlashCandidateGenerator:
         self.proposal: ProposalRule = proposal
         self.buffers = buffers
         # The draft's context, and what of it the cache does not hold yet.
-        self.cache = buffers.draft_cache
-        self.newest = buffers.context
+        self.draft_cache = buffers.draft_cache
+        self.newest = buffers.newest
         # Builds the trees that are verified; `None` in a run that verifies chains.
         self.trees = buffers.trees
         # The draft's device: to ask a model goes through its weights.
@@ -103,11 +103,11 @@ class DFlashCandidateGenerator:
         # Tokens before the offset get negative positions and go nowhere.
         if self.newest.has_offset:
             positions = positions - self.newest.offset.to(positions.device)[:, None]
-        self.draft.write_prompt(states, positions, self.cache)
+        self.draft.write_prompt(states, positions, self.draft_cache)
 
     def take_context(self, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies context of the first tokens of a single prompt in: keys and values `[1, G, n, E]` of each layer."""
-        for layer, pair in zip(self.cache.attention.values(), kept, strict=True):
+        for layer, pair in zip(self.draft_cache.attention.values(), kept, strict=True):
             for buffer, states in zip(layer.buffers(), pair, strict=True):
                 row = states[0].transpose(0, 1)
                 copy_row(row, buffer[0], row.shape[0])
@@ -134,7 +134,7 @@ class DFlashCandidateGenerator:
 
     def flush(self) -> None:
         """Writes the newest context where no draft forward will."""
-        self.draft.write_context(self.newest.to_write(), self.cache)
+        self.draft.write_context(self.newest.to_write(), self.draft_cache)
 
     def pass_over(self, is_static: bool) -> None:
         """Stands in for [`propose`] before a verify of one token: makes room for its context.
@@ -166,10 +166,10 @@ class DFlashCandidateGenerator:
         first = 1 - self.ahead
         slots = slice(first, first + num_slots)
         # 1. One forward over `[anchor, MASK, ...]`, which also writes the context of the last verified block.
-        self.cache.begin(self._on_draft(block))
+        self.draft_cache.begin(self._on_draft(block))
         embeds = self.draft.embed(state.draft_ids, self.target.embedding)
         context = self.newest.to_write()
-        hidden = self.drafter.forward_block(self._as_draft(embeds), self.cache, context)
+        hidden = self.drafter.forward_block(self._as_draft(embeds), self.draft_cache, context)
         # 2. Logits of the slots that propose alone: the head is the largest product of a draft.
         hidden = hidden[:, slots]
         logits = self._logits(hidden, embeds.dtype, state.block.device)

@@ -104,7 +104,7 @@ class KeptPrefix:
             ids=torch.tensor(ids[:length], device="cpu"),
             images=images.images,
             target=_copies(run.cache, place, length),
-            draft=_copies(run.generator.cache, place, length),
+            draft=_copies(run.generator.draft_cache, place, length),
             states=RecurrentStates.of_row(run.cache, place).copied(),
             is_shared=False,
         )
@@ -120,7 +120,7 @@ class KeptPrefix:
             ids=prompt.cpu(),
             images=[image for image in images.images if image.first < num],
             target=_copies_of_filled(filled, recurrences),
-            draft=_copies(begun.generator.cache, 0, num),
+            draft=_copies(begun.generator.draft_cache, 0, num),
             states=RecurrentStates.of_filled(filled, recurrences).copied(),
             is_shared=True,
         )
@@ -218,7 +218,7 @@ class KeptPrefixes:
         """
         length = run.rows.reported.lengths[place]
         # Looked at before anything is copied: a text that is too long would push all others out.
-        num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.cache, length)
+        num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.draft_cache, length)
         num_bytes += RecurrentStates.of_row(run.cache, place).num_bytes
         if length < SHORTEST or num_bytes > self.max_bytes:
             return

@@ -166,7 +166,7 @@ class Prefill:
             eos_ids=prompts.eos_ids,
             seed=self.seed,
         )
-        _start_stats(self.watch.stats, request, generator, cache)
+        _start_stats(self.watch.stats, request, generator)
         num_rows = len(request.input_ids)
         recorder = Recorder(request.config, num_rows)
         rule = rule_for(request.processors, request.own_criteria, request.streamer, state, recorder)
@@ -220,10 +220,7 @@ def _compare_ranks(
 
 
 def _start_stats(
-    stats: SpeculativeStats,
-    request: Request,
-    generator: DFlashCandidateGenerator,
-    cache: RaggedCache,
+    stats: SpeculativeStats, request: Request, generator: DFlashCandidateGenerator
 ) -> None:
     """Tells the statistics what the run is: its rows, its longest path, how it proposes, and its memory."""
     proposal = "greedy"
@@ -231,7 +228,7 @@ def _start_stats(
         proposal = generator.proposal
     # The anchor of a path is no proposal.
     stats.start_run(len(request.input_ids), generator.buffers.shape.path - 1, proposal)
-    stats.cache_bytes = cache.num_bytes() + generator.cache.num_bytes()
+    stats.cache_bytes = sum(cache.num_bytes() for cache in generator.buffers.caches())
     if generator.drafter is not request.draft:
         stats.float8_bytes = float8_bytes(generator.drafter)
 

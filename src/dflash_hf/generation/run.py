@@ -293,7 +293,7 @@ def grow(run: Run, room: int) -> None:
     run.keeps_buffers = False
     longest_block = max(generator.block_size, generator.verify_width)
     length = run.longest_prompt + room + longest_block
-    for cache in (generator.cache, run.cache):
+    for cache in run.buffers.caches():
         cache.grow(length)
     batch, num_before = state.ids.shape
     # A block of scratch behind the last token, where rules show processors what may follow.
@@ -304,4 +304,4 @@ def grow(run: Run, room: int) -> None:
         ids[:, :num] = state.ids[:, :num]
     state.ids = ids
     run.room = room
-    run.stats.cache_bytes = run.cache.num_bytes() + generator.cache.num_bytes()
+    run.stats.cache_bytes = sum(cache.num_bytes() for cache in run.buffers.caches())

@@ -43,7 +43,7 @@ class StaticStep:
         self.run = run
         self.accepts = run.rule.runs_on_device
         self.widest = run.buffers.shape.block
-        self.reads_lengths = reads_lengths_on_device(run.cache, run.generator.cache)
+        self.reads_lengths = reads_lengths_on_device(*run.buffers.caches())
         run.stats.engine = self.name
 
     def advance(self) -> None:

@@ -259,7 +259,7 @@ class UserCache:
         # A run that never drafts has written no context.
         if generator.verify_width < 2:
             return
-        buffers = [layer.buffers() for layer in generator.cache.attention.values()]
+        buffers = [layer.buffers() for layer in generator.draft_cache.attention.values()]
         lengths = (positions >= 0).sum(dim=1)
         offset = generator.newest.offset
         # The next call overwrites buffers that are kept.
@@ -362,5 +362,5 @@ def _write_context(
         slots = torch.arange(ring, device=device)
         positions = slot_positions(newest, slots, ring)
         positions = positions.masked_fill(positions >= length, -1)
-        layer = generator.cache.attention[index]
+        layer = generator.draft_cache.attention[index]
         layer.write_rows(keys.to(device), values.to(device), PromptSlots(positions))
