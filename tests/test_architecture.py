@@ -39,7 +39,6 @@ LEVELS = {
     "dflash_hf.block.positions": 1,
     "dflash_hf.target_model.user_code": 2,
     "dflash_hf.checkpoints.names": 1,
-    "dflash_hf.generation.tested_versions": 1,
     "dflash_hf.ops": 2,
     "dflash_hf.joint_products": 2,
     "dflash_hf.packed_weights": 2,

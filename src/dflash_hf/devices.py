@@ -12,7 +12,7 @@ import platform
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from transformers.utils import logging
 
 from dflash_hf.errors import first_line
 from dflash_hf.undo import shared
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger: Any = logging.get_logger(__name__)
 
@@ -188,6 +191,19 @@ def brought_in(module: nn.Module) -> Generator[None]:
     finally:
         for hook in hooks:
             hook.post_forward(module, None)
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Returns the mesh of the processes that hold a model together, `None` where this process holds the whole one."""
+    # The attribute in which Transformers keeps the mesh of devices that a model is sharded over.
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    if "tp" in (mesh.mesh_dim_names or ()):
+        mesh = mesh["tp"]
+    if mesh.size() == 1:
+        return None
+    return mesh
 
 
 def in_one_piece(weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from dflash_hf.generation.tested_versions import NEWEST_TRANSFORMERS
+from dflash_hf.generation.generate import NEWEST_TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tested.md").read_text(encoding="utf-8")

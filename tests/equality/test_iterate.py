@@ -14,8 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import dflash_hf
 from dflash_hf.generation import iterate as module
-from dflash_hf.generation import kept_choosers
 from dflash_hf.generation.newest_context import NewestContext
+from dflash_hf.generation.widths import _kept_choosers
 from helpers.half import pairs
 from helpers.whole_blocks import use_whole_blocks
 from tiny import OracleDraft, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
@@ -226,7 +226,7 @@ def test_a_run_that_is_left_keeps_the_widths_of_an_earlier_one(num_steps: int) -
     draft = tiny_draft(target, 8)
     draft.generation_config.verify_width = "auto"
     assert list(dflash_hf.iterate(target, draft, **inputs, **GREEDY))
-    before = dict(kept_choosers._kept[draft][target])
+    before = dict(_kept_choosers[draft][target])
     assert before
     for is_closed in (True, False):
         steps = dflash_hf.iterate(target, draft, **inputs, **GREEDY)
@@ -235,7 +235,7 @@ def test_a_run_that_is_left_keeps_the_widths_of_an_earlier_one(num_steps: int) -
         if is_closed:
             steps.close()
         del steps
-        assert kept_choosers._kept[draft][target] == before
+        assert _kept_choosers[draft][target] == before
 
 
 def test_two_iterators_over_one_pair_do_not_mix() -> None:

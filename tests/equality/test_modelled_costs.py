@@ -9,7 +9,7 @@ import torch
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.generation import step_costs
-from dflash_hf.generation.kept_choosers import _kept
+from dflash_hf.generation.widths import _kept_choosers
 from tiny import FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
@@ -41,7 +41,7 @@ def test_texts_are_plain_generates_and_widths_the_same(family: str, lengths: lis
         draft = oracle_draft(target, truth_of(inputs, plain), seed=3)
         text, widths = widths_of(target, draft, inputs)
         assert torch.equal(text, plain)
-        assert draft not in _kept, "nothing that a call has seen decides in the next one"
+        assert draft not in _kept_choosers, "nothing that a call has seen decides in the next one"
         found.append(widths)
     assert found[0] == found[1]
     assert max(found[0]) > 1

@@ -14,8 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.block.tree import TreeBuilder
-from dflash_hf.generation.kept_choosers import _kept
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.widths import WidthChooser, _kept_choosers
 from dflash_hf.target_model.parts import find_target
 from fuzz.targets import Oracle
 from helpers.half import pairs
@@ -401,7 +400,7 @@ def test_what_chains_have_shown_says_nothing_of_trees() -> None:
             ref,
         )
     assert sorted(
-        chooser.is_tree for kept in _kept[draft].values() for chooser in kept.values()
+        chooser.is_tree for kept in _kept_choosers[draft].values() for chooser in kept.values()
     ) == [False, True]
 
 

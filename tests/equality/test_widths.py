@@ -18,8 +18,8 @@ from dflash_hf.generation import buffers, joining, running_batch, step
 from dflash_hf.generation.buffers import kept_buffers
 from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.host_reads import NoHostReads
-from dflash_hf.generation.kept_choosers import _kept
 from dflash_hf.generation.static_step import StaticStep
+from dflash_hf.generation.widths import _kept_choosers
 from helpers.half import pairs
 from helpers.static import Tape, TapeStep, set_engine, tensor_oracle, use_tapes
 from helpers.vision import shallow_vision_target, vision_prompts
@@ -470,9 +470,9 @@ def test_a_run_that_is_stopped_leaves_what_its_widths_have_shown() -> None:
     set_engine(draft, "eager")
     with pytest.raises(KeyboardInterrupt):
         target.generate(**inputs, **GREEDY, assistant_model=draft, streamer=Interrupts())
-    (chooser,) = _kept[draft][target].values()
+    (chooser,) = _kept_choosers[draft][target].values()
     target.generate(**inputs, **GREEDY, assistant_model=draft)
-    assert [*_kept[draft][target].values()] == [chooser]
+    assert [*_kept_choosers[draft][target].values()] == [chooser]
 
 
 def failing_code(kind: str) -> dict[str, Any]:
@@ -505,7 +505,7 @@ def a_pair_with_kept_widths() -> tuple[PreTrainedModel, DFlashDraftModel, dict[s
     draft.generation_config.num_tree_nodes = 0
     draft.generation_config.verify_width = "auto"
     target.generate(**inputs, **GREEDY, assistant_model=draft)
-    (chooser,) = _kept[draft][target].values()
+    (chooser,) = _kept_choosers[draft][target].values()
     return target, draft, inputs, chooser
 
 
@@ -514,7 +514,7 @@ def test_a_run_that_fails_at_its_first_token_leaves_what_earlier_ones_have_kept(
     target, draft, inputs, chooser = a_pair_with_kept_widths()
     with pytest.raises(KeyError, match="at the first token"):
         target.generate(**inputs, **GREEDY, assistant_model=draft, **failing_code(kind))
-    assert [*_kept[draft][target].values()] == [chooser]
+    assert [*_kept_choosers[draft][target].values()] == [chooser]
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_a_batch_that_fails_leaves_what_earlier_runs_have_kept(
     monkeypatch.setattr(module, name, fail)
     with pytest.raises(KeyError, match="on the way"):
         batch.step()
-    assert [*_kept[draft][target].values()] == [chooser]
+    assert [*_kept_choosers[draft][target].values()] == [chooser]
 
 
 def test_a_run_that_is_looked_at_leaves_what_earlier_ones_have_kept() -> None:
@@ -541,7 +541,7 @@ def test_a_run_that_is_looked_at_leaves_what_earlier_ones_have_kept() -> None:
     for asked in (None, "auto"):
         draft.generation_config.verify_width = asked
         assert list(iterate(target, draft, **inputs, **GREEDY))
-        assert [*_kept[draft][target].values()] == [chooser]
+        assert [*_kept_choosers[draft][target].values()] == [chooser]
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -552,7 +552,7 @@ def test_a_run_that_is_left_half_way_leaves_what_earlier_ones_have_kept(num_step
     for _ in range(num_steps):
         next(steps)
     steps.close()
-    assert [*_kept[draft][target].values()] == [chooser]
+    assert [*_kept_choosers[draft][target].values()] == [chooser]
 
 
 # ---- where it is the default
@@ -608,7 +608,7 @@ def test_nothing_said_chooses_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> No
         # A second run of one draft begins as the first did: nothing of a run is kept.
         half.generate(**inputs, **GREEDY, assistant_model=rounded)
         seen["half"].add(tuple(rounded.last_stats.verify_widths))
-        assert rounded not in _kept
+        assert rounded not in _kept_choosers
         draft = tiny_draft(whole, 8)
         set_engine(draft, "eager")
         with torch.autocast("cpu", torch.bfloat16):
@@ -617,7 +617,7 @@ def test_nothing_said_chooses_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(2):
             whole.generate(**inputs, **GREEDY, assistant_model=draft)
             seen["whole"].add(tuple(draft.last_stats.verify_widths))
-        assert draft not in _kept
+        assert draft not in _kept_choosers
     for widths in seen.values():
         assert len(widths) == 1
         assert len(set(next(iter(widths)))) > 1

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from dflash_hf.generation import tested_versions as tested
+from dflash_hf.generation import generate as tested
 from tiny import prompts, tiny_draft, tiny_target
 
 
@@ -20,7 +20,7 @@ from tiny import prompts, tiny_draft, tiny_target
 def test_only_a_newer_release_is_said_once(
     installed: str, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tested.warn_if_newer.cache_clear()
+    tested._warn_if_newer.cache_clear()
     monkeypatch.setattr(transformers, "__version__", installed)
     target = tiny_target("qwen3")
     draft = tiny_draft(target)

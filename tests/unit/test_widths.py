@@ -24,14 +24,20 @@ from dflash_hf.generation.choice_costs import (
     fitted_costs,
     useful_widths,
 )
-from dflash_hf.generation.kept_choosers import _kept, give_chooser, take_chooser
 from dflash_hf.generation.options import (
     CAPTURED_WIDTHS,
     WHOLE_BLOCK_ROWS,
     first_width,
     width_of_rows,
 )
-from dflash_hf.generation.widths import FIRST_HOLD, WidthChooser, choose_width
+from dflash_hf.generation.widths import (
+    FIRST_HOLD,
+    WidthChooser,
+    _kept_choosers,
+    choose_width,
+    give_chooser,
+    take_chooser,
+)
 
 
 def enumerated_tokens(shares: list[float], width: int) -> float:
@@ -621,8 +627,10 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     del target
     gc.collect()
     give_chooser(WidthChooser(StepTimes(4)), draft, other := nn.Linear(1, 1), 1)
-    assert list(_kept[draft]) == [other], "what belongs to a target that is no more is dropped"
-    assert list(_kept[draft][other]) == [(1, 4, False, 0)]
+    assert list(_kept_choosers[draft]) == [other], (
+        "what belongs to a target that is no more is dropped"
+    )
+    assert list(_kept_choosers[draft][other]) == [(1, 4, False, 0)]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 2), (4, 1)])

@@ -20,7 +20,6 @@ from dflash_hf.devices import Inventory, device_errors_explained, eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.choice_costs import StepTimes
 from dflash_hf.generation.cuda_graph import start_engine
-from dflash_hf.generation.kept_choosers import give_chooser
 from dflash_hf.generation.options import choose_engine, choose_widths
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
@@ -35,7 +34,7 @@ from dflash_hf.generation.run import (
 from dflash_hf.generation.stats import DFlashGenerateOutput
 from dflash_hf.generation.step import step, verify
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
-from dflash_hf.generation.widths import WidthChooser
+from dflash_hf.generation.widths import WidthChooser, give_chooser
 from dflash_hf.generation_config import Engine
 from dflash_hf.target_model.fast_layers import fast_whole_run, in_whole_run
 from dflash_hf.target_model.parts import Target

@@ -16,8 +16,11 @@ from os import PathLike
 from typing import Any, TypeVar, cast
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.utils import logging
 
 from dflash_hf.block.cache_name import given_cache
 from dflash_hf.checkpoints.formats import check_is_no_draft, explain_foreign_draft
@@ -36,12 +39,14 @@ from dflash_hf.generation.decode import decode
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.sampling import BlockProcessors
-from dflash_hf.generation.tested_versions import warn_if_newer
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair, check_target
 from dflash_hf.undo import calling
 
+logger: Any = logging.get_logger(__name__)
+# The newest Transformers that the tests have passed on, as constraints.txt pins it. Nothing is decided by it.
+NEWEST_TRANSFORMERS = "5.24.0"
 # Kept per function: to find a signature takes longer than to check a call.
 _signature = functools.cache(inspect.signature)
 
@@ -101,6 +106,16 @@ def unwrapped(draft: Any) -> Any:
     return bare
 
 
+@functools.cache  # both versions stay the same as long as the process runs
+def _warn_if_newer() -> None:
+    """Logs one line, once, if the installed Transformers is newer than the newest one that was tested."""
+    if Version(transformers.__version__) > Version(NEWEST_TRANSFORMERS):
+        logger.warning(
+            f"DFlash drafts were tested with Transformers up to {NEWEST_TRANSFORMERS}; this is "
+            f"{transformers.__version__}, which may have changed what they rely on"
+        )
+
+
 Answer = TypeVar("Answer")
 
 
@@ -125,7 +140,7 @@ def answer_with(
     ranks = Ranks(model)
     # A copy, because names are taken out and put in below.
     arguments = dict(arguments)
-    warn_if_newer()
+    _warn_if_newer()
     with calling(), ranks.together():
         arguments.pop("assistant_model", None)
         # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.

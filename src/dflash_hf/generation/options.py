@@ -15,11 +15,10 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, P
 from dflash_hf.generation.choice_costs import KnownCosts, StepTimes
 from dflash_hf.generation.cost_table import CostTable, about_pair, has_tables, read_table
 from dflash_hf.generation.cuda_graph import EAGER, why_not
-from dflash_hf.generation.kept_choosers import take_chooser
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step_costs import StepCosts
-from dflash_hf.generation.widths import FixedWidth, WidthChooser
+from dflash_hf.generation.widths import FixedWidth, WidthChooser, take_chooser
 from dflash_hf.generation_config import Engine
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target

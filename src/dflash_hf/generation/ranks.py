@@ -27,9 +27,9 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from dflash_hf.devices import mesh_of
 from dflash_hf.generation.accept import AcceptanceRule, accepted
 from dflash_hf.generation.state import DecodeState
-from dflash_hf.target_model.mesh import mesh_of
 
 # What a rank reports when they meet.
 WELL = 0

@@ -12,8 +12,11 @@ Nothing here touches a tensor or waits for a device: counts come from the report
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from dflash_hf.generation.acceptance_counts import ChainCounts, NodeCounts, expected_tokens
 from dflash_hf.generation.choice_costs import (
@@ -306,3 +309,40 @@ class WidthChooser:
             f"{mean:.1f} tokens per verify: the draft does not pay here, so most tokens were decoded without it; "
             "dflash-hf doctor checks its settings"
         )
+
+
+# ---- between two runs
+
+
+# Rows, tokens verified at most, whether trees, and tokens of the chain beside them (0 for none).
+_Kind = tuple[int, int, bool, int]
+# Per draft and target, the choosers that no run has at the moment.
+_kept_choosers = weakref.WeakKeyDictionary[
+    nn.Module, weakref.WeakKeyDictionary[nn.Module, dict[_Kind, WidthChooser]]
+]()
+
+
+def take_chooser(
+    draft: nn.Module,
+    target: nn.Module,
+    rows: int,
+    widest: int,
+    is_tree: bool = False,
+    chain: int = 0,
+) -> WidthChooser | None:
+    """Returns the chooser that a run of this pair, of as many rows and as wide verifies, has left, or `None`.
+
+    Answers may be a few steps long, and counts and times of one answer say much about the next.
+    """
+    of_pair = _kept_choosers.get(draft, {}).get(target, {})
+    chooser = of_pair.pop((rows, widest, is_tree, chain), None)
+    if chooser is not None:
+        chooser.begin()
+    return chooser
+
+
+def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, rows: int) -> None:
+    """Leaves a chooser for the next run."""
+    of_draft = _kept_choosers.setdefault(draft, weakref.WeakKeyDictionary())
+    kept = of_draft.setdefault(target, {})
+    kept[rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser

@@ -31,8 +31,8 @@ from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.devices import mesh_of
 from dflash_hf.errors import one_line, require
-from dflash_hf.target_model.mesh import mesh_of
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example, example_lengths

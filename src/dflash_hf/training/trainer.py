@@ -28,9 +28,9 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from transformers.utils import logging
 
+from dflash_hf.devices import mesh_of
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.mesh import mesh_of
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors, valid_anchors
