@@ -43,30 +43,28 @@ def useful_widths(costs: Mapping[int, float]) -> list[int]:
     return found
 
 
-class ChoiceCosts(Protocol):
-    """What a step of each choice costs, in any unit."""
+class ChoiceCosts:
+    """What a step of each choice costs, in any unit: here for costs that stay as they were before the first step."""
 
     # Whether a clock has measured them: they are noisy then, and others in every run.
-    by_clock: bool
-
-    def use_rows(self, rows: int) -> None:
-        """Goes on with the costs of steps of so many rows."""
-        ...
-
-    def book(self, choice: int, seconds: float) -> None:
-        """Takes in how long a step of a choice has taken."""
-        ...
+    by_clock = False
 
     def of_choices(self) -> Mapping[int, float]:
         """Returns the cost of a step of each choice there is, above 0."""
-        ...
+        raise NotImplementedError
+
+    def use_rows(self, rows: int) -> None:
+        """Goes on with the costs of steps of so many rows. Captured steps always have all their rows."""
+
+    def book(self, choice: int, seconds: float) -> None:
+        """Takes in how long a step of a choice has taken, where the run's own times count."""
 
     def is_guess(self, choice: int) -> bool:
         """Returns True if nothing sure has told what a step of a choice costs."""
-        ...
+        return False
 
 
-class StepTimes:
+class StepTimes(ChoiceCosts):
     """Costs by the clock: the seconds that the run's own steps take.
 
     Args:
@@ -132,7 +130,7 @@ class StepTimes:
         return len(self._times.get(choice, ())) < 2
 
 
-class ReplayCosts:
+class ReplayCosts(ChoiceCosts):
     """Costs of captured steps: the seconds of replays before the first one, and of no choice that was not captured.
 
     Args:
@@ -144,19 +142,9 @@ class ReplayCosts:
     def __init__(self, costs: Mapping[int, float]) -> None:
         self._costs = dict(costs)
 
-    def use_rows(self, rows: int) -> None:
-        """Does nothing: captured steps have all their rows from first to last."""
-
-    def book(self, choice: int, seconds: float) -> None:
-        """Does nothing: the run's own times do not count."""
-
     def of_choices(self) -> dict[int, float]:
         """Returns the seconds of a step of each choice."""
         return self._costs
-
-    def is_guess(self, choice: int) -> bool:
-        """Returns False: each choice was replayed."""
-        return False
 
 
 class CostsOfSteps(Protocol):
@@ -171,7 +159,7 @@ class CostsOfSteps(Protocol):
         ...
 
 
-class KnownCosts:
+class KnownCosts(ChoiceCosts):
     """Costs that are known before the run, and do not follow the clock.
 
     Each choice is then a function of what the run has accepted: two runs of a call choose alike, whatever else the
@@ -181,8 +169,6 @@ class KnownCosts:
         costs ([`CostsOfSteps`]): The costs, measured before or modelled.
         widest, chain (`int`): As for [`StepTimes`].
     """
-
-    by_clock = False
 
     def __init__(self, costs: CostsOfSteps, widest: int, chain: int = 0) -> None:
         self.widths = candidate_widths(widest)
@@ -196,16 +182,9 @@ class KnownCosts:
         if self.chain:
             self._costs[CHAIN] = self._source.of_chain(self.chain, rows)
 
-    def book(self, choice: int, seconds: float) -> None:
-        """Does nothing: the clock does not count."""
-
     def of_choices(self) -> dict[int, float]:
         """Returns the cost of a step of each choice."""
         return self._costs
-
-    def is_guess(self, choice: int) -> bool:
-        """Returns False: a table or a model has told all costs."""
-        return False
 
 
 def fitted_costs(known: Mapping[int, float], widths: Sequence[int]) -> dict[int, float]:
