@@ -12,8 +12,9 @@ from transformers import GenerationMixin, LogitsProcessorList, Qwen3Config
 
 from dflash_hf import DFlashDraftModel, RunningBatch
 from dflash_hf.generation import generate
-from dflash_hf.generation.accept import BlockRule, CustomBlockRule
+from dflash_hf.generation.accept import BlockRule
 from dflash_hf.generation.generate import answer_with
+from dflash_hf.generation.iterate import CustomBlockRule
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.generation.state import BufferShape, DecodeState

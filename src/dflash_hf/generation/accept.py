@@ -15,7 +15,6 @@ Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -39,9 +38,6 @@ from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row, of_
 from dflash_hf.generation.state import NUM_REPORTED, DecodeState
 from dflash_hf.generation.stats import Recorder
 from dflash_hf.generation.synchronized_rows import SynchronizedRows, pads_ended_rows
-
-# See `iterate`: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
-Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
@@ -92,10 +88,6 @@ class BlockRule:
         """Whether a step is decided without a look on the host."""
         return not self.criteria and not self.is_recorded
 
-    def unfinished(self, state: DecodeState) -> Tensor:
-        """Returns the rows that nothing has stopped yet `[B]`, bool."""
-        return ~state.done
-
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:
         """Chooses the tokens of a block.
 
@@ -124,40 +116,6 @@ class BlockRule:
         return choose_block(state, logits_BWV, self.processors)
 
 
-class CustomBlockRule(BlockRule):
-    """A [`BlockRule`] in which a function of the caller says how many proposals stand; see `iterate`.
-
-    Args:
-        rule (`BlockRule`): The run's own rule, in whose place this one stands.
-        accept (callable): The caller's function.
-    """
-
-    def __init__(self, rule: BlockRule, accept: Accept) -> None:
-        super().__init__(rule.processors, rule.criteria, rule.is_recorded)
-        self.accept = accept
-        # [B, W]: the target's own tokens for the last block, for whoever looks at the step.
-        self.tokens = torch.empty(0, dtype=torch.long, device="cpu")
-
-    @property
-    def runs_on_device(self) -> bool:
-        """False: the caller's function may look at anything."""
-        return False
-
-    def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor:
-        choose_block(state, logits_BWV, self.processors)
-        tokens = state.tokens
-        self.tokens = tokens.clone()
-        # Copies: the caller's function may keep what it gets, and both are written again.
-        found = self.accept(state.proposals.clone(), tokens.clone(), logits_BWV)
-        # The caller's function may count on the host.
-        num_accepted = found.to(tokens.device, torch.long)
-        # Accepted proposals are committed whether or not they equal the target's tokens.
-        place = torch.arange(state.width - 1, device=tokens.device)
-        is_kept = place < num_accepted[:, None]
-        tokens[:, :-1] = torch.where(is_kept, state.proposals, tokens[:, :-1])
-        return num_accepted
-
-
 class PositionRule:
     """Chooses position by position, each row until its first mismatch: for processors that read the prefix.
 
@@ -170,10 +128,6 @@ class PositionRule:
     def __init__(self, processors: BlockProcessors, criteria: list[StoppingCriteria]) -> None:
         self.processors = processors
         self.criteria = criteria
-
-    def unfinished(self, state: DecodeState) -> Tensor:
-        """Returns the rows that nothing has stopped yet `[B]`, bool."""
-        return ~state.done
 
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:
         """Chooses as [`BlockRule.choose`]; the scores `[B, W, V]` are raw beyond a row's first mismatch.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,19 +19,24 @@ from transformers import PreTrainedModel
 
 from dflash_hf.devices import Inventory, eagerly, is_compiled
 from dflash_hf.errors import require
-from dflash_hf.generation.accept import Accept, BlockRule, CustomBlockRule
+from dflash_hf.generation.accept import BlockRule
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.checks import check_iterated, check_rules
+from dflash_hf.generation.choose import choose_block
 from dflash_hf.generation.decode import begin_widths, keep_chooser, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Run, look_at_models
+from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.undo import calling
+
+# See [`iterate`]: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
+Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,6 +138,40 @@ def iterate(
     # Begun here: closing or dropping a generator that was never begun runs nothing of it.
     next(steps)
     return steps
+
+
+class CustomBlockRule(BlockRule):
+    """A [`BlockRule`] in which a function of the caller says how many proposals stand; see `iterate`.
+
+    Args:
+        rule (`BlockRule`): The run's own rule, in whose place this one stands.
+        accept (callable): The caller's function.
+    """
+
+    def __init__(self, rule: BlockRule, accept: Accept) -> None:
+        super().__init__(rule.processors, rule.criteria, rule.is_recorded)
+        self.accept = accept
+        # [B, W]: the target's own tokens for the last block, for whoever looks at the step.
+        self.tokens = torch.empty(0, dtype=torch.long, device="cpu")
+
+    @property
+    def runs_on_device(self) -> bool:
+        """False: the caller's function may look at anything."""
+        return False
+
+    def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor:
+        choose_block(state, logits_BWV, self.processors)
+        tokens = state.tokens
+        self.tokens = tokens.clone()
+        # Copies: the caller's function may keep what it gets, and both are written again.
+        found = self.accept(state.proposals.clone(), tokens.clone(), logits_BWV)
+        # The caller's function may count on the host.
+        num_accepted = found.to(tokens.device, torch.long)
+        # Accepted proposals are committed whether or not they equal the target's tokens.
+        place = torch.arange(state.width - 1, device=tokens.device)
+        is_kept = place < num_accepted[:, None]
+        tokens[:, :-1] = torch.where(is_kept, state.proposals, tokens[:, :-1])
+        return num_accepted
 
 
 def _start(

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from dflash_hf.devices import mesh_of
 from dflash_hf.generation.accept import AcceptanceRule, accepted
 from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.synchronized_rows import SynchronizedRows
 
 # What a rank reports when they meet.
 WELL = 0
@@ -128,7 +129,11 @@ class Ranks:
         # User code has run: where it has failed on one rank, all end here.
         self.meet()
         num_accepted = accepted(state, num_accepted)
-        decided = [state.tokens, num_accepted, state.remaining, rule.unfinished(state)]
+        # Ranks may have different rules, as where one alone has a streamer: all share tensors of the same sizes.
+        is_running = ~state.done
+        if isinstance(rule, SynchronizedRows):
+            is_running = rule.is_running
+        decided = [state.tokens, num_accepted, state.remaining, is_running]
         if state.is_tree:
             decided.append(state.path)
         # In place: the commit that follows reads these tensors.

@@ -61,10 +61,6 @@ class SynchronizedRows:
         self.scores: list[Tensor] = []  # processed scores of every column
         self.num_columns = 0
 
-    def unfinished(self, state: DecodeState) -> Tensor:
-        """Returns the rows that nothing has stopped yet `[B]`, bool."""
-        return self.is_running
-
     def choose(self, state: DecodeState, logits_BCV: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses as many columns as all running rows agree to go on with; reads on the host.
 
