@@ -1,4 +1,4 @@
-"""The drafting side of decoding: observes the target's tapped states, proposes the next block."""
+"""The drafting side of decoding: takes the tapped states of the prompts, and proposes blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflash_hf.block.attention import RaggedBlock, TreeBlock
+from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.cache.rows import copy_row
 from dflash_hf.draft_model.dflash2 import follow_path
 from dflash_hf.draft_model.dspark import walk
@@ -45,7 +45,7 @@ class Iterated:
 class DFlashCandidateGenerator:
     """Drafts with a [`DFlashDraftModel`] over a ragged context cache.
 
-    Of every verify it keeps the tapped states, see [`NewestContext`]; its next forward writes them.
+    Its forwards also write the tapped states of every verify, which [`NewestContext`] keeps.
 
     Args:
         request (`Request`): What is asked for. The target's embedding and head serve drafts without their own, and
@@ -120,18 +120,6 @@ class DFlashCandidateGenerator:
         newest.begin(lengths)
         self.buffers.stack_weights(self.draft)
 
-    def observe_block(self, context_hidden_states: Tensor, block: RaggedBlock) -> None:
-        """Takes the context of a verified block, rejected rows included; the next draft forward writes it.
-
-        Args:
-            context_hidden_states (`torch.Tensor` of shape `[B, block.width, L * D]`): Tapped states of the verify.
-            block (`RaggedBlock`): The block that was verified.
-        """
-        is_first = self.newest.add(context_hidden_states, isinstance(block, TreeBlock))
-        # Tokens that gather behind others stand where the first of them does, and so many further on.
-        if is_first:
-            self.newest.begin_at(self._on_draft(block).lengths)
-
     def flush(self) -> None:
         """Writes the newest context where no draft forward will."""
         self.draft.write_context(self.newest.to_write(), self.draft_cache)
@@ -166,7 +154,7 @@ class DFlashCandidateGenerator:
         first = 1 - self.ahead
         slots = slice(first, first + num_slots)
         # 1. One forward over `[anchor, MASK, ...]`, which also writes the context of the last verified block.
-        self.draft_cache.begin(self._on_draft(block))
+        self.draft_cache.begin(self.newest.counted(block))
         embeds = self.draft.embed(state.draft_ids, self.target.embedding)
         context = self.newest.to_write()
         hidden = self.drafter.forward_block(self._as_draft(embeds), self.draft_cache, context)
@@ -310,11 +298,3 @@ class DFlashCandidateGenerator:
         # A model finds its dtype by looking through its weights; the newest context has it.
         dtype = self.newest.columns.dtype
         return states.to(self.device, dtype)
-
-    def _on_draft(self, block: RaggedBlock) -> RaggedBlock:
-        """Returns the same block, counted on the draft's device and from where its context begins."""
-        if self.newest.has_offset:
-            # Rows are shorter here than the bound says, and it still holds; a tree's depths are not needed.
-            positions = block.positions - self.newest.offset[:, None]
-            block = RaggedBlock(positions, block.bound)
-        return block.on(self.device)

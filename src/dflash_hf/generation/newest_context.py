@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dflash_hf.block.attention import RaggedBlock
+from dflash_hf.block.attention import RaggedBlock, TreeBlock
 from dflash_hf.block.tree import along
 from dflash_hf.cache.context import ContextWeights, NewContext
 from dflash_hf.cache.rows import kept_rows
@@ -85,15 +85,21 @@ class NewestContext:
         self._num_taken = 0
         self._newest = slice(0, 0)
 
-    def add(self, states: Tensor, is_tree: bool) -> bool:
-        """Adds the tapped states of a verify, rejected rows included.
+    def counted(self, block: RaggedBlock) -> RaggedBlock:
+        """Returns the same block as the draft counts: on its device, and from where its context begins."""
+        if self.has_offset:
+            # Rows are shorter here than the bound says, and it still holds; a tree's depths are not needed.
+            positions = block.positions - self.offset[:, None]
+            block = RaggedBlock(positions, block.bound)
+        return block.on(self.columns.device)
+
+    def add(self, states: Tensor, block: RaggedBlock) -> None:
+        """Adds the tapped states of a verify, rejected rows included; the next draft forward writes them.
 
         Args:
             states (`torch.Tensor` of shape `[B, W, L * D]`): Of the verified tokens.
-            is_tree (`bool`): Whether the tokens are nodes of a tree, of which [`add_path`] takes the accepted ones.
-
-        Returns:
-            `bool`: True if they begin at the first column: then [`begin_at`] says where that stands.
+            block (`RaggedBlock`): Where these stand, on the target's device. Of the nodes of a [`TreeBlock`],
+                [`add_path`] takes the accepted ones.
         """
         width = states.shape[1]
         is_single = width == 1
@@ -103,7 +109,7 @@ class NewestContext:
             start = self._num_taken % self.num_columns
         end = start + min(width, self.num_columns)
         self._newest = slice(start, end)
-        if is_tree:
+        if isinstance(block, TreeBlock):
             # Which nodes stand is known after the target's tokens are: `add_path` takes them from here.
             self.nodes[:, :width].copy_(states)
         else:
@@ -111,11 +117,9 @@ class NewestContext:
         self._num_taken = self.num_columns
         if is_single and self.gathers:
             self._num_taken = start + 1
-        return start == 0
-
-    def begin_at(self, lengths: Tensor) -> None:
-        """Sets where the first column stands in each row `[B]`, int64, as the draft counts."""
-        self.starts.copy_(lengths)
+        # Tokens that gather behind others stand where the first of them does, and so many further on.
+        if start == 0:
+            self.starts.copy_(self.counted(block).lengths)
 
     def add_path(self, path_BN: Tensor, is_in_place: bool) -> None:
         """Takes the states of a tree's accepted path `[B, n]`; states behind the path's end count as rejected.

@@ -116,7 +116,7 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
         )
         # A target that attends elsewhere would give another text without any error.
         cache.check_passed()
-        run.generator.observe_block(taps.take(), block)
+        run.generator.newest.add(taps.take(), block)
     return outputs
 
 
