@@ -40,8 +40,11 @@ def choose_block(
     else:
         tokens = likeliest_from_logits(logits_BWV, processors)
     state.tokens.copy_(tokens)
-    # Every node has its token now; those on the path that the tokens take come first.
-    state.follow_tree()
+    tree = state.tree
+    if tree is not None:
+        # Every node has its token now; those on the path that the tokens take come first.
+        report = state.report
+        tree.follow(state.block, state.tokens, report.node_ids, report.path)
     return None
 
 
@@ -88,7 +91,7 @@ class TreeWalk:
     """Goes through a tree token by token, where a token is decided only behind the ones before it.
 
     The nodes on the way come to stand in the order of the path, as if they had been a chain: in the state's
-    `proposals` and `path`, and in the scores.
+    `proposals` and the path of its `report`, and in the scores.
 
     Args:
         state (`DecodeState`): Changed in place.

@@ -135,7 +135,7 @@ class Ranks:
             is_running = rule.is_running
         decided = [state.tokens, num_accepted, state.remaining, is_running]
         if state.is_tree:
-            decided.append(state.path)
+            decided.append(state.report.path)
         # In place: the commit that follows reads these tensors.
         self.share(*decided)
         return num_accepted

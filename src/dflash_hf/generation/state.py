@@ -383,11 +383,6 @@ class DecodeState:
         """
         return TreeReport(*self._parts_of_tree(self.outcome, self.width))
 
-    @property
-    def path(self) -> Tensor:
-        """The accepted path `[B, width]` of [`report`]."""
-        return self.report.path
-
     def report_in(self, outcome: Tensor, width: int) -> Tensor | None:
         """Returns the parts of the [`TreeReport`] on a tree of `width` tokens that an `outcome` holds.
 
@@ -407,22 +402,11 @@ class DecodeState:
         parents_and_sources = self.nodes[:2, :, : self.width]
         self._parts_of_tree(self.outcome, self.width)[2:].copy_(parents_and_sources)
 
-    def follow_tree(self) -> None:
-        """Puts block and tokens into the order of the path that the tokens take through the tree; reports the path.
-
-        Where a chain is verified they are in this order already.
-        """
-        tree = self.tree
-        if tree is None:
-            return
-        report = self.report
-        tree.follow(self.block, self.tokens, report.node_ids, report.path)
-
     def along_path(self, values: Tensor) -> Tensor:
         """Returns values of the verified tokens `[B, width, ...]` in the order in which tokens were chosen."""
         if not self.is_tree:
             return values
-        return along(self.path, values)
+        return along(self.report.path, values)
 
     def _is_tree_of(self, width: int) -> bool:
         """Returns True if a step of this width verifies a tree."""

@@ -129,7 +129,7 @@ def accept(run: Run, logits_BWV: Tensor) -> Tensor:
     # 2. What the path's nodes left behind moves where a chain's would stand, before `lengths` moves on.
     if state.is_tree:
         longest_path = run.buffers.shape.path
-        keep_path(run, state.path[:, :longest_path])
+        keep_path(run, state.report.path[:, :longest_path])
     # 3. The matching proposals and one token more are the row's, and that one is the next anchor.
     commit(state, num_accepted)
     return scores
