@@ -18,7 +18,7 @@ known_costs = options._known_costs
 
 def known_in_half(generator: Any, may_be_modelled: bool) -> Any:
     """Returns the known costs of a pair's steps, modelled ones in half precision alone."""
-    is_half = options.computes_in_half(generator.target)
+    is_half = options.computes_in_half(generator.request.target)
     return known_costs(generator, may_be_modelled and is_half)
 
 

@@ -18,7 +18,6 @@ from dflash_hf.generation.request import Request
 from dflash_hf.generation.sampling import (
     DRAFT_STREAM,
     TARGET_STREAM,
-    BlockProcessors,
     choose,
     draw_from_logits,
     with_noise,
@@ -26,7 +25,6 @@ from dflash_hf.generation.sampling import (
 from dflash_hf.generation.shaped_proposals import shaped
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.parts import Target
 
 ProposalRule = Literal["argmax", "shared_noise", "sample"]
 # See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
@@ -63,6 +61,7 @@ class DFlashCandidateGenerator:
         proposal: ProposalRule,
         drafter: DFlashDraftModel,
     ) -> None:
+        # Another one once the models were looked at anew or rows have joined: nothing of it is kept here.
         self.request = request
         self.draft = request.draft
         self.drafter = drafter
@@ -83,16 +82,6 @@ class DFlashCandidateGenerator:
         # How far behind each slot's own position the token stands that it proposes: 0, or 1.
         self.ahead = int(self.draft.config.sample_from_anchor)
         self.iterated = Iterated()
-
-    @property
-    def target(self) -> Target:
-        """The run's target; a captured batch looks at it anew when a row joins."""
-        return self.request.target
-
-    @property
-    def processors(self) -> BlockProcessors:
-        """The run's logits processors, which are others once rows have joined."""
-        return self.request.processors
 
     def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
         """Turns the taps `[B, S, L * D]` of (a chunk of) the prompts straight into context K/V.
@@ -155,7 +144,7 @@ class DFlashCandidateGenerator:
         slots = slice(first, first + num_slots)
         # 1. One forward over `[anchor, MASK, ...]`, which also writes the context of the last verified block.
         self.draft_cache.begin(self.newest.counted(block))
-        embeds = self.draft.embed(state.draft_ids, self.target.embedding)
+        embeds = self.draft.embed(state.draft_ids, self.request.target.embedding)
         context = self.newest.to_write()
         hidden = self.drafter.forward_block(self._as_draft(embeds), self.draft_cache, context)
         # 2. Logits of the slots that propose alone: the head is the largest product of a draft.
@@ -165,11 +154,12 @@ class DFlashCandidateGenerator:
             self.iterated.logits = logits
         # 3. Tokens, or the nodes of a tree. Noise is keyed by the position of the proposed token.
         positions = block.positions[:, slots]
-        if self.processors.shaping and not is_static:
+        processors = self.request.processors
+        if processors.shaping and not is_static:
             key = None if self._takes_likeliest(state) else state.noise_key
             positions_of_tokens = positions + self.ahead
             behind = self.draft.logits_behind
-            logits = shaped(state, logits, self.processors, key, positions_of_tokens, behind)
+            logits = shaped(state, logits, processors, key, positions_of_tokens, behind)
         if is_tree:
             self._propose_tree(state, hidden, logits, positions)
         else:
@@ -183,9 +173,9 @@ class DFlashCandidateGenerator:
             # The target's head takes states as its own layers give them.
             dtype = embeds_dtype
             if self.draft.embed_tokens is not None:
-                dtype = self.target.model.dtype
+                dtype = self.request.target.model.dtype
             states = hidden.to(device, dtype)
-        return self.drafter.compute_logits(states, self.target.head).to(device)
+        return self.drafter.compute_logits(states, self.request.target.head).to(device)
 
     def _takes_likeliest(self, state: DecodeState) -> bool:
         """Returns True if the proposals are the draft's likeliest tokens, without noise or warpers."""
@@ -206,13 +196,13 @@ class DFlashCandidateGenerator:
             return self._chain_of_slots(state, logits, positions)
         if self.proposal == "shared_noise":
             # With the target's own noise, so that the two agree where their distributions do.
-            return draw_from_logits(logits, self.processors, state.noise_key, positions)
+            return draw_from_logits(logits, self.request.processors, state.noise_key, positions)
         tokens, state.draft_probs = self._draw(state, logits, positions)
         return tokens
 
     def _draw(self, state: DecodeState, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Draws tokens `[B, n]` for these positions; returns them, and the probabilities `[B, n, V]` of all tokens."""
-        scores = self.processors.warp(logits)
+        scores = self.request.processors.warp(logits)
         # Rejection compares the target's probabilities with these.
         probs = torch.softmax(scores, dim=-1)
         return choose(scores, state.noise_key, positions, DRAFT_STREAM), probs
@@ -220,11 +210,12 @@ class DFlashCandidateGenerator:
     def _chain_of_slots(self, state: DecodeState, logits: Tensor, positions: Tensor) -> Tensor:
         """Returns sampled proposals `[B, W - 1]` of a Markov head's draft: each slot behind the token drawn before."""
         probs: list[Tensor] = []
+        processors = self.request.processors
 
         def sample(logits_B1V: Tensor, slot: slice) -> Tensor:
             position = positions[:, slot]
             if self.proposal == "shared_noise":
-                return draw_from_logits(logits_B1V, self.processors, state.noise_key, position)
+                return draw_from_logits(logits_B1V, processors, state.noise_key, position)
             token, of_slot = self._draw(state, logits_B1V, position)
             probs.append(of_slot)
             return token
@@ -267,7 +258,7 @@ class DFlashCandidateGenerator:
         if not self._takes_likeliest(state):
             # Warpers work on rows of scores: a row of candidates holds those that may follow one predecessor.
             rows = scores.flatten(1, -2)
-            scores = self.processors.warp(rows).view_as(scores)
+            scores = self.request.processors.warp(rows).view_as(scores)
         return candidates, scores
 
     def _propose_tree(

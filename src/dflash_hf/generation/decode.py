@@ -79,8 +79,9 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
         advance_user_cache(run, sequences)
         # A rank that failed says so here, while the user's cache can still be put back.
         request.ranks.meet()
-    # Buffers of a run that failed are not kept: a graph may have stopped in the middle.
-    keep_buffers(run)
+    # With the graphs over them. Buffers of a run that failed are not kept: a graph may have stopped in the middle.
+    if run.keeps_buffers:
+        give_buffers(draft, target, run.buffers)
     # The streamer ends behind everything that may fail, as plain `generate` ends it.
     if request.streamer is not None:
         request.streamer.end()
@@ -96,7 +97,7 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
     return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **cache, **found)
 
 
-def advance(run: Run, engine: Engine = "eager") -> None:
+def advance(run: Run, engine: Engine) -> None:
     """Runs steps until every row has finished.
 
     To be called without gradients; what is returned to the user is made outside of inference mode.
@@ -256,9 +257,3 @@ def keep_chooser(run: Run) -> None:
     # Where the clock decides nothing, each run begins alike.
     if isinstance(chooser.costs, StepTimes):
         give_chooser(chooser, request.draft, request.target.model, len(request.input_ids))
-
-
-def keep_buffers(run: Run) -> None:
-    """Keeps the buffers of captured steps, with the graphs over them."""
-    if run.keeps_buffers:
-        give_buffers(run.request.draft, run.request.target, run.buffers)

@@ -183,6 +183,6 @@ def go_by(run: Run, rows: Sequence[RowSettings], end_ids: Tensor) -> None:
 
 def failed_of(run: Run) -> dict[int, Exception]:
     """Returns what processors of single rows have raised in the last step of a run, by the rows' places."""
-    processors = run.generator.processors
+    processors = run.request.processors
     assert isinstance(processors, RowProcessors)
     return processors.failed

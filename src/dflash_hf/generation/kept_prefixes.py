@@ -114,7 +114,7 @@ class KeptPrefix:
         """Returns copies of the tokens of a single prompt that the target has seen, which other texts begin with."""
         num = begun.filling.seen
         filled = begun.filling.cache
-        recurrences = begun.generator.target.recurrences
+        recurrences = begun.generator.request.target.recurrences
         prompt = begun.generator.request.input_ids[0, :num]
         return cls(
             ids=prompt.cpu(),

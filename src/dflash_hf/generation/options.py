@@ -150,7 +150,7 @@ def choose_widths(
     asked = "auto" if options.num_tree_nodes == "auto" else options.asked_width
     is_by_rejection = state.host.is_sampled and generator.proposal == "sample"
     is_left_open = asked is None and not is_captured and not is_by_rejection
-    is_half = computes_in_half(generator.target)
+    is_half = computes_in_half(generator.request.target)
     is_on_cpu = state.ids.device.type == "cpu"
     widest = generator.verify_width
     if widest < 2 or not (asked == "auto" or is_left_open):
@@ -187,7 +187,7 @@ def _clocked_widths(
 ) -> WidthChooser:
     """Returns what chooses by the seconds that steps take; eager ones go on with what an earlier run has seen."""
     draft = generator.draft
-    target = generator.target.model
+    target = generator.request.target.model
     widest = generator.verify_width
     is_tree = generator.trees is not None
     chain = chain_beside(generator, is_captured)
@@ -213,7 +213,7 @@ def _known_costs(
     was_tuned = has_tables()
     if not may_be_modelled and not was_tuned:
         return None
-    target = generator.target
+    target = generator.request.target
     draft = generator.draft
     modelled = StepCosts.of(target, draft, generator.block_size)
     if was_tuned:

@@ -319,7 +319,7 @@ def _into_ragged(
         length = buffers.capacity
 
     def take(length: int) -> RaggedCache:
-        recurrences = generator.target.recurrences
+        recurrences = generator.request.target.recurrences
         return RaggedCache.take_prefill(
             filled, positions, length, width, keeps_filled, buffers.cache, recurrences
         )
@@ -356,6 +356,7 @@ class Prompts(NamedTuple):
     # [B, T], int64, on the host: index of each token in its row, negative for padding.
     positions: Tensor
     lengths: Tensor  # [B], int64: tokens of each row, on the target's device
+    row_lengths: list[int]  # the same, known on the host
     # [B], or [rows, B] under M-RoPE, int64: target position minus index at the last token.
     position_delta: Tensor
     limit: int  # tokens that a row may generate, at least one
@@ -366,11 +367,6 @@ class Prompts(NamedTuple):
         """Columns of the conversation."""
         return self.positions.shape[1]
 
-    @property
-    def row_lengths(self) -> list[int]:
-        """Tokens of each row, known on the host."""
-        return (self.positions[:, -1] + 1).tolist()
-
 
 def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     """Returns the prompts of a request, of which a cache has `past` columns; errors as [`prompt_positions`].
@@ -379,7 +375,8 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     """
     device = request.input_ids.device
     positions = prompt_positions(request, inputs, past)
-    lengths = (positions[:, -1] + 1).to(device)
+    row_lengths = positions[:, -1] + 1
+    lengths = row_lengths.to(device)
     criteria = request.criteria
     # Transformers has made criteria of both, and a caller may have passed more of them: all count. Exact types: a
     # subclass may stop elsewhere, and is called.
@@ -392,6 +389,7 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     return Prompts(
         positions=positions,
         lengths=lengths,
+        row_lengths=row_lengths.tolist(),
         position_delta=position_delta(request, inputs, lengths),
         # Plain `generate` looks at the limit after a token, so there is always one.
         limit=max(1, longest_text - request.input_ids.shape[1]),
