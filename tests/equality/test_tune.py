@@ -251,11 +251,15 @@ def test_the_command_writes_the_table(tmp_path: Path) -> None:
     ("options_", "said"),
     [
         (["--rows", "1,x"], "expected whole numbers, separated by commas, as --rows"),
-        (["--rows", "0"], "expected numbers of rows from 1 as --rows"),
+        (["--rows", "0"], "expected numbers of rows from 1 to 4096 as --rows"),
+        (["--rows", "5000"], "expected numbers of rows from 1 to 4096 as --rows"),
         (["--pair", "text", "--target", "x"], "expected --pair, or --target and --draft"),
     ],
 )
-def test_the_command_refuses_in_a_sentence(options_: list[str], said: str) -> None:
+def test_the_command_refuses_in_a_sentence(
+    options_: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_hf.cli.tune.load_pair", None)  # nothing is loaded before
     refused = CliRunner().invoke(app, ["tune", *options_])
     assert refused.exit_code == 2, refused.output
     assert said in " ".join(refused.output.split())

@@ -46,9 +46,13 @@ def tune(
     Stop other programs first, because they make the measured times longer.
     """
     check_one_pair(pair, target, draft)
+    # torch is imported only where a command needs it.
+    from dflash_hf.generation.tune import MAX_ROWS
+
     numbers = values_of(rows, int, "--rows")
-    are_rows = min(numbers, default=0) > 0
-    require(are_rows, "numbers of rows from 1 as --rows", rows, "write for example --rows 1,8")
+    are_rows = min(numbers, default=0) > 0 and max(numbers) <= MAX_ROWS
+    what = f"numbers of rows from 1 to {MAX_ROWS} as --rows"
+    require(are_rows, what, rows, "write for example --rows 1,8")
     target, draft = given_or_bundled(target, draft, pair or "text", dtype)
     with Console(stderr=True).status("loading the pair") as status:
         model, assistant, _ = load_pair(target, draft, dtype, device)
