@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 from typing import Any
 
 from transformers import TrainingArguments
@@ -13,6 +12,7 @@ from dflash_hf.cli.train_state import continuing
 from dflash_hf.errors import one_line
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import whole_checkpoints
+from dflash_hf.training.features import free_bytes
 
 # Releases of Transformers name it differently; some take both names.
 CHECKPOINTING = next(
@@ -43,7 +43,7 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
         )
     is_full_disk = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     if is_full_disk:
-        free = shutil.disk_usage(settings.output_dir).free / 2**20
+        free = free_bytes(settings.output_dir) / 2**20
         room = f"room on the disk of {settings.output_dir} for {stage}"
         return ValueError(
             f"expected {room}, got {free:,.0f} MB free; make room, and continue with {goes_on}"
