@@ -101,6 +101,9 @@ def stage_row(
     work = step_work(pair, stages.context, batch, width)
     plain = forward_work(pair, stages.context, batch, 1)
     floor = work.bytes / bandwidth * 1e3
+    derived: dict[str, float] = {}
+    if not stages.is_tree:  # acceptance at a width is known of chains alone
+        derived = derived_speeds(batch, width, until["step"])
     return {
         "model": model,
         "batch": batch,
@@ -125,7 +128,7 @@ def stage_row(
         "step_over_floor": until["step"] / floor,
         "plain_bytes": plain.to_dict(),
         "plain_floor_ms": plain.bytes / bandwidth * 1e3,
-        "derived_tokens_per_second": derived_speeds(batch, width, until["step"]),
+        "derived_tokens_per_second": derived,
     }
 
 

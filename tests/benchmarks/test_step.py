@@ -93,6 +93,7 @@ def test_all_methods_and_parts_of_one_shape(results: Path, tmp_path: Path) -> No
     assert steps == [(1, 8, True), (1, 8, False), (8, 8, True), (8, 8, False), (8, 4, False)]
     for row in record["stages"]:
         assert row["is_default"] == row["is_tree"]
+        assert (row["derived_tokens_per_second"] == {}) == row["is_tree"]
         assert row["gaps"] is None, "there is no device that could stand idle"
         assert row["engine"] == "static"
         assert row["host_reads"] is None
