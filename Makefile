@@ -197,6 +197,7 @@ real-draft: $(VENV)/.stamp-dev  ## train a draft for SmolLM2 into build/smollm2/
 	$(BIN)/dflash-hf train --config demos/smollm2/mixture.yaml $(if $(DATA_DIR),--bench-data-dir $(DATA_DIR)) $(TRAIN_ARGS)
 
 bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to the other ways of decoding
+	-$(BIN)/python -m pip install --quiet --no-deps $(ZLAB)
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/decode.py --pair vision
 
