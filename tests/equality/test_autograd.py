@@ -124,6 +124,7 @@ def test_what_is_kept_can_be_learnt_from(family: str) -> None:
         kept.clear()
         text = target.generate(**prompts([9], 0), **GREEDY, **given, assistant_model=draft)
         learn(kept)
+    # Each call gives the same text: they are greedy.
     streamed = torch.cat([one.flatten() for one, _ in tokens.kept])
     assert torch.equal(streamed, text[0])
 

@@ -96,7 +96,8 @@ def interrupt(case: Case, num_points: int | None) -> None:
             if ours.get_seq_length() == cache.get_seq_length():
                 check_unchanged(ours, cache)
             else:
-                # The interrupt came when all was done, or not at all.
+                # The interrupt came when all was done, or not at all. Widths follow the clock and roundings the
+                # widths, so that the lengths alone are equal.
                 assert ours.get_seq_length() == finished.get_seq_length()
         assert torch.equal(call(), text), point
     assert num_interrupted > 0.7 * num_reached  # in `__del__` and its like they are swallowed
