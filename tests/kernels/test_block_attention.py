@@ -1,6 +1,9 @@
 """`block_attention`: the reference against the package's own attention, the kernel against the reference."""
 
 import importlib
+import os
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -23,6 +26,7 @@ from helpers.kernel_checks import (
     check_raises,
     poisoned,
 )
+from helpers.source_tree import ROOT
 
 Case = dict[str, Any]
 BASE: Case = {
@@ -339,6 +343,38 @@ def test_a_shorter_view_of_an_unwrapped_row_is_the_same(device: str) -> None:
     narrow = [t.narrow(2, 0, 24) for t in (key, value)]
     out = block_attention(query, *narrow, lengths, **options)
     assert_near(out, block_attention.reference(query, key, value, lengths, **options), value)
+
+
+@pytest.mark.parametrize("device", [INTERPRETED])
+def test_heads_may_lie_more_than_2_to_the_31_apart(device: str) -> None:
+    """As expanded keys of a long context do; in a process of its own, which a wrong address ends."""
+    source = """
+import torch
+from dflash_kernels import block_attention
+stride = 2**30 + 16
+shape, strides = (1, 3, 80, 16), (3 * stride, stride, 16, 1)
+# 6.4 GB of addresses, of which hardly any are written and so take memory.
+states = torch.empty_strided(shape, strides, dtype=torch.float16)
+states.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+query = states[:, :, :4].contiguous()
+near = states.contiguous()
+rule = (torch.tensor([70]), 0.25, True)
+out = block_attention(query, states, states, *rule)
+wanted = block_attention.reference(query, near, near, *rule)
+torch.testing.assert_close(out, wanted, rtol=0, atol=4e-3)
+"""
+    # An inherited path goes first: it may hold another release of Triton.
+    inherited = os.environ.get("PYTHONPATH", "")
+    paths = [inherited, *(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))]
+    run = subprocess.run(
+        [sys.executable, "-c", source],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -227,8 +227,9 @@ def _block_attention_kernel(
     )
     if UPCAST:
         q = q.to(tl.float32)
-    key += batch * stride_key_b + group * stride_key_g
-    value += batch * stride_value_b + group * stride_value_g
+    # The heads of keys that a target expands are as far apart as its buffer is long: more than 2^31 in a long one.
+    key += batch * stride_key_b + group.to(tl.int64) * stride_key_g
+    value += batch * stride_value_b + group.to(tl.int64) * stride_value_g
 
     num_filled = tl.minimum(tl.maximum(length + width, 0), ring)
     lowest, num_plain = 0, tl.minimum(length + 1, num_filled)
