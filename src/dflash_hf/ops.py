@@ -186,7 +186,17 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 @functools.cache
 def _is_recent(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Returns True for a CUDA device of compute capability 8 and more; logs that a device of ROCm is none."""
+    if device.type != "cuda":
+        return False
+    # Its devices are of type `cuda` too, and their capabilities count from 9 on.
+    if torch.version.hip is not None:
+        logger.warning(
+            "decoding steps run in torch alone: %s is a device of ROCm, and the kernels are for CUDA",
+            device,
+        )
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache

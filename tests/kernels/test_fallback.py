@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
@@ -176,6 +177,23 @@ def test_an_attention_that_does_not_fit_gives_way_to_torchs_own(
     assert ops.use_kernel(ops.block_attention, states, states, states)
     block_attention.failures[CPU] = "OutOfResources"
     assert not ops.use_kernel(ops.block_attention, states, states, states)
+
+
+def test_amd_gpus_run_in_torch_alone_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Builds of torch for ROCm name them `cuda` and give them capabilities as recent as NVIDIA's."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    # With a memory of its own, which ends with the test.
+    monkeypatch.setattr(ops, "_is_recent", functools.cache(ops._is_recent.__wrapped__))
+    for _ in range(2):
+        assert not ops._is_recent(device)
+    (record,) = [record for record in caplog.records if record.name == "dflash_hf.ops"]
+    assert record.getMessage() == (
+        "decoding steps run in torch alone: cuda:0 is a device of ROCm, and the kernels are for CUDA"
+    )
 
 
 @pytest.mark.parametrize("missing", ["Failed to find C compiler", "libcuda.so cannot found"])
