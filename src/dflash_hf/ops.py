@@ -204,7 +204,7 @@ def _can_launch(device: torch.device) -> bool:
     """Returns True if the smallest kernel can be launched on a device; tried once, and logged if not.
 
     Triton needs a C compiler, and slim images have none. The commit of the first token asks first, long before a
-    capture, in which nothing could be tried.
+    capture, in which nothing could be tried. Raises what torch or Triton does where the device's memory has run out.
     """
     if not has_triton():
         logger.warning(
@@ -214,6 +214,9 @@ def _can_launch(device: torch.device) -> bool:
     try:
         argmax(torch.zeros(1, device=device))
     except Exception as error:  # a release of Triton that has not been tried may raise anything
+        # Memory may be free at the next call: what is raised is not kept as the answer.
+        if "out of memory" in str(error):
+            raise
         reason = f"{type(error).__name__}: {one_line(error)}"
         logger.warning(
             "decoding steps run in torch alone: no kernel can be launched on %s (%s)",

@@ -179,6 +179,31 @@ def test_an_attention_that_does_not_fit_gives_way_to_torchs_own(
     assert not ops.use_kernel(ops.block_attention, states, states, states)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["torch", "Triton"],
+)
+def test_memory_that_has_run_out_once_leaves_kernels_on(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_is_recent", lambda device: True)
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    logits = torch.zeros(1, 8)
+
+    def no_memory(operation: Any, logits: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(argmax), "__call__", no_memory)
+        with pytest.raises(type(error), match="out of memory"):
+            ops.use_kernel(argmax, logits)
+    assert ops.use_kernel(argmax, logits)
+
+
 def test_amd_gpus_run_in_torch_alone_and_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
