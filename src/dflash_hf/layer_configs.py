@@ -40,6 +40,11 @@ def attention_sizes(config: PreTrainedConfig) -> list[AttentionSizes]:
     return [_sizes_of(layer) for layer in _configs(config, config.is_heterogeneous)]
 
 
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Returns True if the layers cache latents (MLA), which their forwards expand to keys and values."""
+    return any(rank is not None for rank in layer_values(config, "kv_lora_rank"))
+
+
 def commonest(values: list[Any]) -> Any:
     """Returns the value that most layers have, the first one of equally common values."""
     [(value, _)] = Counter(values).most_common(1)

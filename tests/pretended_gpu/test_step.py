@@ -22,6 +22,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LogitsProcessorList,
+    MiniCPM3Config,
     PreTrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -128,6 +129,7 @@ TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "bamba-9b": lambda: BambaConfig(num_hidden_layers=4, attn_layer_indices=[2]),
     "granite-4.0-h-tiny": _granite,
+    "minicpm3-4b": lambda: MiniCPM3Config(num_hidden_layers=3),
 }
 # All of whose norms, and what comes before whose attention, kernels compute.
 FUSED = ("qwen3", "qwen3_moe", "qwen3_vl_text", "llama")
@@ -512,23 +514,25 @@ def test_experts_counted_on_the_host_are_known_early(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "warpers", "limit", "captures"),
+    ("target", "kernels", "warpers", "limit", "captures"),
     [
-        (None, "greedy", 2048, 1),
-        (None, "top-k", 2048, 1),
-        (None, "greedy", 32 * 1024, 1),
-        (False, "greedy", 2048, 10),
-        (False, "greedy", 32 * 1024, 25),
+        (SHORT, None, "greedy", 2048, 1),
+        (SHORT, None, "top-k", 2048, 1),
+        (SHORT, None, "greedy", 32 * 1024, 1),
+        (SHORT, False, "greedy", 2048, 10),
+        (SHORT, False, "greedy", 32 * 1024, 25),
+        # Its forward expands what is cached, of as many slots as are read.
+        ("minicpm3-4b", None, "greedy", 2048, 10),
     ],
 )
 def test_one_graph_is_enough_where_the_device_reads_lengths(
-    kernels: bool | None, warpers: str, limit: int, captures: int
+    target: str, kernels: bool | None, warpers: str, limit: int, captures: int
 ) -> None:
     with ops.kernels(kernels):
-        target = build_target(TARGETS[SHORT]())
-        draft = run_of(Case(target=SHORT)).generator.draft
+        model = build_target(TARGETS[target]())
+        draft = run_of(Case(target=target)).generator.draft
         run = begin(
-            target, draft, 1, WARPERS[warpers](), warpers != "greedy", prompt=500, limit=limit
+            model, draft, 1, WARPERS[warpers](), warpers != "greedy", prompt=500, limit=limit
         )
         bounds = StaticStep(run).bounds()
     assert run.room == limit, "no step of the run is left to the eager loop"

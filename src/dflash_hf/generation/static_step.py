@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
 from dflash_hf.generation.run import Run, has_room
 from dflash_hf.generation.step import accept, accept_and_report, begin, draft, report, verify
+from dflash_hf.layer_configs import caches_latents
 
 
 class Begun(NamedTuple):
@@ -43,7 +44,9 @@ class StaticStep:
         self.run = run
         self.accepts = run.rule.runs_on_device
         self.widest = run.buffers.shape.block
-        self.reads_lengths = reads_lengths_on_device(*run.buffers.caches())
+        # A forward that expands what is cached expands every slot within the bound.
+        expands_slots = caches_latents(run.request.target.config)
+        self.reads_lengths = reads_lengths_on_device(*run.buffers.caches()) and not expands_slots
         run.stats.engine = self.name
 
     def advance(self) -> None:
