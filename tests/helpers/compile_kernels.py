@@ -180,8 +180,10 @@ def launches() -> dict[str, Callable[[], Any]]:
         """Of the ancestors in a tree of so many nodes, as a step has them."""
         return counts(num_words(nodes), batch, nodes).permute(1, 2, 0)
 
-    def buffers() -> list[Tensor]:
-        return [zeros(batch, ring, groups, size) for _ in range(layers)]
+    def buffers(longest: int = ring, sliding: int = ring) -> list[Tensor]:
+        """Of a cache whose first layers slide; the last one holds the whole row."""
+        rings = [sliding] * (layers - 1) + [longest]
+        return [zeros(batch, slots, groups, size) for slots in rings]
 
     angles = (zeros(batch, width, size), zeros(batch, width, size))
     heads = (
@@ -191,19 +193,18 @@ def launches() -> dict[str, Callable[[], Any]]:
     )
     stacked = (zeros(batch, width, layers, 2, groups, size), zeros(layers, size))
 
-    def state_of(tokens: int) -> list[Tensor]:
+    def state_of(tokens: int, rows: int = batch, columns: int = 999) -> list[Tensor]:
         """What a verify of so many tokens commits from, and to."""
-        found = [counts(batch, tokens), counts(batch, tokens), counts(batch), counts(batch)]
-        found += [counts(batch).bool(), counts(batch, 999), counts(batch, width)]
-        return [*found, counts(batch, tokens), counts(5 + tokens, batch)]
+        found = [counts(rows, tokens), counts(rows, tokens), counts(rows), counts(rows)]
+        found += [counts(rows).bool(), counts(rows, columns), counts(rows, width)]
+        return [*found, counts(rows, tokens), counts(5 + tokens, rows)]
 
     state = state_of(width)
     # The weights of queries, keys and values.
     attended = [zeros(4096, 4096), zeros(1024, 4096), zeros(1024, 4096)]
     verify = (True, None, False, None, False)  # causal, window, from_anchor, softcap, sinks
-    text = (counts(batch, 2048), lengths, torch.zeros(2, 5))
 
-    def tree(nodes: int, states: int) -> Callable[[], Any]:
+    def tree(nodes: int, states: int, columns: int = 2048) -> Callable[[], Any]:
         """Of so many nodes; a state is a candidate."""
         best, order = torch.zeros(
             2, batch, width - 1, states, min(nodes - 1, states if states > 1 else 63)
@@ -211,7 +212,16 @@ def launches() -> dict[str, Callable[[], Any]]:
         candidates = counts(batch, width - 1, states) if states > 1 else None
         parts = counts(NODE_PARTS + num_words(nodes), batch, nodes)
         given = (best, order.long(), parts, counts(batch, nodes), candidates)
+        text = (counts(batch, columns), lengths, torch.zeros(2, 5))
         return launch(build_tree, *given, *text)
+
+    def context(*rings: int) -> Callable[[], Any]:
+        keys, values = buffers(*rings), buffers(*rings)
+        return launch(context_kv, *stacked, *angles, lengths, keys, values, 1e-6)
+
+    def path(times: int, *rings: int) -> Callable[[], Any]:
+        moved = [*buffers(*rings), *buffers(*rings)] * times
+        return launch(keep_path, counts(batch, width), counts(batch), moved)
 
     def follow(nodes: int) -> Callable[[], Any]:
         tree = (counts(batch, nodes), counts(batch, nodes), words(nodes))
@@ -234,16 +244,14 @@ def launches() -> dict[str, Callable[[], Any]]:
         "top_tokens": launch(top_tokens, zeros(batch, 15, 1, 151936), 15),
         "top_tokens, 63 of 262,208": launch(top_tokens, zeros(batch, 15, 1, 262208), 63),
         "top_tokens, candidates": launch(top_tokens, torch.zeros(batch, 15, 16, 16), 15),
-        "context_kv": launch(context_kv, *stacked, *angles, lengths, buffers(), buffers(), 1e-6),
+        "context_kv": context(),
         "build_tree": tree(16, 1),
         "build_tree, 64 nodes of candidates": tree(64, 64),
         "build_tree, 128 nodes": tree(128, 1),
         "build_tree, 256 nodes of candidates": tree(256, 64),
         "follow_tree": follow(64),
         "follow_tree, 256 nodes": follow(256),
-        "keep_path": launch(
-            keep_path, counts(batch, width), counts(batch), [*buffers(), *buffers()] * 3
-        ),
+        "keep_path": path(3),
         "norm_rope_write": launch(
             norm_rope_write,
             *heads,
@@ -299,6 +307,14 @@ def launches() -> dict[str, Callable[[], Any]]:
             f"growing to {extent}": attention(32, 128, half, *verify, splits=None, extent=extent)
             for extent in (300, 501, 1024, 1777)
         },
+        "growing ring": context(2064, 1040),
+        "growing ring, longer": context(2065, 1040),
+        "growing ring, path": path(1, 2064, 1040),
+        "growing ring, longer path": path(1, 2065, 1040),
+        "growing text": tree(16, 1, 2064),
+        "growing text, longer": tree(16, 1, 2065),
+        "growing state": launch(accept_and_prepare, *state_of(width, 16, 2064), counts(3)),
+        "growing state, longer": launch(accept_and_prepare, *state_of(width, 2, 2065), counts(3)),
         "attention, verify": attention(32, 128, half, *verify, splits=16),
         "attention, draft, one split": attention(
             32, 128, half, False, None, False, None, False, splits=1

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -74,6 +75,16 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def split_rings(rings: Sequence[int]) -> tuple[int, tuple[int | None, ...]]:
+    """Returns the longest of the buffers' rings, and for each buffer its ring if that is shorter, else `None`.
+
+    A kernel is compiled anew for what divides a number in a tuple, whatever its decorator says. So the longest ring,
+    which differs from run to run, is an argument of its own. Shorter ones follow from a layer's window.
+    """
+    longest = max(rings)
+    return longest, tuple(None if ring == longest else ring for ring in rings)
+
+
 __all__ = [
     "DTYPES",
     "cdiv",
@@ -84,4 +95,5 @@ __all__ = [
     "on_device_of",
     "power_of_two",
     "runs_kernel",
+    "split_rings",
 ]

@@ -14,7 +14,7 @@ from ..operation import Given, run_kernel
 
 
 # What differs from run to run must not make it compile again.
-@triton.jit(do_not_specialize=["num_eos", "num_ids"])
+@triton.jit(do_not_specialize=["stride_ids_b", "stride_record_f", "num_eos", "num_ids"])
 def _accept_and_prepare_kernel(
     block,
     tokens,

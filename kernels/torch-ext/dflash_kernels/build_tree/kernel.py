@@ -101,7 +101,7 @@ def _doubt(
 
 
 # What differs from run to run must not make it compile again.
-@triton.jit(do_not_specialize=["num_levels", "num_states", "num_ranks", "num"])
+@triton.jit(do_not_specialize=["stride_ids_b", "num_levels", "num_states", "num_ranks", "num"])
 def _build_tree_kernel(
     log_probs,
     order,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._dispatch import power_of_two
+from .._dispatch import power_of_two, split_rings
 from ..operation import Given, run_kernel
 from ..rotary_kernel import norm_and_rotate
 
@@ -23,7 +23,7 @@ def _address(pointers, layer, L: tl.constexpr):
     return address
 
 
-@triton.jit(do_not_specialize=["width", "rings"])
+@triton.jit(do_not_specialize=["longest", "width"])
 def _context_kv_kernel(
     projected,
     weight,
@@ -32,7 +32,8 @@ def _context_kv_kernel(
     lengths,
     key_buffers,
     value_buffers,
-    rings,
+    longest,
+    shorter,
     width,
     eps,
     stride_lengths_b,
@@ -63,9 +64,10 @@ def _context_kv_kernel(
     row, index = (token // width).to(tl.int64), token % width
     dtype: tl.constexpr = projected.dtype.element_ty
     projected += row * stride_projected_b + index * stride_projected_w + layer * stride_projected_l
-    ring = rings[0] + 0
-    for other in tl.static_range(1, L):
-        ring = tl.where(layer == other, rings[other], ring)
+    ring = longest
+    for other in tl.static_range(L):
+        if shorter[other] is not None:
+            ring = tl.where(layer == other, shorter[other], ring)
     position = tl.load(lengths + row * stride_lengths_b).to(tl.int64) + index
     HALF: tl.constexpr = E // 2
     lane = tl.arange(0, BLOCK)
@@ -109,11 +111,13 @@ def launch(given: Given) -> None:
     """Launches the kernel: one program per token, layer and head of keys and values."""
     batch, width, num_layers, _, groups, size = given["projected_BWLAGE"].shape
     keys, values = tuple(given["key_buffers"]), tuple(given["value_buffers"])
+    longest, shorter = split_rings([buffer.shape[1] for buffer in keys])
     run_kernel(
         _context_kv_kernel,
         (batch * width, num_layers, 2 * groups),
         given | {"key_buffers": keys, "value_buffers": values},
-        rings=tuple(buffer.shape[1] for buffer in keys),
+        longest=longest,
+        shorter=shorter,
         width=width,
         L=num_layers,
         G=groups,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._dispatch import cdiv, power_of_two
+from .._dispatch import cdiv, power_of_two, split_rings
 from ..operation import Given, run_kernel
 
 # Buffers of one launch: a longer list of them takes long to compile.
@@ -17,12 +17,13 @@ MAX_BUFFERS = 32
 MAX_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num", "rings", "sizes"])
+@triton.jit(do_not_specialize=["longest", "num"])
 def _keep_path_kernel(
     path,
     lengths,
     buffers,
-    rings,
+    longest,
+    shorter,
     sizes,
     num,
     stride_path_b,
@@ -36,11 +37,13 @@ def _keep_path_kernel(
     """
     row, which, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     dtype: tl.constexpr = buffers[0].dtype.element_ty
-    address, ring, size = buffers[0].to(tl.int64), rings[0] + 0, sizes[0] + 0
-    for index in tl.static_range(1, N):
+    address, ring, size = buffers[0].to(tl.int64), longest, sizes[0] + 0
+    for index in tl.static_range(N):
         is_it = which == index
         address = tl.where(is_it, buffers[index].to(tl.int64), address)
-        ring, size = tl.where(is_it, rings[index], ring), tl.where(is_it, sizes[index], size)
+        size = tl.where(is_it, sizes[index], size)
+        if shorter[index] is not None:
+            ring = tl.where(is_it, shorter[index], ring)
     lane = share * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(lengths + row * stride_lengths_b)
     slots = address.to(tl.pointer_type(dtype)) + row * ring * size  # pyright: ignore[reportArgumentType]
@@ -65,12 +68,14 @@ def launch(given: Given) -> None:
 
 def _launch_some(given: Given, batch: int, num: int, buffers: tuple[object, ...]) -> None:
     sizes: tuple[int, ...] = tuple(buffer.shape[2] * buffer.shape[3] for buffer in buffers)  # pyright: ignore
+    longest, shorter = split_rings([buffer.shape[1] for buffer in buffers])  # pyright: ignore
     block = min(power_of_two(max(sizes)), MAX_BLOCK)
     run_kernel(
         _keep_path_kernel,
         (batch, len(buffers), cdiv(max(sizes), block)),
         given | {"buffers": buffers},
-        rings=tuple(buffer.shape[1] for buffer in buffers),  # pyright: ignore
+        longest=longest,
+        shorter=shorter,
         sizes=sizes,
         num=num,
         N=len(buffers),
