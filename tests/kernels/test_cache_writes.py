@@ -17,6 +17,7 @@ from helpers.kernel_checks import (
     CUDA,
     DEVICES,
     DTYPES,
+    INTERPRETED,
     Guarded,
     assert_same_writes,
     check_raises,
@@ -164,6 +165,23 @@ def test_any_strides(device: str) -> None:
     inputs.states[0] = inputs.states[0].mT.contiguous().mT
     inputs.check_block()
     inputs.check_context()
+
+
+@pytest.mark.parametrize("device", [INTERPRETED])
+def test_heads_are_written_more_than_2_to_the_31_apart(device: str) -> None:
+    inputs = Inputs((4, 3, 3, 16, [20], [5]), torch.float16, device)
+    shared = (*inputs.states, *inputs.weights, inputs.cos, inputs.sin, inputs.lengths)
+    shape, stride = (1, 20, 3, 16), 2**30 + 16
+    # 6.4 GB of addresses each, of which hardly any are written and so take memory.
+    far = [
+        torch.empty_strided(shape, (3 * stride, 16, stride, 1), dtype=torch.float16).fill_(5.0)
+        for _ in range(2)
+    ]
+    near = [torch.full(shape, 5.0, dtype=torch.float16) for _ in range(2)]
+    norm_rope_write(*shared, *far, EPS)
+    norm_rope_write(*shared, *near, EPS)
+    for buffer, wanted in zip(far, near, strict=True):
+        assert torch.equal(buffer.contiguous(), wanted)
 
 
 def test_a_layer_of_a_wider_buffer_is_written_alone() -> None:

@@ -53,7 +53,9 @@ def _argmax_chunk_kernel(
     ) * stride_k
     # Columns past the end lose against every other one: they are the last of the smallest value.
     value = tl.load(
-        logits + start + column * stride_v, mask=column < vocab_size, other=float("-inf")
+        logits + start + column.to(tl.int64) * stride_v,
+        mask=column < vocab_size,
+        other=float("-inf"),
     ).to(tl.float32)
     tl.store(partial + row * num_chunks + chunk, tl.max(pack(value, column), axis=0))
 

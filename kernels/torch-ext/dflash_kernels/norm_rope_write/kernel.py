@@ -100,7 +100,8 @@ def _norm_rope_write_kernel(
         written = inside & (position >= 0)
         slot = tl.where(position >= 0, position, 0) % ring
         if head < H + G:
-            group = head - H
+            # Whatever the order of the buffer: its heads may be as far apart as it is long.
+            group = (head - H).to(tl.int64)
             key += row * stride_key_b + index * stride_key_w + group * stride_key_g
             key1, key2 = norm_and_rotate(
                 key,
@@ -130,7 +131,7 @@ def _norm_rope_write_kernel(
                 mask=written,
             )
         else:
-            pair = head - H - G
+            pair = (head - H - G).to(tl.int64)
             value_dtype: tl.constexpr = value_buffer.dtype.element_ty
             value += row * stride_value_b + index * stride_value_w + pair * stride_value_g
             value_buffer += (
