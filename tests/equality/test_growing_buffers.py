@@ -14,7 +14,7 @@ from dflash_hf import iterate
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
-from dflash_hf.generation import buffers, run
+from dflash_hf.generation import buffers, prefill
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN
 from helpers.turns import first_turn, next_turn, turn
@@ -35,8 +35,8 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         grow(self, max_length)
 
     monkeypatch.setattr(RaggedCache, "grow", noted)
-    monkeypatch.setattr(run, "FIRST_ROOM", 2)
-    monkeypatch.setattr(run, "FIXED_ROOM", 2)
+    monkeypatch.setattr(prefill, "FIRST_ROOM", 2)
+    monkeypatch.setattr(prefill, "FIXED_ROOM", 2)
     monkeypatch.setattr(buffers, "SMALLEST_BUCKET", 8)
     return lengths
 
@@ -62,7 +62,7 @@ def test_bytes_are_those_that_are_held(grown: list[int]) -> None:
     ref = target.generate(**inputs, **GREEDY)
     draft = oracle_draft(target, truth_of(inputs, ref), 0)
     target.generate(**inputs, **GREEDY, assistant_model=draft)
-    run.FIRST_ROOM = NEW
+    prefill.FIRST_ROOM = NEW
     whole = oracle_draft(target, truth_of(inputs, ref), 0)
     target.generate(**inputs, **GREEDY, assistant_model=whole)
     assert draft.last_stats.cache_bytes == whole.last_stats.cache_bytes
@@ -122,7 +122,7 @@ def test_a_limit_far_beyond_the_answer(limit: int, engine: Any) -> None:
         target.generate(**settings, max_new_tokens=limit, assistant_model=draft), ref
     )
     assert time.process_time() - begun < 10
-    rows = run.FIRST_ROOM if engine == "eager" else run.FIXED_ROOM + 2048
+    rows = prefill.FIRST_ROOM if engine == "eager" else prefill.FIXED_ROOM + 2048
     assert draft.last_stats.cache_bytes < 2 * 8 * (rows + 20) * 6 * (2 * 2 * 16)
 
 

@@ -16,8 +16,7 @@ from dflash_hf import DFlashDraftModel, RunningBatch
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import places as places_module
-from dflash_hf.generation import run as run_module
-from dflash_hf.generation import running_batch
+from dflash_hf.generation import prefill, running_batch
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.cuda_graph import why_not
 from helpers.float8 import use_emulation
@@ -243,7 +242,7 @@ def test_buffers_grow_where_they_are_full(
         grow(self, max_length)
 
     monkeypatch.setattr(RaggedCache, "grow", noted)
-    monkeypatch.setattr(run_module, "FIRST_ROOM", 2)
+    monkeypatch.setattr(prefill, "FIRST_ROOM", 2)
     monkeypatch.setattr(places_module, "FIRST_LENGTH", 2)
     target = target_of(family)
     requests = answered_alone(family, (3, 60, 9, 150, 2), 7, (30, 60))
@@ -623,7 +622,7 @@ def test_a_row_without_room_to_grow_ends_alone(monkeypatch: pytest.MonkeyPatch) 
     target = shallow_target("qwen3", **LONG)
     requests = asked([9, 150], 16, num_new=(20, 20))
     answer_alone(target, requests)
-    monkeypatch.setattr(run_module, "FIRST_ROOM", 2)
+    monkeypatch.setattr(prefill, "FIRST_ROOM", 2)
     monkeypatch.setattr(places_module, "FIRST_LENGTH", 64)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     ids = [batch.add(one.ids, **one.settings) for one in requests]

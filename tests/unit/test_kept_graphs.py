@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dflash_hf import free_buffers, ops
-from dflash_hf.generation import buffers, cuda_graph, run
+from dflash_hf.generation import buffers, cuda_graph, prefill
 from dflash_hf.generation.buffers import kept_buffers, round_up
 from dflash_hf.generation.host_reads import NoHostReads
 from dflash_hf.target_model.parts import find_target
@@ -270,9 +270,8 @@ def test_the_guard_looks_once_at_every_setting_and_width(monkeypatch: pytest.Mon
 def test_room_is_what_can_be_kept(
     limit: int, affordable: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "FIXED_ROOM", 4000)
-    assert run.first_room(limit, affordable) == room
-    assert run.first_room(limit, None) == min(limit, run.FIRST_ROOM)
+    monkeypatch.setattr(prefill, "FIXED_ROOM", 4000)
+    assert prefill.fixed_room(limit, affordable) == room
 
 
 def test_a_length_that_is_affordable_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.options import Options, resolve
 from dflash_hf.generation.request import Request
-from dflash_hf.generation.run import Reported, Rows, Run, first_room, taps_of_verifies
+from dflash_hf.generation.run import Reported, Rows, Run, taps_of_verifies
 from dflash_hf.generation.sampling import new_seed
 from dflash_hf.generation.state import NUM_REPORTED, BufferShape
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
@@ -34,6 +34,9 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import check_length, check_takes_positions
 
+# New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `run.make_room`.
+FIRST_ROOM = 512
+FIXED_ROOM = 32768
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 
 
@@ -252,9 +255,21 @@ def _devices_to_wait_for(request: Request) -> tuple[torch.device, ...]:
 def _room_for(request: Request, prompts: Prompts, keeps_buffers: bool) -> int:
     """Returns how many new tokens to begin with room for."""
     if not keeps_buffers:
-        return first_room(prompts.limit, None)
+        return min(prompts.limit, FIRST_ROOM)
     affordable = affordable_length(request.target, request.draft, len(request.input_ids))
-    return first_room(prompts.limit, affordable - max(prompts.row_lengths))
+    return fixed_room(prompts.limit, affordable - max(prompts.row_lengths))
+
+
+def fixed_room(limit: int, affordable: int) -> int:
+    """Returns for how many of `limit` new tokens fixed buffers are made.
+
+    `affordable` is for how many they can be kept between calls: for more than that they have a quarter of the room
+    that they could have.
+    """
+    room = min(limit, FIXED_ROOM)
+    if room > affordable:
+        return min(limit, FIXED_ROOM // 4)
+    return room
 
 
 def _start_draft(

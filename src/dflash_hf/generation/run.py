@@ -199,25 +199,6 @@ def tapped(run: Run) -> Generator[Taps]:
         yield run.taps
 
 
-# New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `make_room`.
-FIRST_ROOM = 512
-FIXED_ROOM = 32768
-
-
-def first_room(limit: int, affordable: int | None) -> int:
-    """Returns how many of `limit` new tokens to begin with room for.
-
-    `affordable` is for how many fixed buffers can be kept between calls: for more than that they have a quarter of the
-    room that they could have. `None` is for buffers that grow.
-    """
-    if affordable is None:
-        return min(limit, FIRST_ROOM)
-    room = min(limit, FIXED_ROOM)
-    if room > affordable:
-        return min(limit, FIXED_ROOM // 4)
-    return room
-
-
 def has_room(run: Run, num_unread: int = 0) -> bool:
     """Returns True if another step surely fits in, with `num_unread` steps begun that the host has not read."""
     # The ids of a whole answer fit in, and a step commits nothing beyond the limit.
