@@ -214,7 +214,7 @@ def context_of_another_text(patches: Patches) -> None:
         begin(self, *args)
         self.positions = self.positions + 1
 
-    _wrapped(patches, UserCache, "begin", short)
+    _wrapped(patches, UserCache, "load_context", short)
 
 
 def criterion_forgotten(patches: Patches) -> None:

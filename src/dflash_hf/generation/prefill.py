@@ -210,7 +210,7 @@ def _compare_ranks(
     if user_cache.is_kept:
         past = user_cache.past
     # Options are part of it: another block size on one rank would be another shape in a collective operation.
-    request.ranks.begin(
+    request.ranks.compare(
         {
             **inputs,
             **vars(request.config),
@@ -307,7 +307,7 @@ def _start_draft(
     )
     generator = DFlashCandidateGenerator(request, buffers, options.proposal, drafter)
     # The cache first: its context says from which token on the draft counts.
-    user_cache.begin(generator, prompts.positions.to(request.input_ids.device))
+    user_cache.load_context(generator, prompts.positions.to(request.input_ids.device))
     generator.begin(prompts.lengths)
     return generator
 

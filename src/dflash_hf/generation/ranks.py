@@ -80,8 +80,8 @@ class Ranks:
             "see what that rank says. The call has ended on all of them"
         )
 
-    def begin(self, call: Mapping[str, object]) -> None:
-        """Begins a run: compares the tensors and plain values that the ranks were given, by name.
+    def compare(self, call: Mapping[str, object]) -> None:
+        """Compares the tensors and plain values that the ranks were given for a run, by name.
 
         Raises `ValueError`, on all of them and before any forward, if they were given different things.
         """

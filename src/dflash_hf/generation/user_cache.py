@@ -102,7 +102,7 @@ class NoUserCache:
         """Does nothing."""
         return nullcontext()
 
-    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
+    def load_context(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
         """Does nothing."""
 
 
@@ -139,7 +139,7 @@ class UserCache:
                     tensor.copy_(copied)
             raise
 
-    def begin(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
+    def load_context(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
         """Writes the attached context into a draft's empty cache; rows without one begin at their first new token.
 
         Sets the generator's offset. `positions` `[B, T]` are as in [`DraftContext`].
