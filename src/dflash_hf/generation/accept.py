@@ -65,7 +65,9 @@ def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
 
 
 class BlockRule:
-    """Chooses tokens where the processors can see the whole block at once. No host sync.
+    """Chooses tokens where the processors can see the whole block at once.
+
+    It reads nothing on the host where [`runs_on_device`].
 
     Args:
         processors (`BlockProcessors`): The run's, all of them stateless.
@@ -290,7 +292,10 @@ def rule_for(
     state: DecodeState,
     recorder: Recorder,
 ) -> AcceptanceRule:
-    """Returns the rule by which a run chooses tokens; arguments as of [`SynchronizedRows`]."""
+    """Returns the rule by which a run chooses tokens.
+
+    Arguments as of [`SynchronizedRows`]; `recorder` says whether the steps and their scores are recorded.
+    """
     keeps_state = any(may_keep_state(processor) for processor in processors.processors)
     compares_rows = any(may_compare_rows(criterion) for criterion in criteria)
     if state.ids.shape[0] == 1:

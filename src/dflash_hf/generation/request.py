@@ -36,7 +36,11 @@ CALLING_OTHERS = {PrefixConstrainedLogitsProcessor, StoppingCriteriaList}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked for; nothing of it changes during the run."""
+    """What is asked for.
+
+    No step changes it. A run gets another one where the models are looked at anew (`run.look_at_models`), and where
+    rows join or leave a running batch (`joining.go_by`).
+    """
 
     target: Target
     draft: DFlashDraftModel

@@ -91,7 +91,7 @@ class TreeReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNumbers:
-    """The numbers of a run that the host decides by; they are the same at every step."""
+    """The numbers of a run that the host decides by; in a running batch `joining.go_by` replaces them."""
 
     columns: int  # of the prompts in `ids`
     limit: int  # tokens a row may generate
@@ -138,7 +138,7 @@ class DecodeState:
     row_ids: Tensor
     # [B, width - 1, V]: distribution that the proposals were drawn from; empty where they were not drawn.
     draft_probs: Tensor
-    host: HostNumbers  # the run's numbers that never change
+    host: HostNumbers  # the same from step to step; no step writes it
     width: int = 1  # tokens that the step verifies, at most W; each step may have its own
     is_chain: bool = False  # whether the step verifies a chain although the run has trees
 
