@@ -17,10 +17,12 @@ from transformers.generation import BaseStreamer
 
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation import user_cache
+from helpers.families import build
 from helpers.half import half, pairs
 from helpers.turns import (
     CACHES,
     GREEDY,
+    NEW,
     answer_mask,
     arm,
     check_blocks,
@@ -185,6 +187,43 @@ def test_prefill_in_chunks(kind: str) -> None:
         check_caches(caches[1], caches[0])
         check_blocks(draft, target, truth, [0, 0])
         ids, mask = next_turn(ref, answer_mask(ref, mask, None), seed, num=11)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("phimoe", {"sliding_window": 24}),
+        (
+            "qwen2_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 24,
+                "layer_types": ["sliding_attention"] * 4,
+            },
+        ),
+    ],
+)
+def test_windows_of_masks_alone_need_a_cache_that_slides(
+    family: str, settings: dict[str, Any]
+) -> None:
+    target = build(family, **settings)
+    draft = tiny_draft(target, 4)
+
+    def generate(columns: int, cache: Cache, **kwargs: Any) -> Tensor:
+        return target.generate(**prompts([columns], 3), **GREEDY, **{CACHE_NAME: cache}, **kwargs)
+
+    # A run that stays within the window: the prompt and all but the last of the new tokens.
+    longest = 24 - (NEW - 1)
+    assert torch.equal(
+        generate(longest, DynamicCache(), assistant_model=draft), generate(longest, DynamicCache())
+    )
+    ref = generate(longest + 1, DynamicCache())
+    keeps_all = DynamicCache()
+    with pytest.raises(ValueError, match=r"DynamicCache\(config=model\.config\)"):
+        generate(longest + 1, keeps_all, assistant_model=draft)
+    assert not keeps_all.get_seq_length()
+    slides = DynamicCache(config=target.config)
+    assert torch.equal(generate(longest + 1, slides, assistant_model=draft), ref)
 
 
 def test_embeddings_of_the_whole_conversation() -> None:

@@ -32,7 +32,7 @@ from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.support import check_length, check_takes_positions
+from dflash_hf.target_model.support import check_length, check_takes_positions, check_windows
 
 # New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `run.make_room`.
 FIRST_ROOM = 512
@@ -300,7 +300,10 @@ def _start_draft(
     furthest = prompts.limit + shape.path - 1
     check_length(target, next_positions, furthest, prompts.num_columns, user_cache.past)
     if isinstance(user_cache, UserCache):
-        check_room(target, user_cache.cache, prompts.num_columns + prompts.limit - 1)
+        # The last new token is in no cache.
+        num_columns = prompts.num_columns + prompts.limit - 1
+        check_room(target, user_cache.cache, num_columns)
+        check_windows(target, user_cache.cache, num_columns)
     length = max(prompts.row_lengths) + room
     buffers = take_buffers(
         target, draft, shape, length, request.input_ids.shape[1] + room, keeps_buffers

@@ -14,9 +14,11 @@ import weakref
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dflash_hf.block.cache_name import CACHE_NAME
+from dflash_hf.cache.prefilled import layer_window
 from dflash_hf.cache.recurrence import supported
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.errors import require
@@ -189,17 +191,24 @@ def _hands_keywords_on(target: Target) -> bool:
         is_compiled = "_orig_mod" in module._modules
         if isinstance(module, nn.ModuleList) or is_compiled:
             continue
-        forward = inspect.unwrap(type(module).forward)
-        try:
-            source = inspect.getsource(forward)
-        except (OSError, TypeError):
+        source = _source_of_forward(type(module))
+        if not source:
             continue
         num_named = len(_KEYWORDS.findall(_DOCSTRING.sub("", source)))
+        forward = inspect.unwrap(type(module).forward)
         kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
         # One is in the signature; those handed on come on top.
         if num_named <= kinds.count(inspect.Parameter.VAR_KEYWORD):
             return False
     return True
+
+
+def _source_of_forward(kind: type[nn.Module]) -> str:
+    """Returns the code of a class's forward, an empty string where it cannot be read."""
+    try:
+        return inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):
+        return ""
 
 
 def _attentions_of(layer: nn.Module) -> list[nn.Module]:
@@ -215,6 +224,57 @@ def _interfaces_of(kind: type[nn.Module]) -> list[AttentionInterface]:
     module = kind.forward.__module__
     names = vars(sys.modules[module]) if module in sys.modules else {}
     return [value for value in names.values() if isinstance(value, AttentionInterface)]
+
+
+def _only_masks_know_windows(target: Target) -> bool:
+    """Returns True if the decoder's masks hide what is beyond a window that the attention is not told.
+
+    That is so in PhiMoE and Qwen2-MoE. Moshi's masks hide nothing: its window is that of its cache alone.
+    """
+    masks = _source_of_forward(type(target.decoder))
+    attentions = [
+        _source_of_forward(type(module))
+        for layer in target.layers
+        for module in _attentions_of(layer)
+    ]
+    is_told = any("sliding_window=" in source for source in attentions)
+    return "create_sliding_window_causal_mask" in masks and not is_told
+
+
+# ---- the target's cache
+
+
+def check_windows(target: Target, cache: Cache, num_columns: int) -> None:
+    """Refuses, by `ValueError`, runs of `num_columns` columns beyond a window that the cache passed in does not know.
+
+    A verify has no masks. Where only the masks know the window, its attention goes by that of the cache.
+    """
+    # A query sees as many columns as the window has, its own included.
+    exceeded = {
+        index: window
+        for index, window in _windows_of(DynamicCache(config=target.config)).items()
+        if window < num_columns
+    }
+    # A cache that was made without a config has no layers before the prefill, and none that slide after it.
+    unknown = [window for index, window in exceeded.items() if index not in _windows_of(cache)]
+    if not unknown or not _only_masks_know_windows(target):
+        return
+    raise ValueError(
+        f"expected {CACHE_NAME} that slides over the target's window of {unknown[0]} tokens in a run of "
+        f"{num_columns} columns, got one that keeps all tokens; make it with DynamicCache(config=model.config)"
+    )
+
+
+def _windows_of(cache: Cache) -> dict[int, int]:
+    """Returns the windows by layer of those that slide; layers that record their past keep everything."""
+    windows = dict[int, int]()
+    for index, layer in enumerate(cache.layers):
+        # Recurrent layers say nothing of windows.
+        slides = getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False)
+        window = layer_window(layer) if slides else None
+        if window is not None:
+            windows[index] = window
+    return windows
 
 
 # ---- the pair
