@@ -311,6 +311,18 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "chunked attention",
     ),
+    "length of the cache": (
+        "Llama4Text",
+        {
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "attention_chunk_size": None,
+            "intermediate_size_mlp": 48,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 4,
+        },
+        "attention scaled by the length of its cache",
+    ),
     "alibi": ("Bloom", {"n_layer": 4, "n_head": 4}, "(ALiBi|AttentionInterface)"),
     "recurrent": (
         "FalconH1",

@@ -124,6 +124,10 @@ def _reason_in_config(config: PreTrainedConfig) -> str | None:
     # Biases go by the distance of slots, which in a ring is not that of tokens.
     if getattr(config, "alibi", False) or position_type == "alibi":
         return "ALiBi position biases"
+    # Llama 4's layers without RoPE: in a verify, the length of the cache is not that of each row.
+    rope_of_layers = getattr(config, "no_rope_layers", None) or []
+    if getattr(config, "attn_temperature_tuning", False) and not all(rope_of_layers):
+        return "attention scaled by the length of its cache"
     # A layer that reads another layer's keys has none of its own to write.
     if getattr(config, "num_kv_shared_layers", None):
         return "shared-K/V layers"
