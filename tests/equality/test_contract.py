@@ -244,7 +244,17 @@ def misfits() -> dict[str, tuple[Callable[[], Any], Callable[[Any], DFlashDraftM
     def target() -> Any:
         return tiny_target("qwen3")
 
+    def with_narrow_embedding() -> Any:
+        config = transformers.OPTConfig(**COMMON, ffn_dim=48, word_embed_proj_dim=16)
+        return transformers.OPTForCausalLM(config).eval()
+
     return {
+        "embedding": (with_narrow_embedding, tiny_draft, "an embedding of width 32 .* got 16"),
+        "head": (
+            with_narrow_embedding,
+            lambda t: tiny_draft(t, own_embed_tokens=True),
+            "a head of width 32 .* got 16",
+        ),
         "width": (target, lambda t: tiny_draft(t, hidden_size=16), "hidden size 32"),
         "depth": (
             target,

@@ -285,15 +285,25 @@ def _windows_of(cache: Cache) -> dict[int, int]:
 
 
 def check_pair(target: Target, config: DFlashConfig) -> None:
-    """Raises `ValueError` unless a draft fits a target: width, mask token, and depth and vocabulary where stated."""
+    """Raises `ValueError` unless a draft fits a target: widths, mask token, and depth and vocabulary where stated."""
     text = target.config
     depth = len(target.layers)
     rows = target.vocab_size
     other = "load the draft that was trained for this target"
     # The draft reads states of the target, and embeds and scores by the target's own modules.
+    hidden_size = text.hidden_size
     for width in (config.hidden_size, config.target_hidden_size):
-        what = f"a draft for hidden size {text.hidden_size} (the target's)"
-        require(width == text.hidden_size, what, width, other)
+        what = f"a draft for hidden size {hidden_size} (the target's)"
+        require(width == hidden_size, what, width, other)
+    # OPT-350m projects between its embedding and its layers. Modules of adapters may have no such attributes.
+    if not config.own_embed_tokens:
+        width = getattr(target.embedding, "embedding_dim", hidden_size)
+        what = f"an embedding of width {hidden_size} (as the target's hidden states)"
+        require(width == hidden_size, what, width, "use a draft with own_embed_tokens")
+    if not config.own_lm_head:
+        width = getattr(target.head, "in_features", hidden_size)
+        what = f"a head of width {hidden_size} (as the target's hidden states)"
+        require(width == hidden_size, what, width, "use a draft with own_lm_head")
     taps = config.target_layer_ids
     mask = config.mask_token_id
     size = config.vocab_size
