@@ -373,6 +373,34 @@ def test_unsupported_attention_is_refused_by_name(case: str) -> None:
         target.generate(**prompts([6], 0), **GREEDY, assistant_model=draft)
 
 
+def test_audio_that_goes_on_with_the_answer_is_refused() -> None:
+    if not hasattr(transformers, "VoxtralRealtimeConfig"):
+        pytest.skip("this Transformers has no Voxtral Realtime")
+    audio = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "num_mel_bins": 8,
+    }
+    text = {key: value for key, value in COMMON.items() if key != "initializer_range"}
+    config = transformers.VoxtralRealtimeConfig(
+        audio_config=audio, text_config={**text, "head_dim": 8}, hidden_size=32
+    )
+    target = transformers.VoxtralRealtimeForConditionalGeneration(config).eval()
+    inputs = {"input_features": torch.randn(1, 8, 400), "num_delay_tokens": 2}
+    with pytest.raises(ValueError, match="an encoder that goes on with every token"):
+        target.generate(
+            input_ids=torch.full((1, 6), 5),
+            **inputs,
+            max_new_tokens=5,
+            do_sample=False,
+            assistant_model=tiny_draft(target),
+        )
+
+
 def test_a_config_changed_in_place_is_looked_at_again() -> None:
     target = tiny_target("qwen3")
     draft = tiny_draft(target)

@@ -53,7 +53,10 @@ def check_target(target: Target) -> None:
     _check_recurrences(target)
     # The config comes first, because its words say more than those about the code.
     reason = (
-        _reason_in_layers(target) or _reason_in_config(config) or _reason_in_adapters(target.model)
+        _reason_in_layers(target)
+        or _reason_in_config(config)
+        or _reason_in_adapters(target.model)
+        or _reason_in_inputs(target.model)
     )
     is_known = _supported.get(target.model) is target.facts
     if reason is None and not is_known:
@@ -151,6 +154,14 @@ def _reason_in_adapters(model: PreTrainedModel) -> str | None:
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
         return "an activated LoRA, which counts its tokens from the end of each call"
+    return None
+
+
+def _reason_in_inputs(model: PreTrainedModel) -> str | None:
+    """Names an input of a model of which each token has a part of its own; a verify has tokens alone."""
+    # Voxtral Realtime adds the audio of its time to each token, those of the answer too.
+    if "encoder_inputs_embeds" in inspect.signature(type(model).forward).parameters:
+        return "an encoder that goes on with every token of the answer"
     return None
 
 
