@@ -37,6 +37,7 @@ from dflash_hf.target_model.fast_on_cpu import (
     prepare,
 )
 from dflash_hf.target_model.parts import find_target
+from helpers.families import build
 from helpers.fast_layers import declare
 from helpers.half import pairs
 from helpers.static import tensor_oracle
@@ -77,6 +78,15 @@ def test_which_modules_have_a_fast_form(family: str, wanted: set[str]) -> None:
         found = {type(m).__name__ for m in modules if fast_form_of(m, dtype) is not None}
         # A linear layer of torch's own has one in every family.
         assert found == wanted | {"Linear"}
+
+
+def test_a_window_of_0_is_no_window() -> None:
+    # So Qwen2-MoE says that it has none.
+    target = build("qwen2_moe").float()
+    assert target.config.sliding_window == 0
+    layer = target.model.layers[0]
+    assert fast_form_of(layer, torch.float32) is not None
+    assert fast_form_of(layer.self_attn, torch.float32) is not None
 
 
 class AnotherNorm(Qwen3RMSNorm):

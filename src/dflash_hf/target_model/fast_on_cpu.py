@@ -349,9 +349,10 @@ def window_of(attention: Any) -> int | None:
     """Returns an attention's window: some say it in their config alone, and to ask a config takes time."""
     own = vars(attention)
     if "sliding_window" in own:
-        return own["sliding_window"]
+        return own["sliding_window"] or None
     config_of_layer = layer_config(own["config"], own["layer_idx"])
-    return getattr(config_of_layer, "sliding_window", None)
+    # Qwen2-MoE writes 0 where it has no window.
+    return getattr(config_of_layer, "sliding_window", None) or None
 
 
 def _rotates_all(attention: Any, kwargs: dict[str, Any]) -> bool:

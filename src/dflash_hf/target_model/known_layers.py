@@ -436,7 +436,8 @@ def _small_attention(attention: Any, hidden: int, draw: Draw) -> Any:
     small.layer_idx = 0
     small.num_key_value_groups = _HEADS // _GROUPS
     for settings in (small, small.config):
-        if getattr(settings, "sliding_window", None) is not None:
+        # Qwen2-MoE writes 0 where it has no window.
+        if getattr(settings, "sliding_window", None):
             # A window of 3 hides keys already in rows of 7 tokens.
             settings.sliding_window = 3
     return small
