@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
+from helpers.half import half
 from helpers.static import set_engine, use_tapes
 from helpers.trees import branching
 from helpers.vision import shallow_vision_target, vision_prompts
@@ -26,8 +27,9 @@ LENGTHS = [4, 11, 7]
 
 
 @pytest.mark.usefixtures("whole_trees")
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "gemma3"])
-@pytest.mark.parametrize("nodes", [65, 100, 128, 256])
+@pytest.mark.parametrize(
+    ("nodes", "family"), half([65, 100, 128, 256], ["qwen3", "qwen3-sliding", "gemma3"])
+)
 def test_greedy_equals_plain_generate(nodes: int, family: str) -> None:
     target = shallow_target(family)
     inputs = prompts(LENGTHS, nodes)
@@ -73,8 +75,10 @@ def test_steps_over_fixed_buffers(engine: Any, monkeypatch: pytest.MonkeyPatch) 
     assert by_node == [by_node[0]] * 3
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "anchor"])
-@pytest.mark.parametrize("rule", ["argmax", "shared_noise"])
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    half(["dflash", "dflash2", "dspark", "anchor"], ["argmax", "shared_noise"]),
+)
 def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str) -> None:
     target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 3)

@@ -20,6 +20,7 @@ from dflash_hf.generation import prefill, running_batch
 from dflash_hf.generation.buffers import FixedBuffers
 from dflash_hf.generation.cuda_graph import why_not
 from helpers.float8 import use_emulation
+from helpers.half import half
 from helpers.running import END, Asked, answer_alone, asked, drive, make_infinite, place_oracle
 from helpers.static import Tape, TapeStep, set_engine, use_tapes
 from tiny import DFLASH2, DSPARK, VOCAB, shallow_target, tiny_draft, tiny_target
@@ -89,9 +90,9 @@ def answered_alone(
     return requests
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3-sliding", "gemma2", "gpt-oss", "qwen3.5", "lfm2", "bamba"]
+    ("family", "engine"),
+    half(["qwen3", "qwen3-sliding", "gemma2", "gpt-oss", "qwen3.5", "lfm2", "bamba"], ENGINES),
 )
 def test_texts_are_those_of_each_prompt_alone(
     family: str, engine: str, eager_steps: list[int]

@@ -17,6 +17,7 @@ from dflash_hf.generation import kept_prefixes
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.filling import Filling
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
+from helpers.half import half
 from helpers.running import END, Asked, answer_alone, asked, batch_oracle, drive
 from helpers.vision import shallow_vision_target, vision_prompts
 from tiny import shallow_target, tiny_draft
@@ -72,8 +73,10 @@ def lengths(batch: RunningBatch, is_shared: bool) -> list[int]:
     return [len(one.ids) for one in batch._kept.kept if one.is_shared is is_shared]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("family", WINDOWS + RECURRENT)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    half(WINDOWS + RECURRENT, {"float32": torch.float32, "float64": torch.float64}),
+)
 def test_the_third_request_goes_on_from_the_beginning(family: str, dtype: torch.dtype) -> None:
     target: Any = shallow_target(family, **LONG)
     target.to(dtype)
