@@ -769,11 +769,13 @@ def test_the_drafted_answer_is_first_and_compared_on_request(
     assert result.exit_code == 0, result.stderr
     assert result.stdout == alone.stdout
     assert re.search(r"\byes\b +\d", result.stderr), result.stderr
+    # Plain `generate` draws other tokens, so that it does not run where one is sampled.
+    assert ("plain" in result.stderr) == (not sampling)
+    assert "the speed of this package without the draft" in words(result.stderr)
     assert order[-2:] == ["answer", "compare_with_plain"]
     row = json.loads(run(*asked, "--compare", "--json").stdout)
     assert row["identical"] is True
     if sampling:
-        # Plain `generate` draws other tokens, so that it did not run.
         assert row["ratio"] is row["plain_seconds"] is None
     else:
         assert row["ratio"] == row["plain_seconds"] / row["seconds"]

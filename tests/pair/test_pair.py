@@ -155,28 +155,6 @@ def test_the_demo_command_compares_and_succeeds() -> None:
     assert images[len(prompts(1)) :] == [tuple(image_names(row["messages"])) for row in shown]
 
 
-def test_the_generate_command_streams_and_compares() -> None:
-    prompt = prompts(1)[0]["messages"][-1]["content"]
-    run = CliRunner().invoke(
-        app, ["generate", prompt, "--temperature", "0.7", "--seed", "5", "--compare"]
-    )
-    assert run.exit_code == 0, run.output
-    assert "yes" in run.stderr
-
-
-def test_a_sampled_answer_is_not_timed_against_plain_generate() -> None:
-    words = ["generate", "Compute 41 + 80.", "--temperature", "0.7", "--compare"]
-    run = CliRunner().invoke(app, [*words, "--max-new-tokens", "8"])
-    assert run.exit_code == 0, run.output
-    assert "the speed of this package without the draft" in " ".join(run.stderr.split())
-    assert "plain" not in run.stderr
-    run = CliRunner().invoke(app, [*words, "--max-new-tokens", "8", "--json"])
-    result = json.loads(run.stdout)
-    assert result["plain_seconds"] is None
-    assert result["ratio"] is None
-    assert result["draft_ratio"] > 0
-
-
 def test_a_wrong_folder_is_one_sentence() -> None:
     run = CliRunner().invoke(app, ["demo", "--pair", "/nowhere"])
     assert run.exit_code == 2
