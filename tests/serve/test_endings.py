@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,12 @@ TOO_LONG = 300  # tokens
 HELD_AT = 4  # forwards of the target
 
 
+@cache
+def loaded() -> tuple[Any, Any, Any]:
+    """The bundled pair; every test leaves it as it was."""
+    return load_pair(*named_pair("text"))
+
+
 class Held:
     """The bundled pair, served; the target's fourth forward waits until it is let go."""
 
@@ -54,9 +61,9 @@ class Held:
         self.noted = threading.Condition()
         self.forwards = 0
         self.reached, self.let_go = threading.Event(), threading.Event()
-        self.pair = Pair(*load_pair(*named_pair("text")), name="text", encoding={}, note=self.note)
+        self.pair = Pair(*loaded(), name="text", encoding={}, note=self.note)
         self.app: ASGIApp = build_app(self.pair)
-        self.pair.target.register_forward_pre_hook(self.hold)
+        self.hook = self.pair.target.register_forward_pre_hook(self.hold)
         self.queued = 0
         self.pair.engine.submit = self.counted(self.pair.engine.submit)
 
@@ -128,6 +135,9 @@ def held() -> Iterator[Held]:
     server = Held()
     yield server
     server.let_go.set()
+    server.pair.engine.stop()
+    server.pair.engine.call(int)  # behind its last step
+    server.hook.remove()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "in pieces"])
@@ -214,9 +224,9 @@ def test_what_generate_raises_is_told(
     assert any("Traceback" in note for note in held.notes) == (status == 500)
 
 
-def test_what_the_template_refuses_is_told(held: Held) -> None:
-    tokenizer: Any = held.pair.tokenizer
-    tokenizer.chat_template = "{{ raise_exception('Roles must alternate.') }}"
+def test_what_the_template_refuses_is_told(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = "{{ raise_exception('Roles must alternate.') }}"
+    monkeypatch.setattr(held.pair.tokenizer, "chat_template", refuses)
 
     async def scenario() -> tuple[int, str]:
         client = Client(held.app, stream=True)
@@ -231,10 +241,11 @@ def test_what_the_template_refuses_is_told(held: Held) -> None:
     )
 
 
-def test_tools_and_options_reach_the_template() -> None:
-    target, draft, tokenizer = load_pair(*named_pair("text"))
+def test_tools_and_options_reach_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, tokenizer = loaded()
     called = "{% for tool in tools or [] %} by {{ tool.function.name }}{% endfor %}"
-    tokenizer.chat_template = "{{ messages[0].content }} thinks {{ enable_thinking }}" + called
+    asked = "{{ messages[0].content }} thinks {{ enable_thinking }}"
+    monkeypatch.setattr(tokenizer, "chat_template", asked + called)
     template = ChatTemplate(tokenizer)
     prompts = list[str]()
 
@@ -242,7 +253,7 @@ def test_tools_and_options_reach_the_template() -> None:
         prompts.append(tokenizer.decode(input_ids[0]))
         raise ValueError("expected nothing; go")
 
-    target.generate = noted
+    monkeypatch.setattr(target, "generate", noted)
     app = build_app(
         Pair(
             target,
@@ -341,12 +352,23 @@ def test_answers_go_on_where_nobody_reads_the_log(
     reader, writer = os.pipe()
     os.close(reader)
     broken = os.fdopen(writer, "w", buffering=1)
+    with pytest.raises(BrokenPipeError):
+        os.write(writer, b"x")
+    told: list[str] = []
+
+    def noted(line: str) -> None:
+        note(line)
+        told.append(line)
+
+    server = InProcess(Pair(*loaded(), name="text", encoding={}, note=noted))
+    asked = {**ASKED, "max_tokens": 60, "n": 4}
+    healthy = server.ask("http", False, True, asked).content
     monkeypatch.setattr("sys.stderr", broken)
-    pair = Pair(*load_pair(*named_pair("text")), name="text", encoding={}, note=note)
-    server = InProcess(pair)
+    num_told = len(told)
     for _ in range(2):
-        asked = {**ASKED, "max_tokens": 60, "n": 4}
-        assert server.ask("http", False, True, asked).status == 200
+        found = server.ask("http", False, True, asked)
+        assert (found.status, found.content) == (200, healthy)
+    assert len(told) > num_told
     server.close()
     with suppress(OSError):
         broken.close()
@@ -357,9 +379,7 @@ def test_answers_go_on_where_nobody_reads_the_log(
 
 @pytest.fixture
 def crowded() -> Iterator[InProcess]:
-    server = InProcess(
-        Pair(*load_pair(*named_pair("text")), name="text", encoding={}, note=lambda _: None)
-    )
+    server = InProcess(Pair(*loaded(), name="text", encoding={}, note=lambda _: None))
     yield server
     server.close()
 
