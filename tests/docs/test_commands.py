@@ -98,6 +98,13 @@ def test_single_tests_that_the_makefile_names_exist() -> None:
     assert not missing
 
 
+def test_pages_that_the_makefile_names_exist() -> None:
+    """With several processes pytest leaves out what does not exist."""
+    named = re.findall(r"\[([\w/]+\.md)\]", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_what_is_not_there_is_found() -> None:
     page = (
         "`dflash-hf chat --nowhere`\n\n"
