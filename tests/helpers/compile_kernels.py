@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU without having one, and prints what each needs as JSON; run as a script.
 
-    python compile_kernels.py [WHICH [CAPABILITY ...]] those whose name contains WHICH, for 90 (Hopper) by default
+    python compile_kernels.py [WHICH [CAPABILITY ...]] ... those whose name matches WHICH, for 90 (Hopper) by default
     python compile_kernels.py --table                  what all need on all, for benchmarks/results/kernel_resources.md
 
 Launches are made with CPU tensors; in the place of each the compiled kernel is looked at. Not under
@@ -77,7 +77,7 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def compile_all(which: str) -> list[dict[str, Any]]:
-    """Compiles the kernels whose name contains `which`, at Qwen3-8B's shapes and, for attention, at harder ones."""
+    """Compiles the kernels whose name matches `which`, at Qwen3-8B's shapes and, for attention, at harder ones."""
     found: list[dict[str, Any]] = []
     original = JITFunction.run
     case = ""
@@ -90,7 +90,7 @@ def compile_all(which: str) -> list[dict[str, Any]]:
 
     with mock.patch.object(JITFunction, "run", look):
         for case, launch in launches().items():
-            if which in case and ("growing" in case) == ("growing" in which):
+            if re.search(which, case) and ("growing" in case) == ("growing" in which):
                 launch()
     return found
 
@@ -370,5 +370,11 @@ if __name__ == "__main__":
     if "--table" in sys.argv:
         print(table())
         sys.exit()
-    which, *capabilities = [*sys.argv[1:], *["", "90"][len(sys.argv) - 1 :]]
-    print(json.dumps(compile_on(which, [int(capability) for capability in capabilities])))
+    found: dict[int, list[dict[str, Any]]] = {}
+    which = ""
+    for word in [*sys.argv[1:], *["", "90"][len(sys.argv) - 1 :]]:
+        if word.isdecimal():
+            found |= compile_on(which, [int(word)])
+        else:
+            which = word
+    print(json.dumps(found))
