@@ -5,6 +5,7 @@ Fifty times as many cases: `make fuzz CASES=1000 SECONDS=3600`. The faults that 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -34,7 +35,7 @@ SOON = {
     "a streamer that gets too much": 5,
     "scores of the wrong token": 3,
 }
-NUM_CASES = {"text": 18, "images": 10, "interrupts": 8, "hostile": 30}
+NUM_CASES = {"text": 12, "images": 6, "interrupts": 5, "hostile": 20}
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +51,15 @@ def fuzz(*options: str) -> Result:
 
 
 @pytest.mark.parametrize("kind", NUM_CASES)
-def test_new_cases_of_every_kind_hold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_of_every_kind_hold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "StepTimes", StepTimes)  # by the clock, as `make fuzz` does
-    done = fuzz("--kind", kind, "--cases", str(NUM_CASES[kind]), "--seconds", "60")
+    asked = ("--cases", str(NUM_CASES[kind]), "--seed", "1", "--seconds", "60")
+    done = fuzz("--kind", kind, *asked)
     assert done.exit_code == 0, done.output
-    assert f"{kind}: " in done.stdout
-    assert " 0 failed" in done.stdout
+    found = re.search(rf"{kind}: (\d+) cases from seed 1, 0 failed", done.stdout)
+    assert found is not None, done.output
+    # Some draws are no case; behind the deadline none is run.
+    assert int(found[1]) >= NUM_CASES[kind] // 2, done.output
 
 
 @pytest.mark.parametrize(
