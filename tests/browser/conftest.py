@@ -1,5 +1,6 @@
 """A real server process on a free port, and a real browser that may talk to nothing else."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.timeout(6 * PATIENCE))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks_have_the_chat() -> None:
+    """Has the fork server load what a chat needs, Gradio among it, and no trainer: it starts at the first fork."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["dflash_hf.chat.app", "transformers.models.qwen3.modeling_qwen3"]
+    )
 
 
 @pytest.fixture(scope="session")

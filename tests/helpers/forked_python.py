@@ -26,7 +26,6 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
         "dflash_hf.training.trainer",
         "dflash_hf.bench.run",
         "dflash_hf.serve.app",
-        "dflash_hf.chat.app",
         "transformers.models.qwen3.modeling_qwen3",
     ]
 )
