@@ -1,8 +1,9 @@
-"""`dflash-hf train` on the bundled target, as small as it goes."""
+"""`dflash-hf train` on a part of the bundled target, as small as it goes."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from dflash_hf.cli.main import app
 from helpers.source_tree import ROOT
 
 TOY = ROOT / "demos" / "toy"
+# The bundled target with four of its twelve layers: what a stage does does not depend on their number. It is written
+# once (tests/training/conftest.py), into the cache folder of this process, with which it goes.
+SHALLOW = Path(os.environ["HF_HOME"]) / "shallow-target"
 SMALL: list[object] = [
-    *("--target", TOY / "target", "--threads", 1, "--license", "apache-2.0"),
+    *("--target", SHALLOW, "--threads", 1, "--license", "apache-2.0"),
     *("--num-eval", 2, "--max-new-tokens", 12, "--num_hidden_layers", 1, "--block-size", 4),
     *("--draft-options", '{"num_taps": 2}', "--bench-prompts", 1, "--disable-tqdm", "true"),
     *("--max_steps", 4, "--per_device_train_batch_size", 2, "--num_anchors", 4, "--save-steps", 2),
@@ -34,10 +38,7 @@ def said(result: Result) -> str:
 
 
 def write_shallow_target(folder: Path) -> Path:
-    """Writes the bundled target with four of its twelve layers, and returns its folder.
-
-    For tests of what several processes do with a target: more layers would only have them wait for one another.
-    """
+    """Writes the bundled target with four of its twelve layers, and returns its folder."""
     whole = TOY / "target"
     config = AutoConfig.from_pretrained(whole, num_hidden_layers=4)
     config.layer_types = config.layer_types[:4]

@@ -13,6 +13,7 @@ from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training.collators import Batch, collate
 from dflash_hf.training.data import Example
+from helpers.training_command import SHALLOW, write_shallow_target
 from tiny import randomise_heads
 
 # A server without a model stands there, which a benchmark asks too
@@ -36,6 +37,12 @@ def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = tmp_path_factory.mktemp("datasets")
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shallow_target() -> None:
+    """The target that `helpers.training_command.SMALL` names."""
+    write_shallow_target(SHALLOW)
 
 
 @pytest.fixture

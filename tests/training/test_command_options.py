@@ -334,7 +334,9 @@ def test_the_draft_is_uploaded_behind_the_last_stage(
     Hub.asked = []
     data, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     hub = ["--push-to-hub", "--hub-model-id", "my-org/my-draft", "--hub-private-repo", "true"]
-    words = ["--dataset", data, "--output-dir", out, *SMALL, "--formats", "zlab", *hub]
+    # On all layers of the bundled target, unlike other tests
+    target = ["--target", TOY / "target"]
+    words = ["--dataset", data, "--output-dir", out, *SMALL, *target, "--formats", "zlab", *hub]
     assert train(*words, "--stages", "prepare").exit_code == 0
     assert Hub.asked == [], "there is no draft yet"
     result = train(*words)

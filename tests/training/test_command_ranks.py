@@ -30,7 +30,7 @@ from helpers import (
     training_command_ranks,
     training_command_refused,
 )
-from helpers.training_command import SMALL, train, write_rows, write_shallow_target
+from helpers.training_command import SMALL, train, write_rows
 
 LIMIT = 240  # seconds after which a start counts as hung
 
@@ -81,7 +81,6 @@ def test_processes_are_one_that_accumulates(ranks: int, tmp_path: Path, in_float
     """Each has its target on its own device, waits for days, and all make the draft that one makes."""
     words: list[object] = [
         *("--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--dtype", "float64"),
-        *("--target", write_shallow_target(tmp_path / "target")),
         *("--per-device-train-batch-size", 1, "--max-steps", 3),
     ]
     many, one = tmp_path / "many", tmp_path / "one"
@@ -114,7 +113,6 @@ def test_groups_that_share_a_target_train_as_plain_processes(
     many = training_command_many.__file__
     words: list[object] = [
         *("train", "--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--dtype", "float64"),
-        *("--target", write_shallow_target(tmp_path / "target")),
         *("--per-device-train-batch-size", 1, "--draft-vocab-size", 64, "--answer-batch", 1),
         *("--temperature", 0.8, "--stages", "prepare,regenerate,run,export"),
     ]
