@@ -89,7 +89,9 @@ def asked(server: InProcess, streamed: bool = False, **fields: Any) -> Found:
     return server.ask("http", streamed, True, sent)
 
 
-@pytest.mark.parametrize("start", range(0, 100, 25))
+@pytest.mark.parametrize(
+    "start", [0, 25, *(pytest.param(start, marks=pytest.mark.slow) for start in (50, 75))]
+)
 def test_sampled_json_meets_its_schema(server: InProcess, start: int) -> None:
     def check(seed: int) -> None:
         schema = drawn_schema(random.Random(seed))
