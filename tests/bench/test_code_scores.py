@@ -181,7 +181,7 @@ def test_whatever_it_does_ends_and_leaves_nothing(
     monkeypatch.setenv("SECRET", "x")
     place = left / "place"
     started = time.monotonic()
-    seconds = 1.5 if ending == "time limit" else 30.0
+    seconds = 0.8 if ending == "time limit" else 30.0
     outcome = failure(program.replace("PLACE", repr(str(place))), seconds=seconds)
     assert outcome == ending
     assert time.monotonic() - started < seconds + 5
@@ -231,7 +231,7 @@ def test_processes_that_nothing_sees_are_gone_too(
     has_ended = threading.Event()
 
     def watch() -> None:
-        while not seen and not has_ended.wait(0.05):
+        while not seen and not has_ended.wait(0.25):
             seen.extend(running(mark))
 
     watcher = threading.Thread(target=watch)
