@@ -162,7 +162,9 @@ def test_only_what_templates_read_stays_of_a_turn(tmp_path: Path, smollm2: Any) 
     read = {"role": "tool", "content": "2", "tool_call_id": "a", "name": "f"}
     thought = {"role": "assistant", "content": "two", "reasoning_content": "t", "reasoning": "t"}
     thought["thinking"] = "t"
-    messages = [CHAT[0], read, thought]
+    # Of Phi-4-mini, Kimi K3 and DeepSeek V3.1
+    instructed = {**SYSTEM, "tools": json.dumps(TOOLS)}
+    messages = [instructed, CHAT[0], {**read, "tool": "f"}, {**thought, "prefix": True}]
     (row,) = load_rows(str(write(tmp_path / "a.jsonl", {"messages": messages})))
     assert row["messages"] == messages
 

@@ -44,6 +44,8 @@ ROLES = {
 # same conversation would be several.
 READ_OF_A_TURN = (
     "name",
+    "tool",
+    "tools",
     "tool_calls",
     "tool_call_id",
     "tool_plan",
@@ -53,6 +55,7 @@ READ_OF_A_TURN = (
     "reasoning",
     "reasoning_content",
     "thinking",
+    "prefix",
 )
 MAX_PATH = 4096  # longer texts are images themselves
 FORMS = ("messages", "conversations", "conversation", "turns", "prompt")
