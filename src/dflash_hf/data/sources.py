@@ -385,8 +385,9 @@ def _json_rows(path: str, changed: int) -> Iterator[dict[str, str]]:
     require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
     require(bool(rows), f"rows in {path}", "no rows", FIX_FILE)
     for row in rows:
-        # Whatever JSON was read becomes the same JSON again, `NaN` too: it may be in a column that nobody reads.
-        yield {"text": json.dumps(row, ensure_ascii=False)}
+        # Whatever JSON was read becomes the same JSON again, `NaN` and half characters too: they may be in a column
+        # that nobody reads.
+        yield {"text": json.dumps(row)}
 
 
 def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Row]:
