@@ -206,6 +206,9 @@ def refused(make: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
         (lambda _: load("gsmk"), r"did you mean gsm8k or gsm8k-train\?"),
         (lambda _: load("aime"), r"did you mean aime2\d or aime2\d\?"),
         (lambda _: load("human-evl"), r"did you mean humaneval\?"),
+        (lambda _: load("x" * 300), "known are gsm8k, gsm8k-train, math500"),
+        (lambda _: load(f"{'x' * 300}.jsonl"), "a file of questions"),
+        (lambda tmp: load("gsm8k", tmp / ("x" * 300)), "a folder as --data-dir"),
         (lambda _: load("xyzzy"), "known are gsm8k, gsm8k-train, math500"),
         (lambda _: load("gsm8k", num_prompts=0), "at least 1 prompt"),
         (

@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from dflash_hf.data.openai_client import sent_messages
+from dflash_hf.data.row_files import RowFile
 from dflash_hf.data.sources import full_name
 from dflash_hf.training import ChatDataset, Example, PrepareSettings, load_rows, read_examples
 from dflash_hf.training import prepare as module
@@ -805,6 +806,12 @@ def test_a_text_that_is_too_long_for_a_path_is_no_file(tmp_path: Path, size: int
     source = str(write(tmp_path / "a.jsonl", {"prompt": "q", "video": "a" * size}))
     with pytest.raises(ValueError, match=r"^expected a video file in line 1 of .*; fix the path"):
         list(load_rows(source))
+    for name in (f"{'a' * size}.jsonl", "a" * size):
+        asked = PrepareSettings(datasets=[name], output=tmp_path / "out.jsonl")
+        with pytest.raises(ValueError, match=r"^expected a file .*; fix the (path|name)$"):
+            prepare(asked, byte_tokenizer(CALLS, ("<e>",), "<e>"))
+    with pytest.raises(ValueError, match=r"^expected a JSONL file, got .*; fix the path$"):
+        RowFile(tmp_path / ("a" * size))
 
 
 @pytest.mark.parametrize("score", ["NaN", '"\\ud800"'])

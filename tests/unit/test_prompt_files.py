@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from dflash_hf.cli.demo import read_prompts as read_held_out
+from dflash_hf.cli.generate import read_prompt
 from dflash_hf.data.prompt_files import (
     MAX_BYTES,
     MAX_PROMPTS,
     image_names,
     read_prompts,
     text_of,
+    with_images,
 )
 
 
@@ -96,6 +98,17 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert text_of(third) == ""
     assert not isinstance(third, str)
     assert third[0]["content"][0]["path"] == str(tmp_path / "a.png")
+
+
+def test_a_name_that_is_too_long_for_a_path_is_no_file() -> None:
+    """Python 3.11 raises for it where it looks for a file."""
+    file = Path("a" * 300)
+    with pytest.raises(ValueError, match=r"^expected an image file, got .*; fix the path$"):
+        with_images("q", [file])
+    with pytest.raises(ValueError, match=r"^expected a file of prompts .*; fix the path$"):
+        read_prompts(file)
+    with pytest.raises(ValueError, match=r"^expected a file with the prompt .*; correct the path$"):
+        read_prompt(None, file)
 
 
 def test_files_that_are_too_large(tmp_path: Path) -> None:

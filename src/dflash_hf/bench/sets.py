@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -391,7 +392,7 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
         what = f"a template only for files and Hub sets of your own, not for {entry.name}"
         require(template is None, what, template, "leave it out, or name the set's file or Hub id")
         return entry.name, _theirs(entry, data_dir)
-    if "/" in name or Path(name.partition(":")[0]).is_dir():
+    if "/" in name or os.path.isdir(name.partition(":")[0]):
         return name, _own(hub_rows(*set_parts(name, FILES)), name, template)
     hint = f"known are {', '.join(entry.name for entry in SETS)}"
     known = {_plain(entry.name): entry for entry in SETS}
@@ -444,7 +445,8 @@ def _rows(known: QuestionSet, data_dir: Path | None) -> Iterator[Row]:
         action = f"connect, or run `dflash-hf bench prepare {known.name}` where there is a network and pass --data-dir"
         files = known.hub_files
         return hub_rows(*known.hub, columns=known.columns, files=files, action=action)
-    require(data_dir.is_dir(), "a folder as --data-dir", str(data_dir), "fix the path")
+    # `Path.is_dir` of Python 3.11 raises for a text that is too long for a path.
+    require(os.path.isdir(data_dir), "a folder as --data-dir", str(data_dir), "fix the path")
     for pattern in known.patterns():
         paths = sorted(path for path in data_dir.glob(pattern) if path.is_file())
         if paths:

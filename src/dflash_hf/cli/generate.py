@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -176,7 +177,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError("expected one prompt, got an argument and --file; leave one out")
     if prompt is not None and prompt != "-":
         return checked_text(prompt, "the prompt")
-    if file is not None and not file.is_file():
+    # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+    if file is not None and not os.path.isfile(file):
         raise ValueError(
             f"expected a file with the prompt as --file, got {str(file)!r}, which is not a file; correct the path"
         )

@@ -6,6 +6,7 @@ the image under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_templ
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,8 @@ def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
 def with_images(text: str, files: Sequence[Path]) -> Prompt:
     """Returns a prompt with image files before its text, or the text alone; `ValueError` if a file is not there."""
     for file in files:
-        if not file.is_file():
+        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        if not os.path.isfile(file):
             raise ValueError(
                 f"expected an image file, got {str(file)!r}, which is not there; fix the path"
             )
@@ -211,7 +213,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Paths of images in messages are relative to the file. Raises `ValueError` if a file or line has no prompt.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(
             f"expected a file of prompts as --prompts, got {str(path)!r}, which is none; fix the path"
         )

@@ -32,7 +32,8 @@ class RowFile:
     """
 
     def __init__(self, path: Path) -> None:
-        require(path.is_file(), "a JSONL file", str(path), "fix the path")
+        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        require(os.path.isfile(path), "a JSONL file", str(path), "fix the path")
         self.path = path
         self._starts = array("Q")
         self._numbers = array("Q")

@@ -264,7 +264,8 @@ def full_name(name: str) -> str:
     if name.endswith(FILES):
         return str(whole_path(Path(name)))
     path, colon, config_and_split = name.partition(":")
-    if Path(path).is_dir():
+    # `Path.is_dir` of Python 3.11 raises for a text that is too long for a path.
+    if os.path.isdir(path):
         return f"{Path(path).resolve()}{colon}{config_and_split}"
     return name
 
@@ -297,8 +298,8 @@ def set_parts(name: str, files: Sequence[str]) -> tuple[str, str | None, str | N
         ValueError: If it is no such name, or that of a file.
     """
     path, *parts = name.split(":")
-    is_place = "/" in path or Path(path).is_dir()
-    is_known = is_place and len(parts) <= 2 and not Path(path).is_file()
+    is_place = "/" in path or os.path.isdir(path)
+    is_known = is_place and len(parts) <= 2 and not os.path.isfile(path)
     what = f"a file ({', '.join(files)}) or a set as ORG/NAME:CONFIG:SPLIT"
     require(is_known, what, name, "fix the name")
     config, split = [part or None for part in (*parts, "", "")[:2]]
@@ -317,7 +318,7 @@ def _open_set(
     """A set of the Hub, or a folder; see [`hub_rows`]."""
     called = _called(path, config, split)
     folder = Path()
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         folder = Path(path)
         action = FIX_FOLDER
     options: dict[str, Any] = {"name": config, "split": split}
@@ -331,7 +332,7 @@ def _open_set(
 
 def _open_file(path: Path, streaming: bool) -> Source:
     """A file's rows; of a JSON list alone all of them are in memory for a while."""
-    require(path.is_file(), "a file of rows", str(path), "fix the path")
+    require(os.path.isfile(path), "a file of rows", str(path), "fix the path")
     called = str(path)
     kind: Kind = "row"
     if path.suffix == ".parquet":
@@ -397,7 +398,7 @@ def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Ro
     """
     number = 0
     for path in paths:
-        require(path.is_file(), "a file of questions", str(path), "fix the path")
+        require(os.path.isfile(path), "a file of questions", str(path), "fix the path")
         for where, value in _placed(path, columns):
             require(isinstance(value, Mapping), f"a JSON object in {where}", value, FIX)
             yield Row(values=value, number=number, where=where, folder=path.parent)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -228,10 +229,11 @@ def _asked(settings: PrepareSettings, chat_template: str) -> dict[str, Any]:
 
 def _digest(name: str) -> str | None:
     """A digest of a file, or of all files in a folder; `None` of a set of the Hub."""
-    if Path(name).is_file():
+    # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+    if os.path.isfile(name):
         return _file_digest(Path(name))
     folder = Path(name.partition(":")[0])
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return None
     found = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
