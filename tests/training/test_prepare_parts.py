@@ -220,6 +220,23 @@ def test_a_full_disk_of_the_cache_is_a_sentence(tmp_path: Path, smollm2: Any) ->
     assert names(tmp_path / "out") == []
 
 
+def test_a_full_disk_of_the_cache_is_a_sentence_for_images_in_messages(tmp_path: Path) -> None:
+    """`datasets` copies a set whose blocks have images that are not to be decoded."""
+    block = {"image": datasets.Image()}
+    features = datasets.Features({"messages": [{"content": [block]}]})
+    image = Image.effect_noise((240, 160), 99)
+    rows = {"messages": [[{"content": [{"image": image}]}]]}
+    path = tmp_path / "in.parquet"
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(path))
+    options: dict[str, Any] = {"data_files": [str(path)], "split": "train"}
+    datasets.load_dataset("parquet", **options)  # the first copy is there
+    sentence = r"^expected to write to .*datasets.*, got File too large; make room"
+    with largest_file(20_000), pytest.raises(ValueError, match=sentence):
+        sources.open_source(str(path))
+    (row,) = sources.open_source(str(path)).rows()
+    assert row.values["messages"][0]["content"][0]["image"]["bytes"]
+
+
 DAMAGED = {
     "snappy": r"^expected to read {path} with datasets, got OSError \(Corrupt snappy",
     "zstd": r"^expected to read {path} with datasets, got \w+ \(",

@@ -276,7 +276,8 @@ def open_source(name: str, *, streaming: bool = False) -> Source:
     Args:
         name (`str`): Which.
         streaming (`bool`): Fetch rows as they are asked for, and keep none; by default `datasets` keeps a copy of
-            them in its cache (`HF_DATASETS_CACHE`) and no row in memory.
+            them in its cache (`HF_DATASETS_CACHE`) and no row in memory. Of a set with images inside of messages or
+            lists it keeps two copies: the second one says that images are not decoded.
 
     Raises:
         ValueError: If there is no `datasets`, no such set, it cannot be read, or the disk is full.
@@ -493,10 +494,13 @@ def _loaded(
     kept = [column for column in columns if column in known]
     if kept:
         table = table.select_columns(kept)
-    for column, feature in (table.features or {}).items():
-        kept_feature = _undecoded(feature, datasets.Image)
-        if kept_feature != feature:
-            table = table.cast_column(column, kept_feature)
+    try:
+        for column, feature in (table.features or {}).items():
+            kept_feature = _undecoded(feature, datasets.Image)
+            if kept_feature != feature:
+                table = table.cast_column(column, kept_feature)
+    except (OSError, ValueError) as error:  # Arrow's own are kinds of both
+        raise _unread(called, error, action) from error
     return table
 
 
