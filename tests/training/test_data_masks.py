@@ -165,18 +165,19 @@ def test_found_as_marked(name: str, said: list[str]) -> None:
 def test_a_list_of_texts_is_one_text_for_a_tokenizer(name: str) -> None:
     """Templates of models for text alone leave such a list out, refuse it, or write it as Python prints it."""
     tokenizer = FAMILIES[name].tokenizer()
-    blocks = [{"type": "text", "text": "how "}, {"type": "text", "text": "many?"}]
+    blocks = [{"type": "text", "text": "how"}, {"type": "text", "text": "many?"}]
     listed = [{**CHAT[0], "content": blocks}, *CHAT[1:4]]
+    written = [{**CHAT[0], "content": "how\nmany?"}, *CHAT[1:4]]
     prompts = ChatDataset(
-        [{"messages": m[:1]} for m in (CHAT, listed)], tokenizer, answers=[[]] * 2
+        [{"messages": m[:1]} for m in (written, listed)], tokenizer, answers=[[]] * 2
     )
-    expected = prompt_ids(tokenizer, CHAT[:1])
+    expected = prompt_ids(tokenizer, written[:1])
     assert [prompt.input_ids for prompt in prompts] == [expected, expected]
     assert list(prompts.lengths) == [len(expected)] * 2
     encoded = encode_prompts(tokenizer, [listed[:1]], torch.device("cpu"))
     assert encoded["input_ids"].tolist() == [expected]
     example = Example.from_messages(tokenizer, listed)
-    assert example.input_ids == Example.from_messages(tokenizer, CHAT[:4]).input_ids
+    assert example.input_ids == Example.from_messages(tokenizer, written).input_ids
     assert listed[0]["content"] == blocks, "the rows are not changed"
 
 

@@ -99,6 +99,20 @@ def test_every_form_becomes_one(tmp_path: Path, row: dict[str, Any], messages: l
     assert found == again, "the id is of the contents"
 
 
+def test_several_texts_of_a_turn_stay_blocks(tmp_path: Path, smollm2: Any) -> None:
+    """A processor's template writes them itself; for a tokenizer they are lines, as in a request to a server."""
+    blocks = [{"type": "text", "text": text} for text in ("how", "many?")]
+    messages = [{"role": "user", "content": blocks}, CHAT[1]]
+    (row,) = load_rows(str(write(tmp_path / "a.jsonl", {"messages": messages})))
+    assert row["messages"] == messages
+    examples = [
+        {"messages": messages},
+        {"messages": [{"role": "user", "content": "how\nmany?"}, CHAT[1]]},
+    ]
+    first, second = ChatDataset(examples, smollm2)
+    assert first.input_ids == second.input_ids
+
+
 def test_a_template_takes_any_columns_and_text_files_are_prompts(tmp_path: Path) -> None:
     rows = write(tmp_path / "a.jsonl", {"question": "1 + 1", "answer": "2"})
     (found,) = load_rows(str(rows), template="{question} = ?\nThink.")

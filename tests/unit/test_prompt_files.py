@@ -17,6 +17,7 @@ from dflash_hf.data.prompt_files import (
     read_prompts,
     text_of,
     with_images,
+    with_joined_texts,
 )
 
 
@@ -127,6 +128,13 @@ def test_files_that_are_too_large(tmp_path: Path) -> None:
     file.write_bytes(b"\n \n")
     with pytest.raises(ValueError, match=r"^expected prompts in .*, got none; write one per line"):
         read_prompts(file)
+
+
+def test_texts_of_a_turn_are_lines() -> None:
+    """Each text is a line of its own, as for a server, whoever reads the turn."""
+    parts = [{"type": "text", "text": text} for text in ("Compute 41", "+ 80.")]
+    (turn,) = with_joined_texts(user(parts)["messages"])
+    assert turn["content"] == text_of(user(parts)["messages"]) == "Compute 41\n+ 80."
 
 
 def test_a_turn_of_calls_alone_is_read_as_openai_has_it(tmp_path: Path) -> None:

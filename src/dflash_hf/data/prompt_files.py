@@ -69,13 +69,14 @@ def with_joined_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def joined_texts(content: Any) -> Any:
-    """Returns a turn's blocks as one text if all of them are texts, and any other content as it is."""
+    """Returns a turn's blocks as one text, a line each, if all are texts, and any other content as it is."""
     if not isinstance(content, list | tuple):
         return content
     blocks: Sequence[Any] = content
     if any(block["type"] != "text" for block in blocks):
         return blocks
-    return "".join(block["text"] for block in blocks)
+    # As vLLM joins them for a template that takes texts
+    return "\n".join(block["text"] for block in blocks)
 
 
 def with_read_calls(turn: Mapping[str, Any], where: str = "a turn") -> dict[str, Any]:
@@ -135,14 +136,14 @@ def blocks_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def text_of(prompt: Prompt) -> str:
-    """Returns the texts of all messages, one per line."""
+    """Returns the texts of all messages and of their blocks, one per line."""
     texts: list[str] = []
     for message in as_messages(prompt):
         content = message["content"]
         if isinstance(content, str):
             texts.append(content)
         else:
-            texts.append(" ".join(part["text"] for part in content if part["type"] == "text"))
+            texts.append(joined_texts([part for part in content if part["type"] == "text"]))
     return "\n".join(texts)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
+from dflash_hf.data.prompt_files import joined_texts
 from dflash_hf.errors import one_line, shown
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import FIX, INVALID, Refusal, has_whole_characters, need
@@ -101,7 +102,7 @@ def _joined(parts: list[dict[str, Any]], pair: Pair) -> Any:
     """The parts, or for a template that takes texts only their text, one per line."""
     if pair.takes_parts:
         return parts
-    return "\n".join(part["text"] for part in parts)
+    return joined_texts(parts)
 
 
 def _part(part: Any, pair: Pair) -> dict[str, Any]:

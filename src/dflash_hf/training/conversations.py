@@ -235,12 +235,16 @@ def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str, row: Row, images: Images) -> str | list[dict[str, Any]]:
-    """What a turn says: one text, unless there are images in it."""
+    """What a turn says: one text, or blocks where there are several, or images."""
     if isinstance(content, str):
         return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
     what = f"a text or a list of blocks as content in {where}"
     require(isinstance(content, list | tuple), what, content, FIX)
-    return joined_texts([_block(block, where, row, images) for block in content])
+    blocks = [_block(block, where, row, images) for block in content]
+    # A processor's template writes several texts itself.
+    if len(blocks) > 1:
+        return blocks
+    return joined_texts(blocks)
 
 
 def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:
