@@ -139,8 +139,8 @@ class Row:
     def images(self) -> list[ImageSource]:
         """Returns where the row's images are, those of its messages too: see `image`.
 
-        Raises `ValueError` if one is no file, as one of another name than `path` in the turn that is asked: what a
-        network takes would be measured too.
+        Raises `ValueError` if one is no file, as one of another name than `path` in the turn that is asked: a
+        question names the images of its turns by paths alone.
         """
         sources = self.own_images()
         for part in image_parts(self.messages()[1][:1]):
