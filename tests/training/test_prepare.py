@@ -238,6 +238,9 @@ def test_calls_in_texts_of_json_are_objects(tmp_path: Path) -> None:
     assert tokenizer.decode(prompt.input_ids) == '{"a": 1}'
     (sent,) = sent_messages(called(a=1)[1:2])
     assert sent["tool_calls"] == messages[1]["tool_calls"]
+    flat = {**messages[1], "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
+    (sent,) = sent_messages([flat])
+    assert sent["tool_calls"] == [{"name": "f", "arguments": '{"a": 1}'}]
     messages[1]["tool_calls"][0]["function"]["arguments"] = ""
     (found,) = load_rows(str(write(tmp_path / "a.jsonl", row)))
     assert found["messages"] == called()

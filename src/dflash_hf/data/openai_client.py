@@ -354,11 +354,18 @@ def _sent_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sent_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call as OpenAI's interface has it: its arguments are an object in a text of JSON."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
-        return dict(call)
-    arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    # They stand in its `function`, or beside its name.
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_sent_arguments(call["function"])}
+    return _with_sent_arguments(call)
+
+
+def _with_sent_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function of a call, its arguments as a text."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return {**function, "arguments": arguments}
 
 
 def _sent_content(content: Any) -> Any:
