@@ -419,6 +419,11 @@ def other_calls(rank: Rank) -> int:
     }.items():
         expected = both[0], both[1].format(name)
         rank.refused({0: expected, 1: expected}, call(**changes))
+    drafts_trees = tiny_draft(target)
+    drafts_trees.generation_config.num_tree_nodes = 0 if odd else None
+    expected = both[0], both[1].format("is_tree")
+    settings: dict[str, Any] = {**inputs, **GREEDY, "assistant_model": drafts_trees}
+    rank.refused({0: expected, 1: expected}, lambda: target.generate(**settings))
     told = RuntimeError, "expected all 2 ranks of the target to go on, got an error on rank 1"
     for match, changes in {
         "num_beams": {"num_beams": 2},
@@ -430,7 +435,7 @@ def other_calls(rank: Rank) -> int:
     assert torch.equal(state, torch.random.get_rng_state())
     ref = rank.target("qwen3", whole=True).generate(**inputs, **GREEDY)
     rank.check(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
-    return 10
+    return 11
 
 
 class Broken(Exception):

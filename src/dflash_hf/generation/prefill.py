@@ -216,6 +216,7 @@ def _compare_ranks(
             **vars(request.config),
             CACHE_NAME: past,
             "block_size": options.block_size,
+            "is_tree": options.is_tree,
             "verify_width": options.width,
             "input_ids": request.input_ids,
         }
@@ -393,8 +394,8 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     """
     device = request.input_ids.device
     positions = prompt_positions(request, inputs, past)
-    row_lengths = positions[:, -1] + 1
-    lengths = row_lengths.to(device)
+    lengths_on_host = positions[:, -1] + 1
+    lengths = lengths_on_host.to(device)
     criteria = request.criteria
     # Transformers has made criteria of both, and a caller may have passed more of them: all count. Exact types: a
     # subclass may stop elsewhere, and is called.
@@ -407,7 +408,7 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     return Prompts(
         positions=positions,
         lengths=lengths,
-        row_lengths=row_lengths.tolist(),
+        row_lengths=lengths_on_host.tolist(),
         position_delta=position_delta(request, inputs, lengths),
         # Plain `generate` looks at the limit after a token, so there is always one.
         limit=max(1, longest_text - request.input_ids.shape[1]),
