@@ -64,16 +64,16 @@ class _Packed:
     num_bytes: int
     places: list[_Place]
     fingerprints: list[Tensor]
-    is_compared: bool = True  # whether the fingerprints have been compared in this run
+    is_known_equal: bool = True  # whether the weights were found unchanged in this run
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
         """Returns True if this is a copy of weights as they are now."""
         if self.places != _places_of(weights):
             return False
-        if self.is_compared:
+        if self.is_known_equal:
             return True
-        self.is_compared = all(map(torch.equal, self.fingerprints, _fingerprints_of(weights)))
-        return self.is_compared
+        self.is_known_equal = all(map(torch.equal, self.fingerprints, _fingerprints_of(weights)))
+        return self.is_known_equal
 
 
 # The copies of each model. Weights are not held: another one of the same id, place and fingerprint is the same.
@@ -113,7 +113,7 @@ class PackedWeights:
         self._kept_apart.clear()
         for copies in self._copies:
             for packed in list(copies.values()):
-                packed.is_compared = False
+                packed.is_known_equal = False
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
@@ -164,7 +164,7 @@ class PackedWeights:
             return None
         others = [other for other in list(copies.items()) if not set(other[0]).isdisjoint(key)]
         # Else layers of two models, or two layers of one, would take the copies from each other at every step.
-        if any(packed.is_compared for _, packed in others):
+        if any(packed.is_known_equal for _, packed in others):
             self._kept_apart.add(key)
             return None
         first, *_ = weights

@@ -61,7 +61,8 @@ class DFlashCandidateGenerator:
         proposal: ProposalRule,
         drafter: DFlashDraftModel,
     ) -> None:
-        # Another one once the models were looked at anew or rows have joined: nothing of it is kept here.
+        # Another one once the models were looked at anew or rows have joined. The draft is the same in each of them;
+        # the rest is read from it.
         self.request = request
         self.draft = request.draft
         self.drafter = drafter

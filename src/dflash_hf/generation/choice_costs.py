@@ -54,10 +54,13 @@ class ChoiceCosts:
         raise NotImplementedError
 
     def use_rows(self, rows: int) -> None:
-        """Goes on with the costs of steps of so many rows. Captured steps always have all their rows."""
+        """Does nothing here; else goes on with the costs of steps of so many rows.
+
+        Captured steps always have all their rows.
+        """
 
     def book(self, choice: int, seconds: float) -> None:
-        """Takes in how long a step of a choice has taken, where the run's own times count."""
+        """Does nothing here; else takes in how long a step of a choice has taken."""
 
     def is_guess(self, choice: int) -> bool:
         """Returns True if nothing sure has told what a step of a choice costs."""

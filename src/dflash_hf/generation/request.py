@@ -38,8 +38,8 @@ CALLING_OTHERS = {PrefixConstrainedLogitsProcessor, StoppingCriteriaList}
 class Request:
     """What is asked for.
 
-    No step changes it. A run gets another one where the models are looked at anew (`run.look_at_models`), and where
-    rows join or leave a running batch (`joining.go_by`).
+    No step changes it. A run gets another one where the models are looked at anew (`run.look_at_models`, and
+    `RunningBatch` for a prefill that has begun), and where rows join or leave a running batch (`joining.go_by`).
     """
 
     target: Target

@@ -51,15 +51,6 @@ class Reported(NamedTuple):
         return cls(nothing, nothing, lengths, nothing, [num_columns] * len(lengths))
 
 
-class ReportedTree(NamedTuple):
-    """What the host knows of the last step's tree, one list per row: the fields of a [`TreeReport`]."""
-
-    path: list[list[int]]
-    node_ids: list[list[int]]
-    parents: list[list[int]]
-    sources: list[list[int]]
-
-
 @dataclass(slots=True, kw_only=True)
 class Rows:
     """What the host knows of the rows of the state, and the texts of the request's rows that have left it."""

@@ -89,6 +89,15 @@ class TreeReport(NamedTuple):
     sources: Tensor
 
 
+class ReportedTree(NamedTuple):
+    """What the host knows of the last step's tree, one list per row: the fields of a [`TreeReport`]."""
+
+    path: list[list[int]]
+    node_ids: list[list[int]]
+    parents: list[list[int]]
+    sources: list[list[int]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNumbers:
     """The numbers of a run that the host decides by; in a running batch `joining.go_by` replaces them."""

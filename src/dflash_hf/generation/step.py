@@ -18,8 +18,8 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.block.tree import is_in_place
 from dflash_hf.generation.accept import commit
 from dflash_hf.generation.acceptance_counts import along_chain
-from dflash_hf.generation.run import Reported, ReportedTree, Run, make_room, tapped
-from dflash_hf.generation.state import NUM_REPORTED
+from dflash_hf.generation.run import Reported, Run, make_room, tapped
+from dflash_hf.generation.state import NUM_REPORTED, ReportedTree
 from dflash_hf.packed_weights import packing
 from dflash_hf.target_model.reentry import KEYWORD
 
