@@ -118,6 +118,26 @@ def test_torchs_own_product_is_the_definition(
     assert bool((product - wanted).norm() < 1e-3 * wanted.norm())
 
 
+def test_memory_that_has_run_out_is_not_kept_as_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(float8, "round_rows", lambda weight: (weight, weight))
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: torch.ones(sizes))
+    monkeypatch.setattr(float8, "scaled_linear", no_memory)
+    float8.why_not.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        float8.why_not(device)
+    monkeypatch.setattr(float8, "scaled_linear", lambda *_: None)
+    assert float8.why_not(device) is None
+    float8.why_not.cache_clear()
+
+
 def test_a_weight_is_rounded_alike_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(32, 48)
     whole = float8._rounded(layer)

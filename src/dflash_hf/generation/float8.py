@@ -154,6 +154,8 @@ def why_not(device: torch.device) -> str | None:
     numbers, scales = round_rows(torch.zeros(MULTIPLE, MULTIPLE, device=device))
     try:
         scaled_linear(torch.zeros(1, MULTIPLE, device=device), numbers, scales)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the device, and the answer is kept
     except RuntimeError as error:
         return f"{device}, where torch {torch.__version__} cannot multiply rows in FP8 ({one_line(error)})"
     return None
