@@ -59,7 +59,9 @@ def fresh_config(
     require(not unknown, "fields of DFlashConfig", listed(unknown), "fix the name")
     width = int(getattr(embedding, "embedding_dim", text.hidden_size))
     what = f"an embedding as wide as the target's hidden states ({text.hidden_size})"
-    require(width == text.hidden_size, what, width, "DFlash cannot draft for this target")
+    require(
+        width == text.hidden_size, what, width, "no draft can begin with this target's embedding"
+    )
     require(num_taps >= 1, "num_taps >= 1", num_taps, "fix it")
     # A shallow target has fewer layers to choose from than are asked for.
     taps = fields.get("target_layer_ids") or dict.fromkeys(

@@ -247,12 +247,9 @@ def _only_masks_know_windows(target: Target) -> bool:
     That is so in PhiMoE and Qwen2-MoE. Moshi's masks hide nothing: its window is that of its cache alone.
     """
     masks = _source_of_forward(type(target.decoder))
-    attentions = [
-        _source_of_forward(type(module))
-        for layer in target.layers
-        for module in _attentions_of(layer)
-    ]
-    is_told = any("sliding_window=" in source for source in attentions)
+    # Layers share a few classes, and to read source code takes long.
+    kinds = {type(module) for layer in target.layers for module in _attentions_of(layer)}
+    is_told = any("sliding_window=" in _source_of_forward(kind) for kind in kinds)
     return "create_sliding_window_causal_mask" in masks and not is_told
 
 
@@ -271,7 +268,8 @@ def check_windows(target: Target, cache: Cache, num_columns: int) -> None:
         if window < num_columns
     }
     # A cache that was made without a config has no layers before the prefill, and none that slide after it.
-    unknown = [window for index, window in exceeded.items() if index not in _windows_of(cache)]
+    known = _windows_of(cache)
+    unknown = [window for index, window in exceeded.items() if index not in known]
     if not unknown or not _only_masks_know_windows(target):
         return
     raise ValueError(
@@ -307,14 +305,15 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
         what = f"a draft for hidden size {hidden_size} (the target's)"
         require(width == hidden_size, what, width, other)
     # OPT-350m projects between its embedding and its layers. Modules of adapters may have no such attributes.
+    own = "use a draft that has its own embedding and its own head"
     if not config.own_embed_tokens:
         width = getattr(target.embedding, "embedding_dim", hidden_size)
         what = f"an embedding of width {hidden_size} (as the target's hidden states)"
-        require(width == hidden_size, what, width, "use a draft with own_embed_tokens")
+        require(width == hidden_size, what, width, own)
     if not config.own_lm_head:
         width = getattr(target.head, "in_features", hidden_size)
         what = f"a head of width {hidden_size} (as the target's hidden states)"
-        require(width == hidden_size, what, width, "use a draft with own_lm_head")
+        require(width == hidden_size, what, width, own)
     taps = config.target_layer_ids
     mask = config.mask_token_id
     size = config.vocab_size
