@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ import dflash_kernels
 from dflash_hf import ops
 from dflash_hf.target_model.fast_layers import fast_layers
 from dflash_hf.target_model.parts import find_target
+from helpers.source_tree import ROOT
 
 INTERPRETED = pytest.param(
     "cpu",
@@ -198,3 +201,19 @@ def calls_of(draft: Any, num_fused: int = 0, num_layers: int = 4) -> Counter[str
         argmax=argmax,
         accept_and_prepare=1 + verifies,
     )
+
+
+def check_apart(source: str) -> None:
+    """Runs code that fails where a check does, in a process of its own, which a wrong address ends."""
+    # An inherited path goes first: it may hold another release of Triton.
+    inherited = os.environ.get("PYTHONPATH", "")
+    paths = [inherited, *(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))]
+    run = subprocess.run(
+        [sys.executable, "-c", source],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,9 +1,6 @@
 """`block_attention`: the reference against the package's own attention, the kernel against the reference."""
 
 import importlib
-import os
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -23,10 +20,10 @@ from helpers.kernel_checks import (
     DTYPES,
     INTERPRETED,
     ancestors_of,
+    check_apart,
     check_raises,
     poisoned,
 )
-from helpers.source_tree import ROOT
 
 Case = dict[str, Any]
 BASE: Case = {
@@ -347,7 +344,7 @@ def test_a_shorter_view_of_an_unwrapped_row_is_the_same(device: str) -> None:
 
 @pytest.mark.parametrize("device", [INTERPRETED])
 def test_heads_may_lie_more_than_2_to_the_31_apart(device: str) -> None:
-    """As expanded keys of a long context do; in a process of its own, which a wrong address ends."""
+    """As expanded keys of a long context do."""
     source = """
 import torch
 from dflash_kernels import block_attention
@@ -363,18 +360,7 @@ out = block_attention(query, states, states, *rule)
 wanted = block_attention.reference(query, near, near, *rule)
 torch.testing.assert_close(out, wanted, rtol=0, atol=4e-3)
 """
-    # An inherited path goes first: it may hold another release of Triton.
-    inherited = os.environ.get("PYTHONPATH", "")
-    paths = [inherited, *(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))]
-    run = subprocess.run(
-        [sys.executable, "-c", source],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    check_apart(source)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
