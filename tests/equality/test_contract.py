@@ -331,7 +331,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
             "no_rope_layer_interval": 2,
             "floor_scale": 4,
         },
-        "attention scaled by the length of its cache",
+        "attention scaled by the length of its cache|chunked attention",
     ),
     "alibi": ("Bloom", {"n_layer": 4, "n_head": 4}, "(ALiBi|AttentionInterface)"),
     "recurrent": (
