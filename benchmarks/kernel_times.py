@@ -29,12 +29,12 @@ from harness.rows import Row, percentiles
 from harness.sweep import sweep
 from harness.trial import bandwidth_of, check_device, device_of, dtype_of
 
+from dflash_hf.generation.host_reads import READING_ON_HOST
+
 TINY = Sizes(heads=4, groups=2, size=16, width=4, layers=2, hidden=48, mlp=80, vocab=4100)
 # Several times what an H200 keeps in its cache.
 COLD_BYTES = 256 * 2**20
 CALLS = 20
-# References that read on the host, so that no graph can be captured of them.
-READING_ON_HOST = ("build_tree", "follow_tree")
 COLUMNS: list[Column] = [
     ("kernel", "kernel"),
     ("batch", "batch"),
@@ -108,6 +108,7 @@ def measure(case: Case, bandwidth: float, device: torch.device, calls: int) -> R
         # The reference of a long context needs many times the kernel's memory and time.
         turns = itertools.islice(itertools.cycle(inputs), copies if name == "reference" else calls)
         timed = milliseconds
+        # No graph can be captured of a reference that reads on the host.
         if name == "reference" and case.kernel in READING_ON_HOST:
             timed = uncaptured_milliseconds
         spans = timed([lambda x=x, way=way: way(x) for x in turns], device)

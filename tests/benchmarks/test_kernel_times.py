@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dflash_kernels
 from dflash_hf.generation.capture import NotCapturableError
-from dflash_hf.generation.host_reads import HostReadError, NoHostReads
+from dflash_hf.generation.host_reads import READING_ON_HOST, HostReadError, NoHostReads
 from dflash_kernels.block_attention import kernel
 from helpers.scripts import run_script
 
@@ -183,7 +183,7 @@ def test_references_that_read_on_the_host_are_not_captured(
             row = kernel_times.measure(without_kernel(case), 1e9, device, 1)
             assert row["microseconds"]["reference"]["p50"] > 0, case.kernel
         by_name = {case.kernel: case for case in cases}
-        for name in kernel_times.READING_ON_HOST:
+        for name in READING_ON_HOST:
             calls = [partial(by_name[name].ways["reference"], by_name[name].make(0))]
             with pytest.raises(HostReadError):
                 guarded(calls, device)

@@ -34,8 +34,8 @@ _READING = {
     "multinomial",
     "transformers::grouped_mm_fallback",
 }
-# Definitions that stand in for a kernel on a CPU, where nothing has to be waited for.
-_ON_HOST = {"build_tree", "follow_tree"}
+# Definitions that read on the host. They stand in for a kernel on a CPU, where nothing has to be waited for.
+READING_ON_HOST = frozenset({"build_tree", "follow_tree"})
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 # Compute capabilities on which torch multiplies groups in one kernel; on others it counts them on the host.
@@ -155,7 +155,7 @@ def _body(func: Any, args: Sequence[Any]) -> Any:
     # For tensors without values it runs another function, which only makes a result.
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return None
-    if func._schema.name.rpartition("::")[2] in _ON_HOST and all(map(_is_on_host, tensors)):
+    if func._schema.name.rpartition("::")[2] in READING_ON_HOST and all(map(_is_on_host, tensors)):
         return None
     bodies: dict[str | None, Any] = getattr(definition, "_backend_fns", {})
     for_any_device = bodies.get(None)
