@@ -28,33 +28,6 @@ EXAMPLES := tests/docs/test_readme.py::test_python_examples_run
 FIRST_TESTS ?= '$(EXAMPLES)[README.md]' '$(EXAMPLES)[docs/generate.md]' \
   tests/pair/test_pair.py::test_the_demo_command_compares_and_succeeds \
   tests/training/test_trainer.py::test_a_run_leaves_records_and_the_target_as_it_was
-# What is about our own step alone, and the same on every Transformers: some tests of files that are about more, and files.
-OWN_TESTS := \
-  tests/equality/test_running_batch.py::test_rows_that_are_broken_off_change_no_other \
-  tests/equality/test_running_batch.py::test_a_table_gives_the_width_by_the_rows \
-  tests/equality/test_running_batch.py::test_answers_come_as_they_end_and_are_those_alone \
-  tests/equality/test_running_batch.py::test_a_row_that_has_left_leaves_nothing_behind \
-  tests/equality/test_running_batch.py::test_widths_that_change_between_joins \
-  tests/equality/test_running_batch.py::test_chains_and_trees \
-  tests/equality/test_shared_beginnings.py::test_a_prefill_stops_once_behind_what_is_shared \
-  tests/equality/test_shared_beginnings.py::test_rows_that_end_together_push_no_beginning_out \
-  tests/equality/test_shared_beginnings.py::test_a_cancelled_prefill_leaves_nothing_or_all \
-  tests/equality/test_shared_beginnings.py::test_a_shared_beginning_outlives_the_texts_that_end \
-  tests/equality/test_shared_beginnings.py::test_a_few_tokens_are_worth_no_stop \
-  tests/equality/test_shared_beginnings.py::test_where_any_part_will_do_nothing_more_is_copied \
-  tests/equality/test_shared_beginnings.py::test_where_nothing_is_kept_no_prefill_stops \
-  tests/equality/test_image_rows.py::test_captured_steps_over_rows_about_images \
-  tests/equality/test_image_rows.py::test_rows_that_are_broken_off_change_no_other \
-  tests/equality/test_image_rows.py::test_rows_about_images_have_settings_of_their_own \
-  tests/equality/test_hybrid.py::test_the_static_step_gives_the_plain_text \
-  tests/equality/test_hybrid.py::test_a_replay_is_a_small_part_of_a_verify \
-  'tests/equality/test_processors.py::test_what_goes_by_length_is_decided_in_captured_steps[tree'
-RELEASE_SKIPS ?= $(addprefix --ignore=tests/equality/,test_widths.py test_static_step.py test_together.py \
-  test_interrupts.py test_growing_buffers.py test_sampling.py test_ranks.py test_trees.py test_own_vocabulary.py \
-  test_iterate.py test_draft_context.py test_dropped_rows.py test_hooks.py test_float8.py test_default_device.py \
-  test_threads.py test_large_trees.py test_draft_window.py test_places.py test_changed_targets.py \
-  test_packed_weights.py test_shaped_proposals.py test_dspark.py test_failing_rows.py test_tune.py \
-  test_modelled_costs.py) $(addprefix --deselect=,$(OWN_TESTS))
 
 # The newest torch that the index has a build for CPUs of: a bare `torch` is a CUDA build of 6.6 GB.
 LATEST_TORCH ?= torch==2.13.0
@@ -70,6 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PARALLEL := -n $(PYTEST_JOBS) --dist worksteal
 CPU := -m "not gpu and not slow"
+CPU_RELEASE := -m "not gpu and not slow and not same_on_every_release"
 
 # Ends the recipe unless these files exist: with several processes pytest leaves out what does not.
 need = @for path in $(1); do test -e "$${path%%::*}" || { \
@@ -171,7 +145,7 @@ release-check: $(BIN)/python  ## build; install and use the wheel as a user does
 test-oldest: $(VENV_OLDEST)/.stamp-test  ## the equality tests on the oldest supported Transformers
 	$(call need,$(OLDEST_TESTS))
 	@$(VENV_OLDEST)/bin/python .ci/versions.py
-	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
+	$(VENV_OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(CPU_RELEASE) $(PARALLEL) $(PYTEST_ARGS)
 
 test-latest: $(VENV_LATEST)/.stamp-$(TODAY) $(VENV)/.stamp-dev  ## on the newest of everything: what a user meets first, and the same tests
 	$(call need,$(FIRST_TESTS) $(OLDEST_TESTS))
@@ -179,7 +153,7 @@ test-latest: $(VENV_LATEST)/.stamp-$(TODAY) $(VENV)/.stamp-dev  ## on the newest
 	$(VENV_LATEST)/bin/python -m pytest $(FIRST_TESTS) $(CPU) $(PARALLEL) $(PYTEST_ARGS)
 	@if $(VENV_LATEST)/bin/python .ci/versions.py --same-as $(BIN)/python; then \
 	  echo "the newest releases are those of constraints.txt, with which test-cpu runs $(OLDEST_TESTS)"; else \
-	  set -x; $(VENV_LATEST)/bin/python -m pytest $(EXAMPLES) $(OLDEST_TESTS) $(RELEASE_SKIPS) $(CPU) $(PARALLEL) $(PYTEST_ARGS); fi
+	  set -x; $(VENV_LATEST)/bin/python -m pytest $(EXAMPLES) $(OLDEST_TESTS) $(CPU_RELEASE) $(PARALLEL) $(PYTEST_ARGS); fi
 
 versions:  ## run the tests of all three environments, then write into docs/tested.md with which versions they passed
 	$(MAKE) test-cpu test-oldest test-latest PYTEST_ARGS=

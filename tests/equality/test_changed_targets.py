@@ -21,6 +21,8 @@ from helpers.running import answer_alone, asked
 from helpers.static import TapeStep, use_tapes
 from tiny import prompts, shallow_target, tiny_draft
 
+pytestmark = pytest.mark.same_on_every_release
+
 Change = Callable[[Any], None]
 
 

@@ -24,6 +24,8 @@ from helpers.source_tree import read_modules
 from helpers.static import set_engine, tensor_oracle
 from tiny import DFLASH2, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 ENGINES = ("eager", "static")
 # Weights and buffers go where the model is built, as Transformers' own do.

@@ -17,6 +17,8 @@ from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import find_target
 from tiny import OracleDraft, oracle_draft, prompts, tiny_target, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 
 class Recording(OracleDraft):
     """Keeps every block it runs."""

@@ -14,6 +14,8 @@ from dflash_hf.cache.ragged import RaggedCache
 from helpers.static import tensor_oracle, use_tapes
 from tiny import OracleDraft, oracle_draft, prompts, shallow_target, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 30
 WINDOW = 6
 LENGTHS = [4, 17, 9]

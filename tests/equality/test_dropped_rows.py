@@ -30,6 +30,8 @@ from tiny import (
     truth_of,
 )
 
+pytestmark = pytest.mark.same_on_every_release
+
 SETTINGS: dict[str, Any] = {
     "max_new_tokens": 30,
     "eos_token_id": [9, 33, 40, 41, 42],

@@ -14,6 +14,8 @@ from helpers.half import pairs
 from helpers.running import answer_alone, asked, drive
 from tiny import DSPARK, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 24
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
 KINDS: dict[str, dict[str, Any]] = {

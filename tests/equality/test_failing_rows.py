@@ -16,6 +16,8 @@ from dflash_hf.generation import running_batch
 from helpers.running import Asked, BatchOracle, answer_alone, asked, batch_oracle
 from tiny import shallow_target, tiny_draft
 
+pytestmark = pytest.mark.same_on_every_release
+
 LONG: dict[str, Any] = {"max_position_embeddings": 2048}
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 12}

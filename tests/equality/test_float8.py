@@ -27,6 +27,8 @@ from helpers.float8 import use_emulation
 from helpers.static import TapeStep, set_engine, tensor_oracle, use_tapes
 from tiny import DFLASH2, DSPARK, VOCAB, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 # Sizes that can all be multiplied in FP8.

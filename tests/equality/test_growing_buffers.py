@@ -20,6 +20,8 @@ from helpers.turns import GREEDY as TURN
 from helpers.turns import first_turn, next_turn, turn
 from tiny import DFLASH2, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 40
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 FAMILIES = ["qwen3", "qwen3-sliding", "gemma2", "qwen3.5", "bamba"]

@@ -24,6 +24,8 @@ from helpers.static import set_engine
 from helpers.turns import Recording, arm, check_blocks, recording_draft
 from tiny import oracle_draft, prompts, tiny_target, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 WHOLLY = ["qwen3-sliding", "qwen3.5"]
 SOME = ["qwen3", "gemma3", "lfm2", "bamba"]

@@ -154,6 +154,7 @@ def test_the_prefills_states_are_given_back() -> None:
         assert not filled.has_previous_state(index)
 
 
+@pytest.mark.same_on_every_release
 def test_a_replay_is_a_small_part_of_a_verify(
     capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_replay_is_a_small_part_of_a_verify(
 # ---- ways of decoding
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2", "bamba"])
 def test_the_static_step_gives_the_plain_text(

@@ -60,6 +60,7 @@ def test_texts_are_those_of_each_prompt_alone(name: str) -> None:
     assert found["most"] > 2
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
     target: Any = shallow_vision_target("qwen3-vl")
@@ -72,6 +73,7 @@ def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
     assert found["most"] > 2
 
 
+@pytest.mark.same_on_every_release
 def test_rows_about_images_have_settings_of_their_own() -> None:
     target = shallow_vision_target("qwen3-vl")
     requests = about_images(target, "qwen3-vl", 15, 3, (GREEDY, SAMPLED, PENALISED))
@@ -94,6 +96,7 @@ def test_trees_about_images() -> None:
     drive(RunningBatch(target, draft), requests, 4)
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("engine", ["static", "cuda_graph"])
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl"])
 def test_captured_steps_over_rows_about_images(

@@ -18,6 +18,8 @@ from fuzz.interrupts import check_unchanged
 from fuzz.targets import forget, left_behind, target_of
 from helpers.interrupt import Tracer, traced
 
+pytestmark = pytest.mark.same_on_every_release
+
 CASES = {
     "eager": Case(
         "qwen3-sliding",

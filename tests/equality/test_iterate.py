@@ -20,6 +20,8 @@ from helpers.half import pairs
 from helpers.whole_blocks import use_whole_blocks
 from tiny import OracleDraft, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 30
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 

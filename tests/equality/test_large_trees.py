@@ -21,6 +21,8 @@ from tiny import (
     truth_of,
 )
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 30
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 LENGTHS = [4, 11, 7]

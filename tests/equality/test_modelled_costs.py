@@ -15,7 +15,7 @@ from tiny import FAMILIES, oracle_draft, prompts, tiny_draft, tiny_target, truth
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
-pytestmark = pytest.mark.usefixtures("users_costs")
+pytestmark = [pytest.mark.usefixtures("users_costs"), pytest.mark.same_on_every_release]
 
 
 @pytest.fixture

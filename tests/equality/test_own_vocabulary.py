@@ -20,6 +20,8 @@ from dflash_hf.target_model.parts import find_target
 from helpers.whole_blocks import use_whole_blocks
 from tiny import VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 KEPT = torch.tensor([3, 4, 5, 8, 11, 12, 17, 20, 21, 22, 30, 31, 33, 40, 47, 52, 53, 60, 62])
 OWN: dict[str, Any] = {"own_embed_tokens": True, "own_lm_head": True}
 REDUCED = {**OWN, "draft_vocab_size": len(KEPT)}

@@ -22,6 +22,8 @@ from dflash_hf import (
 )
 from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 24
 
 

@@ -25,6 +25,8 @@ from helpers.running import END, Asked, answer_alone, asked, drive, make_infinit
 from helpers.static import Tape, TapeStep, set_engine, use_tapes
 from tiny import DFLASH2, DSPARK, VOCAB, shallow_target, tiny_draft, tiny_target
 
+pytestmark = pytest.mark.same_on_every_release
+
 LONG: dict[str, Any] = {"max_position_embeddings": 2048}
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9}

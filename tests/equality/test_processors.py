@@ -275,7 +275,13 @@ BY_LENGTH: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", BY_LENGTH)
-@pytest.mark.parametrize("nodes", [0, 8], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        pytest.param(0, id="chain"),
+        pytest.param(8, id="tree", marks=pytest.mark.same_on_every_release),
+    ],
+)
 def test_what_goes_by_length_is_decided_in_captured_steps(
     nodes: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from helpers import forked_python, two_ranks
 
+pytestmark = pytest.mark.same_on_every_release
+
 # Seconds after which a start of two processes counts as hung.
 LIMIT = 200
 

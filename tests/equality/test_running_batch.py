@@ -48,6 +48,7 @@ def test_texts_are_those_of_each_prompt_alone(family: str) -> None:
     assert found["most"] > 2
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize(("seed", "family"), half([0, 4, 3], ["qwen3-sliding", "qwen3.5"]))
 def test_rows_that_are_broken_off_change_no_other(seed: int, family: str) -> None:
     target = shallow_target(family, **LONG)
@@ -75,6 +76,7 @@ def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, knows: bool)
     assert found["most"] > 3
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("nodes", [0, 12])
 def test_chains_and_trees(nodes: int) -> None:
@@ -121,6 +123,7 @@ def test_log_probabilities_are_the_targets_own(nodes: int) -> None:
         add([5], max_new_tokens=1, num_logprobs=VOCAB + 1)
 
 
+@pytest.mark.same_on_every_release
 def test_widths_that_change_between_joins() -> None:
     """Tokens that were decoded without a draft gather in columns that a new row does not have."""
     target = shallow_target("qwen3")
@@ -149,6 +152,7 @@ def test_widths_that_change_between_joins() -> None:
         drive(batch, requests, 5, cancelled=0.2)
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("table", [{1: 8, 4: 2}, {1: 2, 2: 1, 3: 6}])
 @pytest.mark.parametrize(("family", "nodes"), [("qwen3", None), ("qwen3", 0), ("qwen3.5", 0)])
 def test_a_table_gives_the_width_by_the_rows(
@@ -638,6 +642,7 @@ def test_targets_that_are_refused(family: str, overrides: Any, message: str) -> 
         batch.add([5, 6], max_new_tokens=5)
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5", "lfm2"])
 def test_a_row_that_has_left_leaves_nothing_behind(family: str) -> None:
     """Where a row with infinite keys, values and states has been, the next one has its own text."""
@@ -806,6 +811,7 @@ def test_kept_texts_stay_within_their_budget() -> None:
 # ---- generate_batch
 
 
+@pytest.mark.same_on_every_release
 def test_answers_come_as_they_end_and_are_those_alone() -> None:
     target = shallow_target("qwen3", **LONG)
     requests = asked(lengths_of(15, 12, 100), 12)

@@ -26,6 +26,8 @@ from tiny import (
     truth_of,
 )
 
+pytestmark = pytest.mark.same_on_every_release
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warpers": {"temperature": 0.7, "top_k": 10, "top_p": 0.9},

@@ -13,6 +13,8 @@ from dflash_hf import RunningBatch
 from helpers.half import half
 from tiny import DSPARK, VOCAB, oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 24
 
 

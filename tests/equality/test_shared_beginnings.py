@@ -87,6 +87,7 @@ def test_the_third_request_goes_on_from_the_beginning(family: str, dtype: torch.
     assert lengths(batch, is_shared=True) == [SYSTEM]
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("size", [7, 64, 199, 200, 201, 1000])
 def test_a_prefill_stops_once_behind_what_is_shared(size: int) -> None:
     target = shallow_target("qwen3.5", **LONG)
@@ -124,6 +125,7 @@ def test_all_that_wait_together_go_on_from_the_second() -> None:
     assert [kept[id] for id in range(5)] == [0, 0, SYSTEM, SYSTEM, SYSTEM]
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
 def test_where_any_part_will_do_nothing_more_is_copied(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +140,7 @@ def test_where_any_part_will_do_nothing_more_is_copied(
     assert lengths(batch, is_shared=True) == []
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("max_bytes", [0, 5000])
 def test_where_nothing_is_kept_no_prefill_stops(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +164,7 @@ def test_the_last_token_of_an_equal_prompt_is_not_kept(family: str) -> None:
     assert [answered(batch, one) for _ in range(4)] == [0, 0, SYSTEM, SYSTEM]
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("num_same", [15, 16])
 def test_a_few_tokens_are_worth_no_stop(num_same: int) -> None:
     target = shallow_target("qwen3.5", **LONG)
@@ -178,6 +182,7 @@ def test_a_few_tokens_are_worth_no_stop(num_same: int) -> None:
     assert sorted(lengths(batch, is_shared=True)) == shared
 
 
+@pytest.mark.same_on_every_release
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 5])
 def test_a_cancelled_prefill_leaves_nothing_or_all(num_steps: int) -> None:
     target = shallow_target("qwen3.5", **LONG)
@@ -255,6 +260,7 @@ def test_states_that_cannot_move_on_are_no_copy_that_failed(
     assert batch._kept.kept == []
 
 
+@pytest.mark.same_on_every_release
 def test_a_shared_beginning_outlives_the_texts_that_end() -> None:
     target = shallow_target("qwen3.5", **LONG)
     draft = tiny_draft(target)
@@ -276,6 +282,7 @@ def test_a_shared_beginning_outlives_the_texts_that_end() -> None:
     assert lengths(batch, is_shared=True) == []
 
 
+@pytest.mark.same_on_every_release
 def test_rows_that_end_together_push_no_beginning_out() -> None:
     target = shallow_target("qwen3.5", **LONG)
     draft = tiny_draft(target)

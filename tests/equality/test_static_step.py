@@ -24,6 +24,8 @@ from helpers.vision import VISION, Grid, shallow_vision_target, vision_prompts
 from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, DSPARK, FAMILIES, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 20
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
 # Seed -> block and width. A case takes one: they take turns over families, rows and engines.

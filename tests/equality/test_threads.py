@@ -22,6 +22,8 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import RAGGED_BLOCK, ragged_attention
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 TIMEOUT = 240  # seconds: a slow machine is no failure
 

@@ -13,6 +13,8 @@ from helpers.static import engine_of, set_engine, tensor_oracle, use_tapes
 from helpers.widths import use_random_widths
 from tiny import prompts, shallow_target, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 20
 SLOW = pytest.mark.slow
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}

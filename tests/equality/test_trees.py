@@ -33,6 +33,8 @@ from tiny import (
     truth_of,
 )
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 18
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},

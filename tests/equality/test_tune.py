@@ -24,6 +24,8 @@ from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.cost_table import CostTable, read_table, table_path, write_table
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 40
 
 

@@ -35,6 +35,8 @@ from tiny import (
     truth_of,
 )
 
+pytestmark = pytest.mark.same_on_every_release
+
 NEW = 26
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
 ENGINES = ["eager", "static", "cuda_graph"]
