@@ -560,17 +560,21 @@ def test_a_request_has_the_memory_of_places_without_rows(
     answer_alone(target, [one])
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     answers(batch, [one])
-    buffers = weakref.ref(batch._places.buffers.state.ids) if batch._places else None
+    assert batch._places is not None
+    buffers = weakref.ref(batch._places.buffers.state.ids)
     kind: Any = FixedBuffers if name == "allocate" else RaggedCache
     make = getattr(kind, name)
+    refusals: list[str] = []
 
     def full(*given: Any, **sizes: Any) -> Any:
-        if buffers is None or buffers() is not None:
+        if buffers() is not None:
+            refusals.append(name)
             raise OutOfRoomError("expected less")
         return make(*given, **sizes)
 
     monkeypatch.setattr(kind, name, full)
     answers(batch, [one])
+    assert refusals
 
 
 @pytest.mark.parametrize("has_memory", [True, False], ids=["longer places", "no places"])
