@@ -91,7 +91,7 @@ class Server:
 
 @contextmanager
 def two_servers(slots: int) -> Iterator[list[Server]]:
-    """Two servers that run."""
+    """Starts two servers with `slots` each, and kills them at the end."""
     servers = [Server(slots), Server(slots)]
     try:
         yield servers

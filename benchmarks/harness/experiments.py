@@ -182,7 +182,7 @@ def projections(model: nn.Module) -> list[list[Any]]:
 
 
 def product(module: Any, states: Tensor) -> Tensor:
-    """Returns what a plain projection computes."""
+    """Returns what a plain projection makes of states `[..., K]`: `[..., N]`."""
     return linear(states, module.weight, module.bias)
 
 
@@ -207,7 +207,7 @@ class Group:
         }
 
     def run(self, index: int, states: Tensor) -> Tensor:
-        """Runs one projection."""
+        """Returns the projection `[..., N]` of states `[..., K]`: the first on the main stream, others beside it."""
         module = self.modules[index]
         if index == 0:
             self.states = states
@@ -307,7 +307,7 @@ class Prefetch:
         return {module: functools.partial(self.run, module) for module in modules}
 
     def run(self, module: Any, states: Tensor) -> Tensor:
-        """Runs one projection."""
+        """Returns the projection `[..., N]` of states `[..., K]`; the next weight is read meanwhile."""
         out = product(module, states)
         if module in self.awaited:
             self.streams.join()

@@ -59,7 +59,7 @@ class BareForwards:
         del self._cache, self._draft_cache
 
     def draft(self) -> None:
-        """Runs the draft once."""
+        """Runs one forward of the draft over a block, its logits included, behind the context it was built with."""
         block = RaggedBlock.at(
             self._lengths, self.pair.block_size, self._bound, is_exact=self.batch == 1
         )

@@ -170,7 +170,7 @@ class CountLaunches(TorchDispatchMode):
 
     @property
     def num_kernels(self) -> int:
-        """All kernels."""
+        """Kernels that were launched, over all operations."""
         return sum(self.kernels.values())
 
     def rows(self) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ class LoadWatch:
         return self.before
 
     def start(self) -> None:
-        """Begins the run."""
+        """Notes processor times and the clock, from which [`stop`] counts."""
         self._times = read_cpu_times()
         self._own = time.process_time()
         self._clock = time.perf_counter()

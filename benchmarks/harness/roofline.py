@@ -48,7 +48,7 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """Returns all bytes."""
+        """Bytes that are read of weights and caches, over all parts."""
         return (
             self.target_weights
             + self.draft_weights

@@ -82,7 +82,7 @@ class StubServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Address of the server, without a path."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def die(self) -> None:
@@ -115,10 +115,10 @@ class Handler(BaseHTTPRequestHandler):
         self.stub.connections.append(self.connection)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on the screen."""
+        """Writes nothing to the screen."""
 
     def reply(self, told: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """Sends a JSON object."""
+        """Sends an object as JSON, with a status and headers of HTTP."""
         content = json.dumps(told).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -101,7 +101,10 @@ def _is_joint(states: Tensor, layers: Sequence[Any], is_gated: bool) -> bool:
 
 
 def can_be_joint(states: Tensor, layers: Sequence[Any], is_gated: bool) -> bool:
-    """Returns True if calls of these layers are products with plain weights, which a kernel can make."""
+    """Returns True if calls of these layers with states `[..., K]` are products that a kernel can make.
+
+    Their weights are plain matrices `[N, K]` of one `K`.
+    """
     if not all(map(is_a_product, layers)):
         return False
     biases = biases_of(layers)
@@ -138,7 +141,7 @@ def _is_plain(weight: Tensor | None) -> bool:
 
 
 def biases_of(layers: Sequence[Any]) -> list[Tensor]:
-    """Returns the biases of layers that have one."""
+    """Returns the biases `[N]` of those layers that have one, in the order of the layers."""
     return [layer.bias for layer in layers if layer.bias is not None]
 
 

@@ -116,7 +116,7 @@ class PackedWeights:
                 packed.is_known_equal = False
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns `states @ weight.T + bias`, as `torch.nn.functional.linear` does."""
+        """Returns `states @ weight.T + bias` `[..., N]`, as torch's `linear` does; a large weight by its copy."""
         weights = (weight,)
         product = None
         if are_large(weights):
@@ -305,7 +305,7 @@ def _fingerprints_of(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def are_large(weights: Sequence[Tensor]) -> bool:
-    """Returns True for weights that are large enough together, in a dtype in which oneDNN multiplies."""
+    """Returns True for weights that have `MIN_SIZES` numbers together, in a dtype in which oneDNN multiplies."""
     first, *others = weights
     least = MIN_SIZES.get(first.dtype)
     if least is None:

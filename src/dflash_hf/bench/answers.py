@@ -120,7 +120,7 @@ class Answer:
 
     @property
     def key(self) -> Key:
-        """The question's."""
+        """Set and id of the question that it answers."""
         return self.dataset, self.question_id
 
     @property

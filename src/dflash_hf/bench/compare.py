@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def beyond_noise(self) -> list[Change]:
-        """Those that changed."""
+        """Returns the changes that chance does not explain, in the order of `changes`."""
         return [change for change in self.changes if change.is_beyond_noise]
 
 

@@ -152,7 +152,7 @@ class Processes:
             self.device_map = str(self._state.device)
 
     def wait(self) -> None:
-        """Waits for the others."""
+        """Waits until every process of the run is here; returns at once where there is one."""
         self._state.wait_for_everyone()
 
     def end(self) -> None:

@@ -83,7 +83,7 @@ class RaggedBlock:
 
     @property
     def tensors_of_tree(self) -> dict[str, Tensor]:
-        """What the kernel is given of a tree; a chain's depths count up, which it knows by itself."""
+        """Returns what the kernel is given of a tree: nothing, as it knows that a chain's depths count up."""
         return {}
 
     def on(self, device: torch.device) -> RaggedBlock:
@@ -194,13 +194,13 @@ class TreeBlock(RaggedBlock):
 
     @property
     def indices(self) -> Tensor:
-        """As of a [`RaggedBlock`]."""
+        """Index of each node's token, `[B, width]` int64: the anchor's index plus the node's depth."""
         # Siblings share an index, because only one of them can follow their parent.
         return self.positions[:, :1] + self.tree.depths
 
     @property
     def tensors_of_tree(self) -> dict[str, Tensor]:
-        """What the kernel is given of the tree."""
+        """Returns what the kernel is given of the tree: depths `[B, W]` and ancestors `[B, W, A]`, both int64."""
         return {"depths_BW": self.tree.depths, "ancestors_BWA": self.tree.ancestors}
 
     def _copied_to(self, device: torch.device) -> RaggedBlock:
@@ -237,7 +237,7 @@ class TreeBlock(RaggedBlock):
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns -inf where scores are hidden and 0 elsewhere, to be added to them."""
+    """Returns numbers to add to scores, in the shape of the boolean `hidden`: -inf where it is True, 0 elsewhere."""
     # Numbers and no booleans: SDPA turns a boolean mask into these in every layer.
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -math.inf)

@@ -113,7 +113,7 @@ class RaggedLayer(CacheLayerMixin):
             copy_row(theirs[0], row, length)
 
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
-        """Writes a block in place at each row's length; no host sync."""
+        """Writes a block in place at each row's length, in the dtype of the buffers; no host sync."""
         if block.is_exact and block.bound <= self.ring:
             # The host knows where every row ends, so that two copies do and no slot is looked up.
             first = block.bound - block.width
@@ -138,7 +138,7 @@ class RaggedLayer(CacheLayerMixin):
         values.index_copy_(0, slots, value_BKGE.flatten(0, 1))
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
-        """Writes whole prompts in place, or their newest `S` columns; for the prefill."""
+        """Writes whole prompts in place, or their newest `S` columns, in the dtype of the buffers; for the prefill."""
         num_columns = key_BSGE.shape[1]
         destination = prompts.of(self.ring, num_columns, self.key_buffer.device)
         destination.write(self.key_buffer, key_BSGE)
@@ -522,7 +522,7 @@ class RaggedCache(Cache):
             move(path, anchors, buffers)
 
     def note_attention(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
-        """Records that attention runs over `keys`; returns the block that was begun and the window of their layer.
+        """Records attention over keys `[B, G, extent, E]`; returns the begun block and the window of their layer.
 
         The window is that of the cache: Moshi's cache slides and its attention does not.
         """

@@ -64,7 +64,7 @@ class Rule:
         return {}
 
     def replay(self, block: RecordedBlock) -> Tensor:
-        """Returns the states after the tokens that are kept."""
+        """Returns the states after the tokens that are kept, in the shape `[L, B, ...]` of `block.states`."""
         return block.states
 
     def why_not(self, module: nn.Module) -> str | None:
@@ -215,7 +215,7 @@ class Mamba2(Rule):
         return super().why_not(module)
 
     def replay(self, block: RecordedBlock) -> Tensor:
-        """Returns the states after the kept tokens; the others have a time step of zero."""
+        """Returns the states `[L, B, H, ...]` after the kept tokens; the others have a time step of zero."""
         first = block.modules[0]
         num, batch, width = block.projections.shape[:3]
         # 1. The convolution. Its last channels are the projections that read the state, which nobody asks for.

@@ -89,7 +89,7 @@ def take_apart(stored: dict[str, Stored], config: Mapping[str, Any]) -> dict[str
 
 
 def put_together(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights in which queries, keys and values of a layer are one."""
+    """Returns weights in which queries, keys and values of a layer are one matrix, in this order."""
     together: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         layer, _, last = name.rpartition("self_attn.")

@@ -206,7 +206,7 @@ class StoredRows(NamedTuple):
         return self.whole.dtype
 
     def read(self) -> Tensor:
-        """Reads the rows."""
+        """Returns a copy of the rows, on the CPU; the whole weight is read for them."""
         return self.whole.read()[self.start : self.start + self.shape[0]].clone()
 
 

@@ -139,7 +139,7 @@ class RowAppender:
             file.close()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Appends a row."""
+        """Appends a row as one line of JSON; raises the error of [`unwritten`] if the disk does not take all of it."""
         line = line_of(row).encode()
         try:
             if not self._files:

@@ -27,7 +27,7 @@ from dflash_hf.draft_model.layers import (
 
 
 def rms_norm(states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalises the last dimension; all of it in float32 or wider, and rounded once."""
+    """Returns states `[..., D]` normed, times a weight `[D]` if given: in float32 or wider, and rounded once."""
     # A sum of squares is too large for half precision; float64, in tests, stays as it is.
     dtype = torch.promote_types(states.dtype, torch.float32)
     if weight is not None:
@@ -77,7 +77,10 @@ class DFlashGemma4Attention(DFlashAttention):
     def extend(
         self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to."""
+        """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to.
+
+        The shapes are those of [`DFlashAttention.extend`].
+        """
         # No kernel is asked here: it norms as Qwen3 does, and leaves values as they are.
         angles = Angles.of(cos_sin)
         query = self.project_q(hidden_states, angles)

@@ -70,7 +70,7 @@ class DFlashRMSNorm(nn.Module):
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalises the last dimension.
+        """Normalises states `[..., D]` over the last dimension.
 
         Returns:
             `torch.Tensor` of the same shape. With a `residual`, the norm of the sum of both and the sum, as in vLLM's
@@ -175,7 +175,7 @@ class DFlashMLP(nn.Module):
         self.is_silu = config.hidden_act == "silu"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Returns `down(act(gate(x)) * up(x))`."""
+        """Returns `down(act(gate(x)) * up(x))` of states `x` `[..., D]`, in their shape."""
         [out] = joint_products.linears(self._gated(hidden_states), self.down_proj)
         return out
 

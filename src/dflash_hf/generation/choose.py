@@ -25,7 +25,10 @@ from dflash_hf.generation.state import DecodeState
 def choose_block(
     state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors
 ) -> Tensor | None:
-    """Chooses the tokens of a block at once: writes `state.tokens`; returns the number accepted under rejection."""
+    """Chooses the tokens of a block at once and writes `state.tokens`.
+
+    Returns how many proposals stand under rejection `[B]`, int64; `None` by other rules, for [`accepted`] to count.
+    """
     # Columns are computed only where somebody asks for them: each step would launch them.
     if processors.hides:
         logits_BWV = processors.hide(logits_BWV, state.columns_behind_block)
@@ -113,7 +116,10 @@ class TreeWalk:
         state.proposals.fill_(-1)
 
     def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
-        """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches."""
+        """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches.
+
+        The column `position + 1` of `scores_BWV` becomes the child's, in place.
+        """
         # A row whose path has ended goes on from the anchor: a child found there stands behind a mismatch, and is not
         # accepted.
         self.node, is_found = self.tree.child(self.block, self.node, tokens_B)
@@ -123,7 +129,7 @@ class TreeWalk:
 
 
 def walk_of(state: DecodeState, raw_BWV: Tensor) -> ChainWalk | TreeWalk:
-    """Returns the walk through the verified tokens, whose scores are given."""
+    """Returns the walk through the verified tokens, whose scores are given; a tree's clears the state's proposals."""
     tree = state.tree
     if tree is None:
         return ChainWalk()

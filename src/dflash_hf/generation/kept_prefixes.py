@@ -75,7 +75,7 @@ class RecurrentStates:
         return sum(tensor.nbytes for tensor in (*self.windows.values(), *self.states.values()))
 
     def copied(self) -> RecurrentStates:
-        """Returns copies."""
+        """Returns the same states in tensors of their own."""
         windows = {index: window.clone() for index, window in self.windows.items()}
         states = {index: state.clone() for index, state in self.states.items()}
         return RecurrentStates(windows, states)

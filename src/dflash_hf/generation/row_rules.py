@@ -51,7 +51,10 @@ class RowPositionRule(PositionRule):
 
 
 def stop_at_ends(state: DecodeState, end_ids_BN: Tensor) -> None:
-    """Lowers `remaining` of the rows whose next tokens hold one of their end tokens; no host sync."""
+    """Lowers `state.remaining` `[B]`, in place, of rows whose next tokens hold one of their end tokens; no host sync.
+
+    A negative id in `end_ids_BN` is no token.
+    """
     num_committed = accepted(state, None) + 1
     # A row that has ended stays as it is: it may only count as ended while a step is captured.
     num_committed = num_committed.masked_fill(state.done, 0)

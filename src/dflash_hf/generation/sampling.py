@@ -148,7 +148,7 @@ class HiddenTokens(NamedTuple):
     end: int
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> None:
-        """Writes -inf into the logits of these tokens where the text has so many columns. No host sync."""
+        """Writes -inf into these tokens' logits, in place, behind texts of such a length in columns; no host sync."""
         is_hidden = (columns_BK >= self.first) & (columns_BK < self.end)
         tokens = self.tokens.to(logits_BKV.device)
         # An id that the target does not have hides nothing.
@@ -417,7 +417,7 @@ class NoiseKey(NamedTuple):
 
     @classmethod
     def of(cls, seed: Tensor, num_rows: int) -> NoiseKey:
-        """Returns the key of rows that all stand where they stood at first."""
+        """Returns the key of a seed `[]` or `[B, 1]`, int64, for rows that all stand where they stood at first."""
         return cls(seed, torch.arange(num_rows, device=seed.device))
 
     def of_rows(self, rows: slice) -> NoiseKey:
@@ -460,7 +460,7 @@ def with_noise(
 
 
 def new_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Draws a run's seed from torch's global generator, so that `torch.manual_seed` makes a run repeatable.
+    """Draws a run's seed `[]`, int64, from torch's global generator, so that `torch.manual_seed` repeats a run.
 
     `generator` is one of the CPU's, in the place of the global one.
     """

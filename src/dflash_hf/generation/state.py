@@ -54,7 +54,7 @@ class BufferShape:
         position_delta: Tensor,
         eos_ids: Tensor,
     ) -> BufferShape:
-        """Returns the shape for a run with these position deltas and end-of-sequence ids."""
+        """Returns the shape for a run with these position deltas `[..., B]` and end-of-sequence ids `[N]`."""
         path = width
         if is_tree:
             # A path goes one proposal deep for each slot that proposes, however many nodes the tree has.

@@ -138,7 +138,7 @@ class StopSearch:
         return self.stops.is_stopped
 
     def add(self, token_id: int) -> None:
-        """Takes one more token."""
+        """Reads the text of one more token; [`is_stopped`] tells of what it completes."""
         if self.stops.stops:
             self.stops.add(self.text.add(token_id))
 
@@ -181,7 +181,7 @@ class Answer:
         return self._noted(pieces)
 
     def end(self) -> list[Piece]:
-        """Returns the last pieces."""
+        """Returns the pieces of the text that was held back, which might have become a stop text or a tool call."""
         pieces: list[Piece] = []
         if not self.is_stopped:
             self._tell(pieces, self.text.end())

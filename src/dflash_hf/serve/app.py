@@ -236,6 +236,6 @@ class Server(uvicorn.Server):
             self.pair.engine.call(int)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes the signal."""
+        """Has the engine end all runs, then has uvicorn take the signal."""
         self.pair.engine.stop()
         super().handle_exit(sig, frame)

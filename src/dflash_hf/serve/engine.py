@@ -84,7 +84,7 @@ class Counts:
 
     @property
     def num_rejected(self) -> int:
-        """Proposals that did not."""
+        """Proposals that did not become tokens of the answer."""
         return sum(self.proposed) - self.num_used
 
 

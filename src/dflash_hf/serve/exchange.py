@@ -60,7 +60,7 @@ class Exchange:
             self.pair.engine.submit(job)
 
     def end(self) -> None:
-        """Ends what still runs."""
+        """Tells the engine that nobody waits for these jobs any more, and counts those that run as aborted."""
         for job in self.jobs:
             job.gone.set()
         for tracked in self.tracked:

@@ -100,7 +100,7 @@ class BatchedJob:
         self.job.receive(Tokens(ids=taken))
 
     def done(self) -> Done:
-        """Returns its end."""
+        """Returns how the job ended: whether it was cut, what each verify committed, and its log-probabilities."""
         num_verifies = len(self.committed)
         counts = Counts(
             committed=tuple(self.committed),
@@ -148,7 +148,7 @@ class BatchEngine:
         self.has_turn = False  # whether a turn is queued
 
     def submit(self, job: Job) -> None:
-        """Queues a job."""
+        """Queues a job for the thread, which takes it between two turns."""
         self.thread.submit(self._take, job)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -193,7 +193,10 @@ class FastAttention(NamedTuple):
         )
 
     def run(self, module: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
-        """Attends over a cache; heads stay where the projections put them, nothing is transposed for RoPE."""
+        """Returns the attention output `[B, W, D]` of states `[B, W, D]` over a cache.
+
+        Heads stay where the projections put them: nothing is transposed for RoPE.
+        """
         # Heads are [B, W, H, E] here, where Transformers' modules have [B, H, W, E].
         shape = (*states.shape[:-1], -1, self.size)
         query, key, value = self.project(states)
@@ -289,7 +292,7 @@ class FastLayer(NamedTuple):
         )
 
     def answer(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Runs the layer on what it is called with; `None` where its class has to: it is another call than ours."""
+        """Returns states `[B, W, D]` behind the layer; `None` where its class has to run: another call than ours."""
         attention = module._modules["self_attn"]
         cache: Cache | None = None
         if KEYWORD in kwargs:

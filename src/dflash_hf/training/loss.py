@@ -58,7 +58,7 @@ class BlockLabels:
     likely: tuple[Tensor, Tensor] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockLabels:
-        """Returns labels of which each tensor is changed."""
+        """Returns labels whose tensors are what `change` makes of these, one by one."""
         likely = None if self.likely is None else (change(self.likely[0]), change(self.likely[1]))
         return BlockLabels(
             ids=change(self.ids), mask=change(self.mask), before=change(self.before), likely=likely
@@ -82,7 +82,7 @@ class BlockLoss:
 
 
 def as_they_are(logits: Tensor, before: Tensor) -> Tensor:
-    """Returns the logits of a draft to which the token before a slot says nothing."""
+    """Returns logits `[..., V]` unchanged, for a draft to which the token before a slot says nothing."""
     return logits
 
 

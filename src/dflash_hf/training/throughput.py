@@ -21,7 +21,7 @@ class Throughput(TrainerCallback):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all steps."""
+        """Sets tokens, rows, seconds and the wait to zero, and begins a step now."""
         self._tokens = 0
         self._rows = 0
         self._seconds = 0.0
@@ -42,7 +42,7 @@ class Throughput(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ends a step."""
+        """Adds the seconds since the step began."""
         self._seconds += time.perf_counter() - self._began
 
     def take(self, num_copies: int) -> dict[str, float]:

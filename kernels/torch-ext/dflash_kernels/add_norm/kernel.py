@@ -9,7 +9,7 @@ from ..rms_norm.kernel import run
 
 
 def launch(given: Given) -> Tensor:
-    """Launches the kernel."""
+    """Returns `[2, ..., D]` in the dtype of `states`: the sum, then its norm; one launch."""
     return run(given["states"], given["update"], given["weight_D"], given["eps"])
 
 

@@ -71,7 +71,7 @@ def argmax_row_kernel(partial, out, num_chunks, BLOCK_C: tl.constexpr):
 
 
 def launch(given: Given) -> Tensor:
-    """Launches both stages, over logits of any strides."""
+    """Returns the tokens `[...]`, int64, by two launches; logits `[..., V]` may have any strides."""
     logits: Tensor = given["logits"]
     # Up to two leading dimensions keep their strides: a slice of the block's slots is not copied.
     rows = logits[(None,) * (3 - logits.dim())] if logits.dim() < 4 else logits.flatten(0, -2)[None]

@@ -370,7 +370,10 @@ def choose_num_splits(num_tiles: int, num_programs: int, num_processors: int) ->
 
 
 def launch(given: Given) -> Tensor:
-    """Launches the kernel and, with more than one split, the reduction over the splits."""
+    """Returns the attention `[B, W, H, F]` in the dtype of the queries.
+
+    It launches the kernel and, with more than one split, the reduction over the splits.
+    """
     query, (_, groups, ring, value_size) = given["query_BHWE"], given["value_BGRF"].shape
     batch, num_heads, width, key_size = query.shape
     softcap, sinks = given["softcap"], given["sinks_H"]

@@ -9,7 +9,7 @@ from ..operation import Given
 
 
 def launch(given: Given) -> Tensor:
-    """Launches the kernel."""
+    """Returns the gated product `[..., N]` in the dtype of `states`, by one launch."""
     return launch_gated(given)
 
 

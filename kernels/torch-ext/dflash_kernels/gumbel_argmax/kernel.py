@@ -88,7 +88,7 @@ def _gumbel_chunk_kernel(
 
 
 def launch(given: Given) -> Tensor:
-    """Launches both stages, over logits and positions of any strides."""
+    """Returns the tokens `[B, K]`, int64, by two launches; logits and positions may have any strides."""
     logits: Tensor = given["logits_BKV"]
     least: Tensor | None = given["least_BK"]
     rows: Tensor | None = given["rows_B"]

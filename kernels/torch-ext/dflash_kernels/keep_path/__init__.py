@@ -12,7 +12,7 @@ from ..operation import Given, Sizes, check_dtype, operation
 
 
 def covers(path_BN: Tensor, *_: object) -> bool:
-    """Returns True if the kernel, not the reference, would move them."""
+    """Returns True if the kernel, not the reference, would move what the path names."""
     return has_triton() and (path_BN.is_cuda or interprets())
 
 

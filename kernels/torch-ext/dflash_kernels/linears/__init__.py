@@ -16,7 +16,7 @@ MAX_WEIGHTS = 3
 
 
 def covers(states: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Returns True if the kernels multiply these: few rows, and weights whose numbers lie side by side."""
+    """Returns True if the kernels multiply these: up to `MAX_ROWS` rows by weights whose numbers lie side by side."""
     num_rows = states.numel() // states.shape[-1] if states.shape[-1] else 0
     are_few = 0 < num_rows <= MAX_ROWS
     return are_few and runs_kernel(states) and all(map(_is_whole, weights))
@@ -37,7 +37,7 @@ def _covers(
 
 
 def check_weights(states: Tensor, weights: Sequence[Tensor]) -> None:
-    """Raises a `ValueError` unless states of this shape and dtype can be multiplied by all weights."""
+    """Raises a `ValueError` unless all weights are `[N, K]`, of any `N`, and of the dtype of states `[..., K]`."""
     size = states.shape[-1] if states.dim() else 0
     for weight in weights:
         if weight.dim() != 2 or weight.shape[1] != size:

@@ -191,7 +191,7 @@ def _gated_linear_kernel(
 
 
 def launch(given: Given) -> list[Tensor]:
-    """Launches the kernel: one program for `BLOCK_N` rows of a weight."""
+    """Returns the products `[..., N_i]` in the dtype of `states`; one program for `BLOCK_N` rows of a weight."""
     weights: list[Tensor] = list(given["weights"])
     states: Tensor = given["states"].contiguous()
     arguments: dict[str, Any] = {"residual": given["residual"]}
@@ -213,7 +213,7 @@ def launch(given: Given) -> list[Tensor]:
 
 
 def launch_gated(given: Given) -> Tensor:
-    """Launches the kernel of `gated_linear`."""
+    """Returns the gated product `[..., N]` in the dtype of `states`; programs as of [`launch`]."""
     states: Tensor = given["states"].contiguous()
     gate_weight: Tensor = given["gate_weight_NK"]
     out = new_out(states, gate_weight)
@@ -224,7 +224,7 @@ def launch_gated(given: Given) -> Tensor:
 
 
 def new_out(states: Tensor, weight: Tensor) -> Tensor:
-    """Returns memory for a product."""
+    """Returns memory for the product `[..., N]` of states `[..., K]` and a weight `[N, K]`, in the states' dtype."""
     shape = (*states.shape[:-1], weight.shape[0])
     return torch.empty(shape, dtype=states.dtype, device=states.device)
 

@@ -152,7 +152,7 @@ def _norm_rope_write_kernel(
 
 
 def launch(given: Given) -> Tensor:
-    """Launches the kernel: one program per token and head of queries, keys and values."""
+    """Returns the queries `[B, W, H, E]` and writes keys and values; one program per token and head of all three."""
     query: Tensor = given["query_BWHE"]
     batch, width, num_heads, size = query.shape
     _, ring, groups, _ = given["key_buffer_BRGE"].shape

@@ -48,7 +48,7 @@ def _rms_norm_kernel(
 
 
 def run(states: Tensor, update: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Launches the kernel; returns what `rms_norm` does, or with an update what `add_norm` does."""
+    """Returns `rms_norm` of states `[..., D]`, or with an update `[..., D]` their `add_norm`; one launch."""
     size = states.shape[-1]
     rows = states.contiguous()
     out = torch.empty(
@@ -74,7 +74,7 @@ def run(states: Tensor, update: Tensor | None, weight_D: Tensor, eps: float) -> 
 
 
 def launch(given: Given) -> Tensor:
-    """Launches the kernel of `rms_norm`."""
+    """Returns the normed states `[..., D]` in their dtype, contiguous, by one launch."""
     return run(given["states"], None, given["weight_D"], given["eps"])
 
 

@@ -55,7 +55,7 @@ def _rope_angles_kernel(
 
 
 def launch(given: Given) -> Tensor:
-    """Launches the kernel."""
+    """Returns cosines, then sines, `[2, B, W, 2 F]` in the given dtype; one program per position."""
     positions = given["positions_BW"]
     num_freqs = len(given["inv_freq_F"])
     shape = (2, *positions.shape, 2 * num_freqs)

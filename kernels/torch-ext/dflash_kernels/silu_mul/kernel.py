@@ -31,7 +31,7 @@ def _silu_mul_kernel(gate, up, out, num, BLOCK: tl.constexpr):
 
 
 def launch(given: Given) -> Tensor:
-    """Launches the kernel."""
+    """Returns the product in the shape and dtype of `gate`, contiguous, by one launch."""
     gate, up = given["gate"].contiguous(), given["up"].contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _silu_mul_kernel[(cdiv(gate.numel(), BLOCK),)](

@@ -140,7 +140,7 @@ def _top_tokens_row_kernel(
 
 
 def launch(given: Given) -> tuple[Tensor, Tensor]:
-    """Launches both, over scores of any strides."""
+    """Returns log-probabilities, float32, and tokens, int64, `[B, D, S, num]` each; scores may have any strides."""
     scores: Tensor = given["scores_BDSV"]
     num: int = given["num"]
     batch, num_levels, num_states, vocab_size = scores.shape
