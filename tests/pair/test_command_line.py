@@ -94,7 +94,10 @@ BAD: dict[str, tuple[list[object], str]] = {
     ),
     "system": (["--system", "a\udcff"], "expected UTF-8 as --system"),
     "two prompts": (["--file", "x"], "expected one prompt, got an argument and --file"),
-    "target": (["--target", "/nowhere"], "expected a folder or a Hub id as --target"),
+    "target": (
+        ["--target", "/nowhere", "--draft", str(TOY / "draft")],
+        "expected a folder or a Hub id as --target",
+    ),
     "sampled": (
         ["--compare", "--temperature", "1", "--proposal", "sample"],
         "expected proposal 'shared_noise' or 'argmax' to compare",
@@ -177,6 +180,13 @@ def test_pairs_that_are_none(
 ) -> None:
     monkeypatch.setattr("dflash_hf.cli.pair.CLONE", tmp_path)  # where nothing has been fetched
     assert_refused(run("chat", *arguments), message)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "tune", "serve", "doctor"])
+def test_a_target_without_a_draft_is_refused_at_once(command: str) -> None:
+    given = [PROMPT] if command == "generate" else []
+    message = "expected --draft beside --target, .*`dflash-hf drafts --target org/x` lists"
+    assert_refused(run(command, *given, "--target", "org/x"), message)
 
 
 def cut(folder: Path) -> None:
@@ -316,7 +326,8 @@ def test_damaged_targets_are_one_sentence(name: str, tmp_path: Path) -> None:
     damage, message = DAMAGE[name]
     shutil.copytree(TOY / "target", tmp_path / "target")
     damage(tmp_path / "target")
-    assert_refused(run("generate", PROMPT, "--target", tmp_path / "target"), message)
+    pair = ("--target", tmp_path / "target", "--draft", TOY / "draft")
+    assert_refused(run("generate", PROMPT, *pair), message)
 
 
 def test_a_folder_as_the_weights_of_a_draft_is_one_sentence(tmp_path: Path) -> None:
@@ -384,7 +395,7 @@ def test_quantised_weights_may_come_without_what_their_library_makes() -> None:
 def test_a_tokenizer_needs_no_config(tmp_path: Path) -> None:
     shutil.copytree(TOY / "target", tmp_path / "target")
     (tmp_path / "target" / "tokenizer_config.json").unlink()
-    result = run("generate", PROMPT, "--target", tmp_path / "target")
+    result = run("generate", PROMPT, "--target", tmp_path / "target", "--draft", TOY / "draft")
     assert (result.exit_code, result.stdout) == (0, run("generate", PROMPT).stdout)
 
 
@@ -489,7 +500,8 @@ def test_of_a_damaged_target_the_file_is_named(name: str, tmp_path: Path) -> Non
     damage(tmp_path / "target")
     article = "" if part == "weights" else "a "
     message = f"expected {article}{part} of a model in .*, got files that do not load .*{said}"
-    assert_refused(run("doctor", "--target", tmp_path / "target"), message)
+    pair = ("--target", tmp_path / "target", "--draft", TOY / "draft")
+    assert_refused(run("doctor", *pair), message)
 
 
 @pytest.mark.parametrize(

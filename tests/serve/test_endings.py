@@ -332,7 +332,7 @@ def test_wrong_options_are_said() -> None:
     assert "expected --pair, or --target and --draft, got both" in refused(
         "--pair", "text", "--draft", "x"
     )
-    assert "expected --target and --draft, got only one of them" in refused("--target", "x")
+    assert "expected --target beside --draft, got --draft alone" in refused("--draft", "x")
     assert "expected --pair among text, vision" in refused("--pair", "nonsense")
     assert "expected a JSON object as --chat-template-kwargs" in refused(
         "--chat-template-kwargs", "[]"

@@ -56,7 +56,8 @@ def chat(
     pair: Annotated[
         str | None,
         typer.Option(
-            help="Name of a bundled pair: text; in an editable install also vision, hybrid or smollm2."
+            help="Name of a bundled pair: text; in an editable install also vision, hybrid or smollm2. Default: "
+            "smollm2 if make real has fetched it, else vision with Pillow in an editable install, else text."
         ),
     ] = None,
     web: Annotated[

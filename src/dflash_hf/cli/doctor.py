@@ -10,8 +10,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dflash_hf.cli.options import MAX_TOKENS, DeviceOption, DtypeOption, JsonOption
-from dflash_hf.cli.pair import BUNDLED
+from dflash_hf.cli.options import (
+    MAX_TOKENS,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+)
+from dflash_hf.cli.pair import check_one_pair, given_or_bundled
 from dflash_hf.data.prompt_files import read_prompts
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.tables import make_table
@@ -27,12 +34,8 @@ COLOURS = {"ok": "green", "finding": "bold red", "skipped": "dim"}
 
 
 def doctor(
-    target: Annotated[str, typer.Option(help="Folder or Hub id of the target.")] = str(
-        BUNDLED / "target"
-    ),
-    draft: Annotated[str, typer.Option(help="Folder or Hub id of the draft.")] = str(
-        BUNDLED / "draft"
-    ),
+    target: TargetOption = None,
+    draft: DraftOption = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -55,6 +58,8 @@ def doctor(
     """Find settings that lower a draft's acceptance.
 
     The exit status is 0 if nothing was found, 1 if there are findings, and 2 if the pair cannot be examined."""
+    check_one_pair(None, target, draft)
+    target, draft = given_or_bundled(target, draft, "text")
     given = None if prompts is None else read_prompts(prompts)
     from dflash_hf.doctor.diagnosis import diagnose
 

@@ -100,15 +100,23 @@ def named_pair(name: str, dtype: str = "auto") -> tuple[str, str]:
 
 
 def check_one_pair(pair: str | None, target: str | None, draft: str | None) -> None:
-    """Raises `ValueError` if a pair is named beside a target or a draft of the user's own."""
+    """Raises `ValueError` if a pair is named beside a target or a draft of the user's own, or a target is given alone.
+
+    A draft alone is used with the bundled target. No draft but its own fits a target.
+    """
     if pair is not None and (target, draft) != (None, None):
         raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
+    if target is not None and draft is None:
+        raise ValueError(
+            "expected --draft beside --target, got --target alone; give a draft that was trained for this target "
+            f"(`dflash-hf drafts --target {target}` lists published drafts)"
+        )
 
 
 def given_or_bundled(
     target: str | None, draft: str | None, name: str, dtype: str = "auto"
 ) -> tuple[str, str]:
-    """Returns target and draft as they are given, and for one that is not that of the pair `name`.
+    """Returns target and draft as they are given. If one is not given, it is that of the pair `name`.
 
     Raises `ValueError` as [`named_pair`] does, if it is asked for.
     """

@@ -69,9 +69,9 @@ def serve(
     If the target takes images, a chat may have images. Several requests are decoded together.
     """
     check_one_pair(pair, target, draft)
-    if (target is None) != (draft is None):
+    if target is None and draft is not None:
         raise ValueError(
-            "expected --target and --draft, got only one of them; give both, or give --pair"
+            "expected --target beside --draft, got --draft alone; give both, or give --pair"
         )
     encoding = template_options(chat_template_kwargs, no_thinking, NO_OPTIONS_OF_A_SERVER)
     name = target or pair or "text"
