@@ -95,8 +95,8 @@ def train(
 ) -> None:
     """Train a draft for any target: prepare the data, let the target answer, train, measure, export.
 
-        Every field of Transformers' TrainingArguments is an option too, such as --optim muon --bf16.
-    If --output-dir holds an earlier run, the command continues this run.
+    Most fields of Transformers' TrainingArguments are options too, such as --bf16. docs/training.md lists the others.
+    --optim also takes muon. If --output-dir holds an earlier run, the command continues this run.
     """
     typed = _given(ctx, "COMMANDLINE")
     settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])
