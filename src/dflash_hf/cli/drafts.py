@@ -15,7 +15,8 @@ PUBLISHED = Path(__file__).with_name("published.json")
 NOTES = (
     "block: number of slots in a block. thinking: the thinking mode in which the authors train or measure the draft. "
     "-: not known. config checked: the draft's published config loads, with random weights. layout checked: a config "
-    "of the same project loads. refused: this variant is not supported. No published weights have been run here."
+    "of the same project loads. refused: this variant is not supported. If none of the three is said, nothing was "
+    "checked. No published weights have been run here."
 )
 
 
