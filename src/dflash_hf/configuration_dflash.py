@@ -103,9 +103,9 @@ class DFlashConfig(PreTrainedConfig):
     Args:
         vocab_size (`int`, *optional*): Vocabulary of the target, also of the draft's embedding if it has one; `None`
             means not stated.
-        draft_vocab_size (`int`, *optional*): Rows of the draft's own head, where they are fewer than `vocab_size`: it
-            proposes those tokens only, and its buffer `d2t` says which (row `i` is token `i + d2t[i]`). `None` means
-            all.
+        draft_vocab_size (`int`, *optional*): Number of rows of the draft's own head, if it is lower than `vocab_size`.
+            The draft proposes only these tokens. Its buffer `d2t` says which: row `i` is token `i + d2t[i]`. `None`
+            means all tokens.
         own_embed_tokens, own_lm_head (`bool`): Whether the draft brings an embedding (its raw rows fill the block) and
             a head of its own. It uses the target's otherwise.
         hidden_size (`int`): Width of the draft, equal to the width of the target's embedding.
@@ -115,7 +115,7 @@ class DFlashConfig(PreTrainedConfig):
         layer_family (`str`): Whose layers the draft has: `"qwen3"` (a norm before each sublayer) or `"gemma4"` (a norm
             before and after each sublayer, normed values, scores without a scale, a stored factor on each output) or
             `"laguna"` (Qwen3's, with a gate on each head, a norm for each tap, and context that each layer norms).
-        keys_are_values (`bool`): Whether values are made by the key projection, as in Gemma 4's full layers.
+        keys_are_values (`bool`): Whether the key projection also computes the values, as in Gemma 4's full layers.
         num_attention_heads, num_key_value_heads, head_dim (`int`): Attention shape.
         hidden_act (`str`): Activation of the gated MLP.
         rms_norm_eps (`float`): Epsilon of every norm.
@@ -131,7 +131,7 @@ class DFlashConfig(PreTrainedConfig):
         attention_value_scale (`float`): Factor on the values of attention, of context and block.
         layer_types (`list[str]`, *optional*): `full_attention` or `sliding_attention` per layer; default all full.
         sliding_window (`int`, *optional*): Positions seen looking back, the query included (`q - k < sliding_window`);
-            set to `None` where no layer slides.
+            set to `None` if no layer slides.
         window_from_anchor (`bool`): Sliding layers see the last `sliding_window` tokens before the anchor from every
             slot of the block, and the block without a limit (speculators' rule), instead of counting from each query.
         is_causal (`bool` or `list[bool]`, *optional*): Whether attention inside the block is causal, per layer.
@@ -142,11 +142,11 @@ class DFlashConfig(PreTrainedConfig):
             slot proposes too, instead of the token at its own position.
         mask_token_id (`int`): Token whose embedding fills the block after the anchor.
         num_target_layers (`int`, *optional*): Depth of the target the draft was trained for; `None` means not stated.
-        target_layer_ids (`list[int]`, *optional*): 0-based target layers whose outputs are tapped; -1 is what the
-            first layer is given (the embeddings).
-        tap_after_deepstack (`bool`): Whether a tap of a layer after which DeepStack adds features of an image has
-            them in it: in the rows of image tokens only. Drafts are trained without, as by SpecForge; SGLang taps
-            without, vLLM with them.
+        target_layer_ids (`list[int]`, *optional*): 0-based target layers whose outputs are tapped; -1 is the input of
+            the first layer (the embeddings).
+        tap_after_deepstack (`bool`): Whether a tap has the image features that DeepStack adds after its layer. They
+            are in the rows of image tokens only. SpecForge trains drafts without them, SGLang taps without them, and
+            vLLM taps with them.
         raw_input_embeddings (`bool`): Look rows up in the embedding weight instead of calling the target's embedding
             module, which for some targets scales or normalises (Muse needs the raw rows, Gemma the scaled ones).
         input_embedding_scale (`float`): Factor on the block's embeddings.
@@ -156,8 +156,8 @@ class DFlashConfig(PreTrainedConfig):
             and the neighbouring channels that share a dynamic kernel. `None` means no convolution.
         selector_rank, selector_top_k (`int`, *optional*): DFlash 2's selector of paths: the width of its codebooks,
             and the candidates per slot. `None` means no selector.
-        markov_rank (`int`, *optional*): Rank of DSpark's Markov head, which adds to a slot's logits what the token
-            before it says. `None` means no such head.
+        markov_rank (`int`, *optional*): Rank of DSpark's Markov head. It adds a vector to a slot's logits, which
+            depends on the token before the slot. `None` means no such head.
         initializer_range (`float`): Standard deviation of fresh weights.
 
     Raises:
@@ -471,7 +471,7 @@ class DFlashConfig(PreTrainedConfig):
 
     @property
     def num_candidates(self) -> int | None:
-        """Tokens of each slot that trees choose among where those depend on the token before; `None` otherwise."""
+        """Number of candidates of each slot for trees, if they depend on the token before; `None` otherwise."""
         if self.markov_rank is None:
             return self.selector_top_k
         num_tokens = self.draft_vocab_size or self.vocab_size or 0
@@ -479,7 +479,7 @@ class DFlashConfig(PreTrainedConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of each head that the RoPE turns, the first ones."""
+        """Number of channels of each head that the RoPE rotates; they are the first ones."""
         rope = self.rope_parameters
         # The other kinds have an angle for each channel, which may be zero.
         if rope["rope_type"] != "default":
@@ -488,12 +488,12 @@ class DFlashConfig(PreTrainedConfig):
 
     @property
     def is_dspark(self) -> bool:
-        """True if the draft has what DSpark adds: a Markov head."""
+        """True if the draft has the part that DSpark adds: a Markov head."""
         return self._is_given("markov_rank")
 
     @property
     def is_dflash2(self) -> bool:
-        """True if the draft has what DFlash 2 adds: a convolution, a selector, or both."""
+        """True if the draft has a part that DFlash 2 adds: a convolution, a selector, or both."""
         return self._is_given("conv_kernel_size") or self._is_given("selector_rank")
 
     @classmethod
@@ -501,7 +501,7 @@ class DFlashConfig(PreTrainedConfig):
         """Builds the config from its own `config.json`; other formats go through `DFlashDraftModel.from_pretrained`.
 
         Raises:
-            ValueError: If the dictionary belongs to another model type: its keys would be taken for ours.
+            ValueError: If the dictionary belongs to another model type, whose keys would be taken for ours.
         """
         model_type = config_dict.get("model_type", cls.model_type)
         # `PreTrainedConfig.from_dict` takes the keys of any model and leaves our defaults for the rest.

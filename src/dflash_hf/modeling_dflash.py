@@ -46,8 +46,9 @@ from dflash_hf.generation_config import DFlashGenerationConfig
 class DFlashDraftModel(DFlashPreTrainedModel):
     """A DFlash draft: a context projection, a few layers over `[context | block]`, a norm.
 
-    It uses the target's embedding and head, unless its checkpoint has its own: `embed_tokens`, `lm_head` and, where
-    that head knows fewer tokens than the target, the offsets `d2t`. Each is `None` otherwise.
+    It uses the target's embedding and head, unless its checkpoint has its own: `embed_tokens` and `lm_head`. If that
+    head has fewer tokens than the target, the checkpoint also has the offsets `d2t`. Each of the three is `None`
+    otherwise.
 
     Use it as `target.generate(..., assistant_model=draft)`. Source: arXiv 2602.06036 section 3; z-lab
     `dflash/model.py::DFlashDraftModel`.
@@ -166,7 +167,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     ) -> ContextWeights | None:
         """Returns copies of the weights with which a kernel writes context into all layers at once, or `None`.
 
-        They are written over earlier copies `into` where these fit; see `cache.context`.
+        They are written over the earlier copies `into` if these fit; see `cache.context`.
         """
         # The kernel turns whole heads.
         turns_all = self.config.rotary_dim == self.config.head_dim
@@ -182,13 +183,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return stack_weights(projections, norms, cache.buffers(), into)
 
     def write_context(self, context: NewContext, cache: RaggedCache) -> None:
-        """Writes a block's context keys and values into the ragged cache, in place, where that block stood.
+        """Writes a block's context keys and values into the ragged cache, in place, at the positions of this block.
 
-        All tokens of the block are written, so that shapes never change; the next block overwrites those that were
-        not accepted. No host sync.
+        All tokens of the block are written, so that shapes never change. The next block overwrites the tokens that
+        were not accepted. No host sync.
 
         Args:
-            context (`NewContext`): Tapped states of the verified tokens, and where they stood.
+            context (`NewContext`): Tapped states of the verified tokens, and their positions.
             cache (`RaggedCache`): The draft's cache.
         """
         # Every layer takes its keys and values from the same features: no layer runs over the context.
@@ -231,9 +232,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     ) -> Tensor:
         """Runs a block over the context in the ragged cache, writing the newest context first; no host sync.
 
-        The block's own keys and values are written past each row's length, where the next context overwrites them. A
+        The block's own keys and values are written after each row's length. The next context overwrites them there. A
         context that is given here and not to `write_context` is projected in one product per layer with the block
-        (measured in docs/log-archive.md). Where a kernel writes it, the angles of both are computed together.
+        (measured in docs/log-archive.md). If a kernel writes it, the angles of both are computed together.
 
         Args:
             noise_embeds (`torch.Tensor` of shape `[B, K, D]`): Embeddings of `[anchor, MASK, ...]`.
@@ -296,8 +297,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 or one ready mask per kind of layer, `{(window, causal, from_anchor): mask}`, boolean
                 `[B, 1, Q, C + Q]` or a `BlockMask`, as training builds them.
             cache (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
-            block_size (`int`, *optional*): Slots per block where `noise_embeds` holds several; by default it is one
-                block. Masks do not follow from it.
+            block_size (`int`, *optional*): Slots per block if `noise_embeds` holds several blocks; by default it is
+                one block. Masks do not follow from it.
             then (callable, *optional*): Makes the result from the states within this call, so that DDP and FSDP see
                 that the weights are used.
             past_key_values (`Cache`, *optional*): The name of `cache` in older releases of Transformers.
@@ -358,8 +359,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return self._over_all_tokens(logits, -torch.inf)
 
     def logits_behind(self, logits: Tensor, before: Tensor) -> Tensor:
-        """Returns the draft's logits of slots behind the tokens before them: those that it was given, plus what its
-        Markov head says. A draft without one returns them as they are.
+        """Returns the logits of slots, given the tokens before them: `logits` plus the Markov head's vector.
+
+        A draft without a Markov head returns `logits` unchanged.
 
         Args:
             logits (`torch.Tensor` of shape `[..., V]`): Logits of the slots, from [`compute_logits`].
@@ -413,11 +415,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def transitions(
         self, hidden_states: Tensor, logits: Tensor, anchors: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns what a tree of a block is built of; the arguments are [`best_path`]'s.
+        """Returns the candidates and scores from which a tree of a block is built; the arguments are [`best_path`]'s.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Candidates `[B, K, C]` and the scores of all transitions between them
-            `[B, K, C, C]`, as [`CandidateSelector`] returns them. Where the token before does not matter, no
+            `[B, K, C, C]`, as [`CandidateSelector`] returns them. If the scores do not depend on the token before, no
             candidates and the logits.
         """
         if self.candidate_selector is not None:

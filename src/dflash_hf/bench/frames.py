@@ -102,7 +102,7 @@ def token_frame(
 
     Each verify checks the draft's block as a chain. The first token of an answer comes from the prefill, which has no
     guesses, and has no line. In half precision two tokens may tie within rounding, so that two drafts' texts differ
-    from there on: the lines behind the last token that all drafts share are left out, and the log says so. Columns:
+    from there on. The lines after the last token that all drafts share are left out, and the log says so. Columns:
 
     | column | meaning |
     |---|---|
@@ -112,7 +112,7 @@ def token_frame(
     | `verify` | number of the verify that committed it, from 1 |
     | `position` | its place in the block, 1 for the first guess |
     | `token_id`, `token` | the token of the target, as its number and as text |
-    | `guess_id` | the draft's guess; missing where all guesses of the block were right before it |
+    | `guess_id` | the draft's guess; missing if all guesses of the block were right before it |
     | `is_right` | whether the guess is the token; missing without a guess |
     | `target_probability` | the probability of the token by the target's own logits, without processors |
 

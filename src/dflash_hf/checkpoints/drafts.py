@@ -36,8 +36,10 @@ OF_A_DRAFT = ("*.safetensors*", "config.json", "generation_config.json", "adapte
 
 
 def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftModel:
-    """Loads a draft from a folder or the Hub: ours, z-lab's (SpecForge's, Model-Optimizer's), speculators', Muse's, or
-    DeepSpec's.
+    """Loads a draft from a folder or the Hub.
+
+    The format is recognised by the files: ours, z-lab's (also SpecForge's and Model-Optimizer's), speculators',
+    Muse's, DeepSpec's for Qwen3 and for Gemma 4, or Laguna's.
 
     Args:
         path_or_repo (`str` or `os.PathLike`): Folder or Hub id.
@@ -149,7 +151,7 @@ def save_draft(
     format: FormatName = "dflash",
     target: PreTrainedModel | None = None,
 ) -> None:
-    """Saves a draft in a format of choice.
+    """Saves a draft in one of seven formats.
 
     Args:
         draft (`DFlashDraftModel`): The draft; it is not changed.
@@ -158,15 +160,14 @@ def save_draft(
             vLLM; `"speculators"`, read by vLLM; `"muse"`, read by Transformers' `MuseGlimmerAssistantModel`;
             `"deepspec"`; `"deepspec-gemma4"`; or `"laguna"`, read by vLLM. Only the first keeps
             `draft.generation_config`.
-        target (`PreTrainedModel`, *optional*): The draft's target, for what a format needs and the draft does not
-            hold: vocabulary and depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). With
-            it, a draft's own embedding and head are left out where the format has no place for them and they equal the
-            target's.
+        target (`PreTrainedModel`, *optional*): The draft's target. Some formats need values of it: vocabulary and
+            depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). If a format has no place
+            for the draft's own embedding and head, and they equal the target's, they are left out.
 
     Raises:
-        ValueError: If the format is not known, or cannot express the draft, its weights are quantised or offloaded, it
-            holds adapters, or the target's are needed and not loaded; the message names what it is, and nothing is
-            written.
+        ValueError: If the format is not known or cannot express the draft, if the draft's weights are quantised or
+            offloaded, if it holds adapters, or if weights of the target are needed and not loaded. The message names
+            the reason, and nothing is written.
     """
     require(format in tuple(FORMATS), f"format in {list(FORMATS)}", format, "choose one of them")
     check_plain(draft)

@@ -70,14 +70,16 @@ class ServerAnswer:
 
 
 class OpenAIClient:
-    """A server, asked over HTTP inside of `async with client:`, by as many requests at once as the caller sends.
+    """A client of a server, for use inside of `async with client:`.
+
+    It sends as many requests at once as the caller makes.
 
     Args:
-        url (`str`): Where it is; `/v1` may be left out.
-        model (`str`, *optional*): What it calls the model; default the first one that it names.
+        url (`str`): URL of the server; `/v1` may be left out.
+        model (`str`, *optional*): The server's name of the model; default: the first one that the server lists.
 
     Raises:
-        ValueError: If the URL is none.
+        ValueError: If `url` is not a URL.
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:

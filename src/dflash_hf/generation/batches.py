@@ -25,9 +25,9 @@ class BatchAnswer:
     Args:
         index (`int`): Number of the prompt among the inputs.
         token_ids (`list[int]`): New tokens, an end token included.
-        finished (`str`): `"stop"` at an end token, `"length"` at the limit, `"error"` where there was no room or a
-            processor of the prompt's own has failed: `stats.error` says why.
-        stats ([`RequestStats`]): How it went.
+        finished (`str`): `"stop"` at an end token, `"length"` at the limit, `"error"` if there was no room or a
+            processor of this prompt has failed: `stats.error` has the reason.
+        stats ([`RequestStats`]): Statistics of this prompt.
     """
 
     index: int
@@ -49,21 +49,21 @@ def generate_batch(
     seed: int | None = None,
     **settings: Any,
 ) -> Generator[BatchAnswer]:
-    """Answers prompts of any lengths, some of them at once, and yields each answer as it ends.
+    """Answers prompts of any lengths, up to `max_rows` at once, and yields each answer when it ends.
 
-    A prompt begins as soon as a row is free. Every answer is that of `generate` for its prompt alone.
+    A prompt begins as soon as a row is free. Every answer is the answer of `generate` to this prompt alone.
 
     Args:
-        model (`PreTrainedModel`): The target; for what it may be see [`RunningBatch`].
+        model (`PreTrainedModel`): The target; [`RunningBatch`] says which targets are taken.
         draft (`DFlashDraftModel`): Its draft.
         inputs (iterable): The prompts: token ids, `[n]` or `[1, n]`, or mappings that have `input_ids` and settings of
-            their own. A list is looked through before anything runs; an iterator is asked when there is room for the
-            next prompt.
-        max_new_tokens (`int`): Tokens of each answer, at most.
-        max_rows, max_tokens, prefill_chunk_size, max_kept_bytes: As of [`RunningBatch`].
-        seed (`int`, *optional*): Of sampled text: prompt `i` is sampled as by `generate` behind
+            their own. All prompts of a list are checked before anything runs. An iterator is asked for the next prompt
+            when there is room for it.
+        max_new_tokens (`int`): Maximum number of tokens of each answer.
+        max_rows, max_tokens, prefill_chunk_size, max_kept_bytes: See [`RunningBatch`].
+        seed (`int`, *optional*): Seed for sampling. Prompt `i` gets the text that `generate` gives after
             `torch.manual_seed(seed + i)`. By default seeds are drawn from torch's global generator.
-        settings: As of [`RunningBatch.add`], for all prompts.
+        settings: See [`RunningBatch.add`]; for all prompts.
 
     Returns:
         An iterator of [`BatchAnswer`], in the order in which answers end.

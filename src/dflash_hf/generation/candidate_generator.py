@@ -46,8 +46,8 @@ class DFlashCandidateGenerator:
     Its forwards also write the tapped states of every verify, which [`NewestContext`] keeps.
 
     Args:
-        request (`Request`): What is asked for. The target's embedding and head serve drafts without their own, and
-            the stateless warpers among the processors shape the proposals too.
+        request (`Request`): The call's inputs and settings. A draft without its own embedding and head uses the
+            target's. The stateless warpers among the processors shape the proposals too.
         buffers (`FixedBuffers`): The run's, with its context cache and the newest context, both cleared.
         proposal (`str`): How to propose when sampling.
         drafter (`DFlashDraftModel`): The model that computes the blocks and their logits: the draft, or a copy of it;
@@ -111,7 +111,7 @@ class DFlashCandidateGenerator:
         self.buffers.stack_weights(self.draft)
 
     def flush(self) -> None:
-        """Writes the newest context where no draft forward will."""
+        """Writes the newest context if no forward of the draft will write it."""
         self.draft.write_context(self.newest.to_write(), self.draft_cache)
 
     def pass_over(self, is_static: bool) -> None:

@@ -41,7 +41,7 @@ Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DFlashStep:
-    """One step and what came of it. `B` rows, `W` verified tokens; copies, on the target's device, that may be kept.
+    """One step and its results, for `B` rows and `W` verified tokens. The tensors are copies on the target's device.
 
     Step 0 is the prefill: it commits one token of the target's own and has no proposals (`W` is 1). Under
     `verify_width="auto"` and `num_tree_nodes="auto"` every step has its own `W`.
@@ -52,8 +52,8 @@ class DFlashStep:
         proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): The draft's proposals after it.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after the anchor and after each proposal.
             Under `proposal="sample"`, the tokens that rejection sampling left: the proposals, and at `num_accepted`
-            the redrawn token. With processors that read the prefix, or where rows advance together (user-defined
-            stopping criteria and processors), only as far as tokens were chosen; zeros or leftovers behind them.
+            the redrawn token. With processors that read the prefix, or if rows advance together (user-defined
+            stopping criteria and processors), only the chosen tokens; zeros or old tokens follow them.
         positions (`torch.Tensor` of shape `[B, W]`, int64): Index of each of `tokens` in its row, padding not counted.
         num_accepted (`torch.Tensor` of shape `[B]`, int64): Proposals that stand, before any cut; 0 in finished rows.
         committed (`list[torch.Tensor]`): Per row, the tokens that were committed `[n]`, int64; empty in finished rows.
@@ -61,10 +61,10 @@ class DFlashStep:
         logits (`torch.Tensor` of shape `[B, W, V]`, *optional*): The target's, unprocessed; with `output_logits`, not
             of the prefill.
         draft_logits (`torch.Tensor` of shape `[B, n, V]`, *optional*): The draft's, with `output_logits`; `n` is
-            `W - 1`, or all proposals of the block where a tree has more nodes.
+            `W - 1`, or all proposals of the block if a tree has more nodes.
         node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Under `num_tree_nodes`, the tokens of the tree
             that was verified, the anchor first. `proposals`, `tokens` and `logits` are those of the path that was
-            accepted, and `proposals` are -1 behind its end. Steps that verify a chain or one token have none.
+            accepted, and `proposals` are -1 after its end. Steps that verify a chain or one token have none.
         parents (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node each of them follows.
         hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Tapped states of the anchor and the
             proposals, as the draft gets them, in its dtype; with `output_hidden_states`, not of the prefill.
@@ -109,9 +109,9 @@ def iterate(
             text exact. A DSpark draft's logits come without what its Markov head adds.
         accept (callable, *optional*): `accept(proposals, tokens, logits) -> num_accepted` instead of the longest
             matching prefix: proposals `[B, W - 1]`, the target's tokens `[B, W]` and its unprocessed logits
-            `[B, W, V]` to integers `[B]` in `[0, W - 1]`. That many proposals are committed, then the target's token
-            behind them: a rule that keeps more than the matching prefix is lossy.
-        output_logits, output_hidden_states (`bool`): Also give out logits, and tapped states. They cost memory.
+            `[B, W, V]` to integers `[B]` in `[0, W - 1]`. This number of proposals is committed, and then the target's
+            token after them. A rule that keeps more than the matching prefix is lossy.
+        output_logits, output_hidden_states (`bool`): Also return logits, and tapped states. They cost memory.
         kwargs: Arguments of `generate`: inputs, settings, processors, criteria, streamer.
 
     Returns:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """Log-probabilities at one place, of the target's own scores, before temperature and biases.
+    """Log-probabilities of the target's own scores at one position, before temperature and biases.
 
     Args:
         logprob (`float`): Log-probability of the answer's token.

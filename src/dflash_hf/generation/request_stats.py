@@ -11,13 +11,13 @@ Finished = Literal["stop", "length", "error"]
 
 
 class NewTokens(NamedTuple):
-    """What a step has brought one request.
+    """The new tokens that one step gave to one request.
 
     Args:
         id (`int`): The request.
-        token_ids (`list[int]`): Its new tokens; may be empty where an error has ended it.
-        finished (`str`, *optional*): `"stop"` at an end token, `"length"` at the limit, `"error"` where it cannot go
-            on, `None` while it goes on.
+        token_ids (`list[int]`): Its new tokens; may be empty if an error has ended it.
+        finished (`str`, *optional*): `"stop"` at an end token, `"length"` at the limit, `"error"` if the request
+            cannot continue, `None` while it continues.
     """
 
     id: int
@@ -27,21 +27,20 @@ class NewTokens(NamedTuple):
 
 @dataclass(slots=True)
 class RequestStats:
-    """How one request went.
+    """Statistics of one request.
 
     Args:
         num_prompt_tokens (`int`): Tokens of the prompt.
-        num_kept_tokens (`int`): Of them, those that were kept from another text and did not go through the target
-            again.
+        num_kept_tokens (`int`): Tokens of the prompt that were kept from another text. They did not go through the
+            target again.
         num_new_tokens (`int`): Tokens of the answer, an end token included.
-        proposed (`list[int]`): Proposals of each verify, which is a step that the row was part of; all nodes of a tree
-            but the anchor.
-        accepted (`list[int]`): Of them, those that are part of the text.
-        logprobs (`list[TokenLogprob]`): Of each new token, where the request asks for them.
+        proposed (`list[int]`): Proposals of each verify of this row. In a tree, these are all nodes but the anchor.
+        accepted (`list[int]`): Proposals of each verify that became part of the text.
+        logprobs (`list[TokenLogprob]`): Log-probabilities of each new token, if the request asks for them.
         first_token_seconds (`float`): From `add` to the first token.
         seconds (`float`): From `add` to the last token.
-        error (`str`): Why it ended with `"error"`.
-        exception (`Exception`, *optional*): What was raised then; `None` where the request could not begin, and
+        error (`str`): The reason if it ended with `"error"`.
+        exception (`Exception`, *optional*): The exception that ended it. `None` if the request could not begin;
             `generate` may still answer it alone.
     """
 

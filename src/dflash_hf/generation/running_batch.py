@@ -51,23 +51,23 @@ NO_LOGITS = torch.empty(1, 0, 0, device="cpu")
 
 
 class RunningBatch:
-    """Requests that are decoded together; they join and leave between two steps. To be used from one thread.
+    """Requests that are decoded together. They join and leave between two steps. Use it from one thread only.
 
-    First come, first served: requests begin in the order of [`add`]. Between two steps, at most `prefill_chunk_size`
-    tokens of prompts go through the target.
+    Requests begin in the order in which they were added. Between two steps, at most `prefill_chunk_size` tokens of
+    prompts go through the target.
 
     Args:
         model (`PreTrainedModel`): The target, on one process.
-        draft (`DFlashDraftModel`): Its draft. `draft.generation_config` holds for all rows, and stays as it is while
-            any of them runs.
-        max_rows (`int`): Rows that run at once, at most.
-        max_tokens (`int`, *optional*): Tokens that the caches hold at once, at most: rows times the longest of them,
-            its answer included. A request waits until it fits in beside those that run. Steps are eager then: fixed
-            buffers have places for `max_rows` rows of the same length.
-        prefill_chunk_size (`int`): Tokens of prompts between two steps, at most; an image is in one chunk.
-        max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most. A request that
-            begins with the tokens of one goes on from it; where the target has sliding windows or recurrent layers,
-            with all of them. There a prefill that shares a part keeps this part too, as a text of its own.
+        draft (`DFlashDraftModel`): Its draft. `draft.generation_config` holds for all rows. Do not change it while a
+            row runs.
+        max_rows (`int`): Maximum number of rows that run at once.
+        max_tokens (`int`, *optional*): Maximum number of tokens in the caches: the number of rows times the length of
+            the longest row, its answer included. A request waits until it fits in beside the running rows. With this
+            argument, steps are always eager, because fixed buffers have places for `max_rows` rows of the same length.
+        prefill_chunk_size (`int`): Maximum number of prompt tokens between two steps. An image is in one chunk.
+        max_kept_bytes (`int`): Maximum size of the keys and values that are kept of the last texts. A request that
+            begins with a kept text continues from it. Targets with sliding windows or recurrent layers can use only a
+            whole kept text. If a prompt shares only a part, the batch keeps this part as a text of its own.
 
     Raises:
         ValueError: If the target, the pair or an argument is refused.
@@ -116,17 +116,17 @@ class RunningBatch:
 
     @property
     def num_running(self) -> int:
-        """Requests that have their first token and not their last one."""
+        """Number of requests that have their first token and not their last one."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a first token, the one that is being prefilled included."""
+        """Number of requests without a first token, including the one that is being prefilled."""
         return len(self._waiting) + (self._prefilled is not None)
 
     @property
     def ids(self) -> list[int]:
-        """Requests that have not ended, those that run first, then in the order in which they came."""
+        """Requests that have not ended: first the running ones, then the waiting ones in the order of [`add`]."""
         return [row.id for row in self._rows()]
 
     @property
@@ -151,14 +151,14 @@ class RunningBatch:
             input_ids (`torch.Tensor` of shape `[n]` or `[1, n]`, or sequence of `int`): The prompt. With images, for
                 the targets in `row_requests.IMAGE_ROWS`, pass what the processor makes beside them: `pixel_values`,
                 `image_grid_thw` and `mm_token_type_ids`.
-            max_new_tokens (`int`): Tokens of the answer, at most.
-            seed (`int`, *optional*): Of sampled text: that of `generate` behind `torch.manual_seed(seed)`. By default
-                it is drawn from torch's global generator.
+            max_new_tokens (`int`): Maximum number of tokens of the answer.
+            seed (`int`, *optional*): Seed for sampling. The text is the text that `generate` gives after
+                `torch.manual_seed(seed)`. By default the seed is drawn from torch's global generator.
             stop_token_ids (`torch.Tensor` or sequence of `int`): Tokens that end the answer, beside the target's own
                 end tokens.
             on_tokens (callable, *optional*): Called within [`step`] with each [`NewTokens`] of this request.
-            num_logprobs (`int`): With 0 or more, the statistics have log-probabilities from the target's own scores:
-                of each new token, and of so many of the most likely tokens at its place. -1 is for none.
+            num_logprobs (`int`): With 0 or more, the statistics have log-probabilities from the target's own scores,
+                for each new token and for this number of the most likely tokens at its position. -1 asks for none.
             settings: Settings of `generate` for this request, such as `do_sample`, `temperature`, `top_k`, `top_p`,
                 `min_p`, `repetition_penalty`, `eos_token_id`, `logits_processor`, `generation_config`.
 
@@ -166,7 +166,7 @@ class RunningBatch:
             `int`: The id of the request.
 
         Raises:
-            ValueError: If the request is refused; nothing is changed then.
+            ValueError: If the request is refused. Nothing has changed then.
         """
         # Everything is refused before anything is kept: a request that is not there cannot fail later.
         row = prepare_row(
@@ -187,14 +187,14 @@ class RunningBatch:
         return row.id
 
     def stats_of(self, id: int) -> RequestStats:
-        """Returns the statistics of a request that has not ended; they go on with it. Others raise `ValueError`."""
+        """Returns the statistics of a request that has not ended; they grow with it. Others raise `ValueError`."""
         found = [row.stats for row in self._rows() if row.id == id]
         what = "the id of a request that has not ended"
-        require(bool(found), what, id, "look into ended behind the step that ends it")
+        require(bool(found), what, id, "look into ended after the step that ends it")
         return found[0]
 
     def cancel(self, id: int) -> bool:
-        """Ends a request without another token; returns False if there is none of this id, as behind its end."""
+        """Ends a request without another token; returns False if none has this id, or if it has ended already."""
         is_there = self._leave_out(id)
         if is_there and not self._is_stepping:
             self._answers.drop(id)
@@ -220,24 +220,24 @@ class RunningBatch:
         return False
 
     def step(self) -> list[NewTokens]:
-        """Takes waiting requests in, as far as a chunk of prompts goes, and runs one step over all rows.
+        """Prefills waiting requests, up to one chunk of prompts, and runs one step over all rows.
 
         Returns:
-            `list[NewTokens]`: What it has brought, in the order in which it came: first tokens of requests that have
-            been prefilled, then the tokens of the step. A request may have both. Empty if nothing waits or runs.
+            `list[NewTokens]`: New tokens, in this order: the first tokens of requests that have been prefilled, then
+            the tokens of the step. A request may have both. The list is empty if nothing waits or runs.
 
-        First tokens are handed to `on_tokens` before the step: a request that is cancelled there takes no part in it.
+        `on_tokens` gets first tokens before the step. A request that is cancelled there takes no part in the step.
 
-        Where a logits processor of one request raises, or a row has no room in memory, that request ends with
-        "error" and the others go on.
+        If a logits processor of one request raises, or if there is no memory for a row, this request ends with
+        "error". The others continue.
 
         Raises:
             ValueError: If it is called within a step, by `on_tokens`.
-            Exception: Whatever the target, the draft or a callback raises. In a prefill it ends that request, in a
-                step over the rows all that ran: [`ids`] names those that go on. Each `on_tokens` has been called
-                with the tokens before it; an error in one ends no request, and behind a first token it leaves the step
-                to the next call. What the step has brought until then the next call returns first, also where
-                nothing is left to run.
+            Exception: Any error of the target, the draft or a callback. An error in a prefill ends this request. An
+                error in a step over the rows ends all rows that ran. [`ids`] has the requests that continue. An error
+                in `on_tokens` ends no request. If it is raised for a first token, the next call makes the step. Each
+                `on_tokens` has been called with the tokens before the error. The next call first returns the tokens
+                that were found before the error, even if nothing is left to run.
         """
         what = "one step after the other"
         do = "call step once the last one has returned, not in on_tokens"

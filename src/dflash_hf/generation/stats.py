@@ -43,15 +43,15 @@ class SpeculativeStats:
     Args:
         num_committed (`list[list[int]]`): Per row, tokens committed at each verify (the bonus included).
         num_accepted (`list[list[int]]`): Per row, proposals that matched at each verify, before any cut.
-        num_checked (`list[list[int]]`): Per row, positions of the block that each verify checked: of a chain those of
-            all its proposals; of a tree those that were accepted, and the next one unless the accepted path ended in a
-            leaf. Empty means those of a chain.
+        num_checked (`list[list[int]]`): Per row, the number of positions of the block that each verify checked. In a
+            chain, each proposal has one position. In a tree, these are the accepted positions, and the next one unless
+            the accepted path ended in a leaf. If the list is empty, all verifies were chains.
         num_proposed (`int`): Proposals checked per verify (`verify_width - 1`), at most.
         verify_widths (`list[int]`): Tokens checked by each verify, the anchor included: one number per step, for all
             rows that were still running; 1 is a token decoded without a draft, which counts as a verify too. Empty
             means `num_proposed + 1` always.
-        num_target_forwards (`int`): Forwards of the target, the prefill's included, and the one behind the end that a
-            host one step behind has started.
+        num_target_forwards (`int`): Forwards of the target, including the prefill. With CUDA graphs, it also counts
+            the extra step that was started before the host knew that all rows had ended.
         num_draft_forwards (`int`): Block forwards of the draft.
         prepare_seconds (`float`): Wall time in seconds from the call to the prefill: Transformers' preparation.
         prefill_seconds (`float`): The prefill, up to the first token.
@@ -60,18 +60,19 @@ class SpeculativeStats:
             acceptance count here too.
         accept_seconds (`float`): Logits processors, choosing and accepting tokens, stopping criteria, reading the
             counts on the host.
-        rest_seconds (`float`): Streamer (where rows advance together it counts under `accept_seconds`), putting the
-            output together. The six parts follow one another without gaps. On an accelerator work is queued, not
-            waited for: without `draft.generation_config.synchronize` only their sum means something there.
+        rest_seconds (`float`): Streamer (in `accept_seconds` if rows advance together), and the work on the output.
+            The six parts follow one another without gaps. The host does not wait for an accelerator. So without
+            `draft.generation_config.synchronize`, only the sum of the six means something there.
         engine (`str`): Engine that ran: `"eager"` or `"cuda_graph"`; `"static"` is the latter's step uncaptured, in
             tests and benchmarks only.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
-        num_tried_by_node, num_accepted_by_node (`list[int]`): Under `num_tree_nodes`, how many verifies, summed over
-            rows, tried and accepted each node of the tree, the most likely first, the anchor not counted.
-        num_tried_from_text, num_accepted_from_text (`int`): Under `num_tree_nodes`, how many of these nodes were there
-            because the text had gone on like that before, and not by the draft.
+        num_tried_by_node, num_accepted_by_node (`list[int]`): If trees were verified (the default for most targets),
+            how many verifies, summed over rows, tried and accepted each node of the tree, without the anchor. The most
+            likely node comes first.
+        num_tried_from_text, num_accepted_from_text (`int`): How many of these nodes came from an earlier place in the
+            text, and not from the draft.
         cache_bytes (`int`): Size of the target's and the draft's K/V buffers, in bytes.
-        float8_bytes (`int`): Size of the draft's copy in FP8, the head included, in bytes; 0 where there is none.
+        float8_bytes (`int`): Size of the draft's copy in FP8, the head included, in bytes; 0 if there is none.
     """
 
     num_committed: list[list[int]] = field(default_factory=list)
@@ -99,7 +100,7 @@ class SpeculativeStats:
     def count_nodes(
         self, width: int, accepted: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
     ) -> None:
-        """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
+        """Counts the nodes that a verify of `width` nodes accepted in each running row, and their source."""
         self.num_tried_from_text += sum(map(sum, sources))
         # Node 0 is the anchor, and stands in no count. Lists grow with the widest verify so far.
         num_missing = width - 1 - len(self.num_tried_by_node)
@@ -114,7 +115,7 @@ class SpeculativeStats:
                 self.num_accepted_from_text += its_sources[node]
 
     def start_run(self, num_rows: int, num_proposed: int, proposal: str) -> None:
-        """Starts to count a run of so many rows, behind its prefill."""
+        """Starts to count a run of this number of rows, after its prefill."""
         # A list of its own for each row: rows end at different steps.
         self.num_committed = [[] for _ in range(num_rows)]
         self.num_accepted = [[] for _ in range(num_rows)]
@@ -187,18 +188,18 @@ class SpeculativeStats:
     ) -> list[float]:
         """Share of verifies in which the proposal at each position was accepted, first proposal first.
 
-        The joint shares (the default) are what vLLM reports per position. A verify that was too narrow to check a
-        position says nothing about it: it does not count in the conditional share there, and the joint share is then
-        the product of the conditional ones, the share that verifies of full width would have shown. A tree whose
-        accepted path ended in a leaf does not count in the conditional shares behind it either; in the joint ones it
-        does, as an end: how deep its paths are was the draft's own choice.
+        The joint shares (the default) are what vLLM reports per position. A verify that was too narrow for a position
+        is not counted in the conditional share there. The joint share is then the product of the conditional shares.
+        If the accepted path of a tree ended in a leaf, the verify is not counted after the leaf in the conditional
+        shares. In the joint shares it counts as an end, because the draft chose the depth of its paths.
 
         Args:
-            conditional (`bool`): Divide by the verifies that accepted everything before it instead of by all of them.
-            row (`int`, *optional*): One row; default all of them pooled.
+            conditional (`bool`): Divide by the verifies that accepted all proposals before the position, instead of by
+                all verifies.
+            row (`int`, *optional*): One row; default: all rows pooled.
 
         Returns:
-            `list[float]`: `num_proposed` values; a conditional one with nothing to divide by is 0.
+            `list[float]`: `num_proposed` values. A conditional share is 0 if no verify came to its position.
         """
         if conditional:
             return [_share(reached, tried) for reached, tried in self._reached_and_tried(row)]
@@ -372,10 +373,11 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     """The output of `generate` with `return_dict_in_generate=True` and a DFlash draft.
 
     `scores`, `logits` and `hidden_states` have plain `generate`'s shapes, one entry per new token. Plain `generate`
-    goes on feeding padding to a finished row; here it is not run any more, and its entries beyond its end are zeros.
+    continues to feed padding to a finished row. Here a finished row does not run, and its entries after its end are
+    zeros.
 
     Args:
-        speculative (`SpeculativeStats`): How the run went.
+        speculative (`SpeculativeStats`): Statistics of the run.
     """
 
     speculative: SpeculativeStats | None = None

@@ -88,8 +88,8 @@ def tune(
         [`Tuned`]: What was measured, and its file, in the cache folder of Hugging Face (`HF_HOME`).
 
     Raises:
-        ValueError: For a pair that `generate` refuses; for a target in float32 or float64 on a GPU, whose runs time
-            their own steps; where steps are captured; for a draft whose settings fix the width; if the file cannot be
+        ValueError: If `generate` refuses the pair, if the target is in float32 or float64 on a GPU (its runs time
+            their own steps), if steps are captured, if the draft's settings fix the width, or if the file cannot be
             written.
     """
     draft = unwrapped(draft)

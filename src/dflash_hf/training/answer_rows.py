@@ -40,20 +40,22 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegenerateSettings:
-    """What to answer, and how.
+    """The prompts to answer, and the settings of the answers.
 
     Args:
-        prompts (`Path`): What [`prepare`] wrote.
-        output (`Path`): The file to write, or to go on with.
+        prompts (`Path`): A file that [`prepare`] wrote.
+        output (`Path`): The file to write, or to continue.
         max_new_tokens (`int`): Longest answer in tokens.
-        max_length (`int`, *optional*): Prompts of as many tokens are left out: no answer would be trained on.
-        batch_size (`int`): Prompts that are answered at once; by each server, where servers answer.
+        max_length (`int`, *optional*): Prompts of this number of tokens or more are left out, because no token of
+            their answers would be trained on.
+        batch_size (`int`): Prompts that are answered at once. If servers answer, each of them gets this number.
         temperature (`float`): 0 is greedy.
-        top_p (`float`), top_k (`int`), min_p (`float`): Of sampled answers; 1, 0 and 0 are the whole vocabulary.
-        seed (`int`): Of sampled answers; a server gets it plus the number of the row, in whatever order it is asked.
-        turns (`str`): `"last"`: what the user said last is answered, behind the conversation as the data have it.
-            `"all"`: each of the user's turns is, behind the target's own answers to the earlier ones; as far as those
-            came to their end, and not behind results of tools.
+        top_p (`float`), top_k (`int`), min_p (`float`): For sampled answers; 1, 0 and 0 are the whole vocabulary.
+        seed (`int`): For sampled answers. A server gets this seed plus the number of the row, so the order of the
+            requests changes no answer.
+        turns (`str`): `"last"`: the user's last turn is answered, after the conversation as the data have it. `"all"`:
+            each turn of the user is answered, after the target's own answers to the earlier turns. The next turn is
+            answered only if the answer before it was not cut, and not after results of tools.
     """
 
     prompts: Path
@@ -106,11 +108,11 @@ class RegenerateSettings:
         )
 
     def sampling(self) -> dict[str, Any]:
-        """Returns what answers depend on beside prompt and target."""
+        """Returns the settings that answers depend on, besides prompt and target."""
         return {name: getattr(self, name) for name in OF_THE_ANSWERS}
 
     def of_server(self, row: int) -> dict[str, Any]:
-        """Returns how a server is told to answer a row: all of it, for servers have defaults of their own."""
+        """Returns all settings of a request to a server, because servers have defaults of their own."""
         whole_vocabulary = -1  # as vLLM and SGLang write it
         return {
             "max_tokens": self.max_new_tokens,
@@ -123,7 +125,7 @@ class RegenerateSettings:
 
     @property
     def errors(self) -> Path:
-        """The file of prompts that got no answer, beside the answers."""
+        """The file of the prompts without an answer. It is in the folder of the answers."""
         return self.output.with_suffix(".errors.jsonl")
 
     def parts(self) -> list[Path]:
@@ -137,19 +139,19 @@ class RegenerateSettings:
 
 @dataclass(slots=True)
 class Regenerated:
-    """What became of the prompts.
+    """Counts of the prompts and their answers.
 
     Args:
-        num_prompts (`int`): How many there are.
-        num_answers (`int`): How many of them have an answer.
-        num_new (`int`): How many were answered now.
-        num_unfinished (`int`): Answers among all that the limit cut.
-        num_errors (`int`): Prompts in the file of errors: they are not asked again.
-        num_inexact (`int`): Answers of now whose text, tokenized, does not say the same text again.
+        num_prompts (`int`): Number of prompts.
+        num_answers (`int`): Number of prompts with an answer.
+        num_new (`int`): Number of prompts that this call answered.
+        num_unfinished (`int`): Number of answers that the limit cut.
+        num_errors (`int`): Number of prompts in the file of errors. They are not asked again.
+        num_inexact (`int`): Answers of this call whose text, tokenized again, does not decode to the same text.
         num_tokens (`int`): Tokens of all answers.
-        tokens_per_second (`float`): Of the answers of now.
-        seconds (`float`): That this took.
-        left_out (`Counter[str]`): Reason -> how many prompts.
+        tokens_per_second (`float`): Rate of the answers of this call.
+        seconds (`float`): Duration of this call.
+        left_out (`Counter[str]`): Number of prompts that were left out, by reason.
     """
 
     num_prompts: int = 0

@@ -105,9 +105,9 @@ def regenerate(
 
 
 def check_answers(path: Path, target: PreTrainedModel, processing_class: Processing) -> None:
-    """Refuses answers of another target than the one that is to be trained for.
+    """Refuses answers that another target wrote.
 
-    Files without a word on who wrote them are taken, and answers of a server by their chat template alone.
+    A file that does not say who wrote it is accepted. Answers of a server are compared by their chat template alone.
 
     Raises:
         ValueError: If the target or its chat template has changed since.

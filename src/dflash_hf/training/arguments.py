@@ -75,13 +75,13 @@ def default_gamma(block_size: int) -> float:
 
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
-    """How a draft is trained: `transformers.TrainingArguments` and what only a draft has.
+    """`transformers.TrainingArguments`, and the settings that only the training of a draft has.
 
-    The defaults are the paper's (arXiv 2602.06036, section 4): AdamW at 6e-4, 4 % of the steps warm-up, a cosine to
-    zero, 6 epochs, gradients of norm 1 at most, 512 anchors; but for the loss, which is D-PACE's: at equal steps its
-    drafts accept more (docs/log-archive.md). `optim="muon"` is Muon for the matrices of the layers and AdamW for the
-    rest (torch >= 2.9); every optimizer of Transformers works too. With `load_best_model_at_end` the best draft is the
-    one with the largest `eval_acceptance_length`.
+    The defaults are those of the paper (arXiv 2602.06036, section 4): AdamW at 6e-4, 4 % of the steps warm-up, a
+    cosine to zero, 6 epochs, gradients of norm 1 at most, 512 anchors. The loss is another one: with D-PACE's loss,
+    drafts accept more after the same number of steps (docs/log-archive.md). `optim="muon"` is Muon for the matrices of
+    the layers and AdamW for the rest (torch >= 2.9); every optimizer of Transformers works too. With
+    `load_best_model_at_end` the best draft is the one with the largest `eval_acceptance_length`.
 
     Args:
         num_anchors, block_size, gamma, loss, labels, chunk_blocks, attention: See their `help`.
@@ -89,7 +89,7 @@ class DFlashTrainingArguments(TrainingArguments):
             arguments are those of [`~transformers.TrainingArguments`].
 
     Raises:
-        ValueError: If an option is out of range, before anything else happens.
+        ValueError: If an option is out of range. Nothing else has happened then.
     """
 
     num_train_epochs: float = 6.0
@@ -214,7 +214,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the examples' order: `data_seed`, or `seed` where there is none."""
+        """The seed of the examples' order: `data_seed`, or `seed` if there is no `data_seed`."""
         if self.data_seed is None:
             return self.seed
         return self.data_seed

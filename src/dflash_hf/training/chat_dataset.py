@@ -25,22 +25,22 @@ class ChatDataset(Sequence[Example]):
     `answers = regenerate_answers(target, prompts, ...)`, `ChatDataset(rows, processor, answers=answers)`.
 
     Args:
-        rows (sequence of mappings): `messages` (contents are strings or lists of blocks) and, where there are images
-            outside of the messages, `images` or `image`, `None` for none; a `datasets.Dataset` is one. See
-            [`prepare_multimodal_messages`] for what an image may be and where it goes. Also read: `answer_ids`, the
-            target's own answer to the row; `trained_turns`, which messages count, default all of the assistant's but
-            those of `weight` 0; `chat_template_kwargs`, what else the template reads; `prompt_date`, the day that it
-            writes as today.
+        rows (sequence of mappings): Rows with `messages`, whose contents are strings or lists of blocks. If images are
+            outside of the messages, a row also has `images` or `image`; `None` means no image. A `datasets.Dataset` is
+            accepted. [`prepare_multimodal_messages`] says what an image may be and where it goes. A row may also have
+            `answer_ids`, the target's own answer; `trained_turns`, the messages that count (default: all messages of
+            the assistant but those of `weight` 0); `chat_template_kwargs`, further options of the template; and
+            `prompt_date`, the day that the template writes as today.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
         answers (sequence of sequences of `int`, *optional*): The target's own answer to each row, its end token
             included, instead of the row's last assistant turn.
         lengths (sequence of `int`, *optional*): Tokens of each example, for batches of similar length. Without them
-            the texts are counted when they are first asked for, images by their headers; an example is built, once
-            and dropped, only where those do not say it.
+            the texts are counted when they are first needed, and images by their headers. If the headers are not
+            enough, the example is built once and dropped.
         max_length (`int`, *optional*): Longer examples are cut to that many tokens; those with images are refused.
 
     Raises:
-        ValueError: If there is not one answer per row; for a bad row, with its index, when it is asked for.
+        ValueError: If there is not one answer per row. A bad row raises when it is read; the message has its index.
     """
 
     def __init__(

@@ -28,15 +28,15 @@ NOT_INPUTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One sequence.
+    """One sequence to train on.
 
     Args:
         input_ids (`list[int]`): Prompt and answer.
         loss_mask (`list[int]`): 1 on tokens that the target wrote, else 0; as long as `input_ids`.
-        model_inputs (`dict[str, torch.Tensor]`): What else the target's forward takes, as its processor gives it for
-            one example: `pixel_values`, `image_grid_thw` ... One value per token (`mm_token_type_ids` ...) has shape
-            `[S]`, without the batch dimension, and is padded with the row; anything else is joined along its first
-            dimension.
+        model_inputs (`dict[str, torch.Tensor]`): Other inputs of the target's forward, as its processor gives them for
+            one example: `pixel_values`, `image_grid_thw` ... Inputs with one value per token (`mm_token_type_ids` ...)
+            have shape `[S]`, without the batch dimension, and are padded with the row. All others are joined along
+            their first dimension.
 
     Raises:
         ValueError: If the lengths differ.
@@ -62,7 +62,7 @@ class Example:
         """Joins a prompt (generation prompt included) and the answer that the target gave to it (EOS included).
 
         Args:
-            prompt (sequence of `int`, or mapping): Ids, or what a tokenizer or processor gives for one prompt.
+            prompt (sequence of `int`, or mapping): Ids, or the output of a tokenizer or processor for one prompt.
             answer_ids (sequence of `int`): The answer.
 
         Raises:
@@ -107,12 +107,12 @@ class Example:
                 chats with and without images.
             messages (sequence of mappings): The conversation; see [`prepare_multimodal_messages`].
             images (sequence): Images of the image blocks that have none of their own.
-            turns (sequence of `int`, *optional*): Which messages count, in order; default all of the assistant's
-                but those of `weight` 0.
-            chat_template_kwargs (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...
+            turns (sequence of `int`, *optional*): The messages that count, in order; default: all messages of the
+                assistant but those of `weight` 0.
+            chat_template_kwargs (mapping, *optional*): Further options of the template: `enable_thinking`, `tools` ...
 
         Raises:
-            ValueError: If it cannot be told what the assistant writes, or images and their places do not match.
+            ValueError: If the text of the assistant cannot be found, or images and their places do not match.
         """
         template = ChatTemplate(processing_class, chat_template_kwargs)
         encoded, mask = encode_messages(template, messages, images, turns)
@@ -120,11 +120,11 @@ class Example:
 
     @property
     def has_images(self) -> bool:
-        """True if an input of the model's is none per token."""
+        """True if an input of the model does not have one value per token."""
         return any(value.shape != (len(self.input_ids),) for value in self.model_inputs.values())
 
     def with_answer(self, answer_ids: Sequence[int]) -> Example:
-        """Returns the example with another answer behind it; inputs per token are 0 (text) there."""
+        """Returns the example with another answer after it. Inputs per token are 0 (text) in this answer."""
         added = [0] * len(answer_ids)
         size = (len(self.input_ids),)
         inputs = dict(self.model_inputs)
@@ -141,7 +141,7 @@ class Example:
         """Returns the example's first `max_length` tokens.
 
         Raises:
-            ValueError: If it is longer and has images, of which some might be cut in two.
+            ValueError: If it is longer and has images, because an image might be cut in two.
         """
         if len(self.input_ids) <= max_length:
             return self

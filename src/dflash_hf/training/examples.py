@@ -54,14 +54,16 @@ class _Sequences(Sequence[dict[str, Any]]):
 def read_examples(
     path: str | Path, processing_class: Processing, max_length: int | None = None
 ) -> Sequence[Example]:
-    """Returns the examples of a prepared or answered file, built when they are asked for, their lengths known before.
+    """Returns the examples of a prepared or answered file.
+
+    Each example is built when it is read. Its length is known before.
 
     Args:
-        path (`Path`): What `prepare` or `regenerate` wrote, or any file of `messages` with or without
+        path (`Path`): A file that `prepare` or `regenerate` wrote, or any file of `messages` with or without
             `answer_ids`.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
-        max_length (`int`, *optional*): Longer sequences are cut to that many tokens, and left out where no token of an
-            answer would be left, or where they have images. How many is logged.
+        max_length (`int`, *optional*): Longer sequences are cut to this number of tokens. A longer sequence is left
+            out if no token of an answer would be left, or if it has images. The log says how many were left out.
 
     Raises:
         ValueError: If there is no such file, a row is malformed (naming it), or no example is left.

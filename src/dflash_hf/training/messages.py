@@ -110,12 +110,12 @@ def _of_day(template: str, date: str) -> str:
 def prepare_multimodal_messages(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
 ) -> list[dict[str, Any]]:
-    """Returns messages whose contents are lists of blocks, every image in the turn it belongs to.
+    """Returns messages whose contents are lists of blocks, with every image in its turn.
 
-    Name and behaviour are TRL's: plain strings become text blocks; blocks `{"type": "image"}` without an image of
-    their own take `images` in order; where there is no image block at all, `images` go before the text of the first
-    user turn. Blocks `{"type": "video"}` have a video of their own, as a path, a URL or frames. Keys whose value is
-    `None` (tables fill up with them) are left out.
+    Name and behaviour are TRL's. Plain strings become text blocks. Blocks `{"type": "image"}` without an image of
+    their own take `images` in order. If there is no image block, `images` go before the text of the first user turn.
+    Blocks `{"type": "video"}` have a video of their own, as a path, a URL or frames. Keys whose value is `None`
+    (tables fill up with them) are left out.
 
     Args:
         messages (sequence of mappings): `role` and `content`, a string or a list of blocks; not changed.

@@ -58,25 +58,25 @@ WHICH_ROWS = ("datasets", "num_rows", "whole", "streaming", "skip_bad_rows")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareSettings:
-    """What to prepare.
+    """The data to prepare, and how.
 
     Args:
         datasets (sequence of `str`): Files (`.jsonl`, `.json`, `.parquet`, `.txt` with a prompt a line), folders or
             Hub sets that `datasets` loads: `ORG/NAME`, `ORG/NAME:CONFIG`, `ORG/NAME:CONFIG:SPLIT`; the split is
             `train` by default.
         output (`Path`): The file to write.
-        turns (`str`): Which answers of the data are trained on: `"all"`, `"last"`, or `"none"` where the target is to
-            give its own ([`regenerate`]).
-        needs_answers (`bool`): Leave out rows without an answer that is trained on. They are prompts otherwise, which
-            the target may answer.
-        max_length (`int`, *optional*): Tokens of a sequence; longer ones are cut when they are read, and left out
-            where their prompt is as long, or they have images.
-        template (`str`, *optional*): What the user says, of rows of other columns: `"{question}"`.
-        num_rows (`int`, *optional*): How many rows to read of each set.
-        whole (sequence of `str`): Which of `datasets` are read to their end, whatever `num_rows` is.
+        turns (`str`): Which answers of the data are trained on: `"all"`, `"last"`, or `"none"` if the target will give
+            its own answers ([`regenerate`]).
+        needs_answers (`bool`): Leave out rows without an answer to train on. Otherwise they are prompts, which the
+            target may answer.
+        max_length (`int`, *optional*): Tokens of a sequence. Longer sequences are cut when they are read. A longer
+            sequence is left out if its prompt alone has this length, or if it has images.
+        template (`str`, *optional*): For rows with other columns, the text of the user's turn: `"{question}"`.
+        num_rows (`int`, *optional*): Number of rows to read of each set.
+        whole (sequence of `str`): Sets of `datasets` that are read to their end, for every value of `num_rows`.
         streaming (`bool`): Fetch sets of the Hub row by row, and keep none.
-        skip_bad_rows (`bool`): Leave out rows that are malformed, and say how many, instead of refusing the first.
-        chat_template_kwargs (mapping): What else the chat template reads: `{"enable_thinking": False}`.
+        skip_bad_rows (`bool`): Leave out malformed rows and count them, instead of refusing the first one.
+        chat_template_kwargs (mapping): Further options of the chat template: `{"enable_thinking": False}`.
         max_image_pixels (`int`, *optional*): Width times height of the largest image; larger ones are shrunk, and
             written beside `output`.
     """
@@ -97,15 +97,16 @@ class PrepareSettings:
 
 @dataclass(slots=True)
 class Prepared:
-    """What became of the rows.
+    """Counts of the rows that were read, written and left out.
 
     Args:
-        num_rows (`int`): How many were read.
-        num_kept (`int`): How many conversations were written.
-        num_sequences (`int`): Sequences to train on.
-        num_tokens (`int`): Tokens in all of those.
-        num_cut (`int`): Sequences that will be cut at the greatest length.
-        left_out (`dict[str, tuple[int, str]]`): Reason -> how many rows, and the first of them.
+        num_rows (`int`): Number of rows that were read.
+        num_kept (`int`): Number of conversations that were written.
+        num_sequences (`int`): Number of sequences to train on.
+        num_tokens (`int`): Number of tokens in these sequences.
+        num_cut (`int`): Number of sequences that will be cut at the greatest length.
+        left_out (`dict[str, tuple[int, str]]`): By reason, the number of rows that were left out, and the first of
+            them.
     """
 
     num_rows: int = 0

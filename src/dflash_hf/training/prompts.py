@@ -35,16 +35,16 @@ MAX_EMPTY_BATCHES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
-    """How many prompts to write, and how.
+    """The number of prompts to write, and their settings.
 
     Args:
-        output (`Path`): The file to write, or to go on with.
-        num_prompts (`int`): How many.
-        max_new_tokens (`int`): Longest prompt in tokens; unfinished ones are left out.
-        batch_size (`int`): How many are written at once.
-        temperature, top_p (`float`): How they are sampled.
-        seed (`int`): Of the samples.
-        chat_template_kwargs (mapping): What else the chat template reads.
+        output (`Path`): The file to write, or to continue.
+        num_prompts (`int`): Number of prompts.
+        max_new_tokens (`int`): Longest prompt in tokens. Unfinished prompts are left out.
+        batch_size (`int`): Number of prompts that are written at once.
+        temperature, top_p (`float`): Settings of sampling.
+        seed (`int`): Seed for sampling.
+        chat_template_kwargs (mapping): Further options of the chat template.
     """
 
     output: Path
@@ -74,16 +74,16 @@ class PromptSettings:
 def write_prompts(
     settings: PromptSettings, target: PreTrainedModel, processing_class: Processing
 ) -> int:
-    """Lets the target write prompts, as many as asked for in all; goes on with a file that is there.
+    """Lets the target write prompts, up to the number of the settings. A file that exists is continued.
 
-    Those that are empty, unfinished or written before are left out.
+    Prompts that are empty, unfinished or already written are left out.
 
     Returns:
-        `int`: How many there are.
+        `int`: The number of prompts in the file.
 
     Raises:
-        ValueError: If the chat template reads no such keyword or writes no turns of the user's, the target writes
-            none, or the disk is full.
+        ValueError: If the chat template does not read a given option or writes no turns of the user, if the target
+            writes no prompt, or if the disk is full.
     """
     settings.check()
     template = ChatTemplate(processing_class, settings.chat_template_kwargs)

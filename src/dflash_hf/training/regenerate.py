@@ -33,17 +33,17 @@ def regenerate_answers(
 
     Args:
         target (`PreTrainedModel`): The target.
-        prompts (sequence): Prompts, generation prompt included: ids, what a processor gives for one prompt (images
-            included), or an [`Example`] without an answer. Only those of a batch are held at a time, so a sequence may
-            build them when asked; see [`ChatDataset`].
+        prompts (sequence): Prompts, generation prompt included. Each is a list of ids, the output of a processor for
+            one prompt (images included), or an [`Example`] without an answer. Only the prompts of one batch are in
+            memory, so a sequence may build them when they are read; see [`ChatDataset`].
         max_new_tokens (`int`): Longest answer in tokens.
-        eos_token_id (`int` or `list[int]`): What ends an answer; `[]` if only the limit does.
-        pad_token_id (`int`): Of the tokenizer.
+        eos_token_id (`int` or `list[int]`): Tokens that end an answer; `[]` if only the limit does.
+        pad_token_id (`int`): The tokenizer's pad token.
         batch_size (`int`): Prompts per call.
         guesses (sequence of sequences of `int`, *optional*): A likely answer to each prompt, its end token included.
-            One forward tells whether it is what the target would write; only the others are generated. An empty guess
-            is none.
-        draft (`PreTrainedModel`, *optional*): A draft of the target's, which makes it faster; the answers are the
+            One forward tells whether the target would write this answer. Only the other answers are generated. An
+            empty guess counts as no guess.
+        draft (`PreTrainedModel`, *optional*): A draft of the target, which makes the call faster. The answers are the
             same.
 
     Returns:

@@ -64,22 +64,23 @@ COUNTED = ("loss", "selector_loss", "weight", "correct", "count", "blocks", "acc
 class DFlashTrainer(Trainer):
     """Trains a draft for a target: `DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)`.
 
-    `log` also gets `accuracy_1`, `accuracy_2`, ... (share of right argmaxes per slot; with a selector, of its own),
-    `block_acceptance` (mean of 1 + right argmaxes before the first wrong one, over the sampled anchors) and, for a
-    DFlash 2 draft, `selector_loss`; its `loss` is that of the logits alone. `tokens_per_second`, `rows_per_second` and
-    `data_wait_share` are those of the steps since the last record, which took `seconds`. The same records go to
-    `metrics.jsonl` in the output folder. Evaluation walks the acceptance of the whole set, divided among the
-    processes: `eval_acceptance_length`.
+    `log` also gets `accuracy_1`, `accuracy_2`, ... (the share of right argmaxes per slot; with a selector, of the
+    selector's choices) and `block_acceptance` (mean of 1 + right argmaxes before the first wrong one, over the sampled
+    anchors). For a DFlash 2 draft, it also gets `selector_loss`, and `loss` is the loss of the logits alone.
+    `tokens_per_second`, `rows_per_second` and `data_wait_share` cover the steps since the last record, which took
+    `seconds`. The same records go to `metrics.jsonl` in the output folder. An evaluation walks all answers of the set
+    as chains of whole blocks, divided among the processes: `eval_acceptance_length`.
 
     Args:
         model (`DFlashDraftModel`, or that wrapped by PEFT): The draft, trained in place, in float32 at least: weights
             in bfloat16 or float16 become float32 here.
-        target (`PreTrainedModel`): Frozen here (`requires_grad_(False)`, `eval()`), of any dtype, never saved. Moved
-            to the draft's device unless it is quantised or has a device map. Of [`load_vocabulary`] if all features
-            are in `args.feature_cache`, those of the held-out examples too.
+        target (`PreTrainedModel`): The target, of any dtype. It is frozen here (`requires_grad_(False)`, `eval()`) and
+            never saved. It is moved to the draft's device unless it is quantised or has a device map. It may come from
+            [`load_vocabulary`] if `args.feature_cache` has all features, also those of the held-out examples.
         args ([`DFlashTrainingArguments`]): Options.
         train_dataset (sequence of [`Example`], *optional*): Prompts with the target's own answers, with and without
-            images. It may build them when asked; with `lengths` (tokens of each) none is built before it is needed.
+            images. It may build them when they are read. If it has `lengths` (tokens of each), none is built before it
+            is needed.
         eval_dataset (sequence of [`Example`], or a mapping of them, *optional*): Held-out examples.
         processing_class (tokenizer or processor, *optional*): Saved beside the draft.
         callbacks (`list[TrainerCallback]`, *optional*): As in `Trainer`.
@@ -167,7 +168,7 @@ class DFlashTrainer(Trainer):
 
     @property
     def draft(self) -> DFlashDraftModel:
-        """The draft itself, without what DDP, accelerate or PEFT put around it."""
+        """The draft itself, without the wrappers of DDP, accelerate and PEFT."""
         model = self.accelerator.unwrap_model(self.model)
         if hasattr(model, "get_base_model"):
             return model.get_base_model()
@@ -193,9 +194,9 @@ class DFlashTrainer(Trainer):
     ) -> TrainOutput:
         """Trains to the last step; the draft is trained in place and left in eval mode.
 
-        Overrides: `args.resume_from_checkpoint` counts too, checkpoints that were not written to their end are passed
-        over, `args.eval_on_start` is for a run that begins, and the seed is set again, so that what happened before
-        cannot matter.
+        Overrides: `args.resume_from_checkpoint` counts too. Incomplete checkpoints are passed over.
+        `args.eval_on_start` holds only for a run that begins. The seed is set again, so that earlier calls change
+        nothing.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): A `checkpoint-<step>` folder, or `True` for the

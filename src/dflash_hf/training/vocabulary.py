@@ -18,15 +18,15 @@ logger: Any = logging.get_logger(__name__)
 def frequent_tokens(
     examples: Sequence[Example], size: int, always: Iterable[int] = ()
 ) -> list[int]:
-    """Chooses the tokens of a reduced vocabulary by how often the target wrote them, and logs what they cover.
+    """Chooses the target's most frequent tokens for a reduced vocabulary, and logs the share that they cover.
 
-    A smaller head makes a draft's step shorter; a token that it lacks is never proposed, and ends each block in which
-    it comes.
+    A smaller head makes a draft's step shorter. A token that it lacks is never proposed, so no guess after it in a
+    block is accepted.
 
     Args:
         examples (sequence of [`Example`]): The training data; tokens of prompts do not count.
-        size (`int`): Most tokens to choose. There are fewer where the answers hold fewer different ones.
-        always (iterable of `int`): Tokens to choose whatever their number, such as those that end an answer.
+        size (`int`): Maximum number of tokens. There are fewer if the answers hold fewer different ones.
+        always (iterable of `int`): Tokens that are always chosen, such as those that end an answer.
 
     Returns:
         `list[int]`: Ids in ascending order, the `draft_token_ids` of [`DFlashDraftModel.from_target`].

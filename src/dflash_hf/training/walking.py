@@ -26,7 +26,7 @@ from dflash_hf.training.loss import block_labels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalkedAcceptance:
-    """What greedy decoding with a draft would commit.
+    """The tokens that greedy decoding with a draft would commit if all verifies had one width.
 
     Args:
         committed (`list[list[int]]`): Per row, tokens committed at each verify, the bonus token included, answer
@@ -170,7 +170,9 @@ def walked_acceptance(
     cache: FeatureCache | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> WalkedAcceptance:
-    """Walks every answer of every example as greedy `generate` would go over it, one call for each answer.
+    """Walks every answer of every example as greedy `generate` would, with one call for each answer.
+
+    All verifies have one width. Each is a chain, or a tree under `is_tree`.
 
     Args:
         draft (`DFlashDraftModel`): The draft; its mode is restored.
@@ -179,8 +181,8 @@ def walked_acceptance(
         block_size, verify_width (`int`, *optional*): See `accepted_at_anchors`.
         batch_size (`int`): Examples per forward.
         is_tree (`bool`): See `accepted_at_anchors`.
-        cache ([`FeatureCache`], *optional*): Where the tapped states of all examples are; by default the target runs.
-        on_batch (callable, *optional*): Told the number of examples done after each batch.
+        cache ([`FeatureCache`], *optional*): The stored tapped states of all examples; by default the target runs.
+        on_batch (callable, *optional*): Called after each batch with the number of examples that are done.
     """
     was_training = draft.training
     draft.eval()
