@@ -24,6 +24,18 @@ TEMPLATE = """{%- for message in messages %}{{- '<|im_start|>' + message.role + 
 {%- endfor %}
 {%- if message.role != 'assistant' %}{{- '<|im_end|>' }}{% endif %}{{- '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+# As SmolVLM's and LLaVA-OneVision's: a content that is a text is left out.
+PARTS_ONLY = (
+    """{% for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}
+{%- for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
+{%- elif line['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% endif %}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+    """{% for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}
+{%- for part in m['content'] | selectattr('type', 'equalto', 'image') %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{% endfor %}
+{%- for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+)
 SIZE = {"shortest_edge": 64, "longest_edge": 4096}
 PICTURES: dict[str, Any] = {
     "size": SIZE,

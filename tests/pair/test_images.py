@@ -24,6 +24,7 @@ from dflash_hf.doctor.probe import Probe, variant
 from dflash_hf.pair.answers import answer, compare_with_plain, encode_prompt
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.target_model.parts import find_target
+from helpers.processors import PARTS_ONLY
 from helpers.vision_pair import KINDS, write_vision_pair
 from helpers.whole_blocks import use_whole_blocks
 
@@ -105,6 +106,26 @@ def test_prompts_are_encoded_as_the_processor_does(folder: Path) -> None:
     assert torch.equal(
         spoken["input_ids"], encode_prompt(processor, turn, target.device)["input_ids"]
     )
+
+
+@pytest.mark.parametrize("template", PARTS_ONLY)
+def test_texts_reach_templates_that_read_only_parts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    _, _, processor = loaded(folder)
+    monkeypatch.setattr(processor, "chat_template", template)
+    picture = {"type": "image", "path": str(folder / "pictures" / "000.png")}
+    seen = [{"type": "text", "text": "See:"}, picture]
+    says = ({"role": "system", "content": "Be brief."}, {"role": "assistant", "content": ""})
+    turns = [{"role": "user", "content": "2+2?"}, says[1], {"role": "user", "content": seen}]
+    for prompt, words in (
+        ("2+2?", ["2+2?"]),
+        ([says[0], *turns], ["system\nBe brief.", "user\n2+2?", "See:"]),
+    ):
+        inputs = encode_prompt(processor, prompt, torch.device("cpu"))
+        text = processor.tokenizer.decode(inputs["input_ids"][0])
+        assert all(word in text for word in words), text
+    assert turns[0] == {"role": "user", "content": "2+2?"}
 
 
 def test_images_need_a_processor_a_template_and_a_good_file(folder: Path, tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import ByT5Tokenizer
+from transformers import AutoProcessor, ByT5Tokenizer
 
+from dflash_hf.serve.messages import read_messages
 from dflash_hf.serve.pair import Pair
-from helpers.processors import qwen_tokenizer
+from helpers.processors import PARTS_ONLY, published_folder, qwen_target, qwen_tokenizer
 from helpers.scripted_server import Found, InProcess
 from tiny import tiny_draft, tiny_target
 
@@ -132,6 +134,19 @@ def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) ->
             f"expected tokens of the target, which are those below {id}, got ['<|more|>']; leave them out"
         )
     both_ways(server, False, prompt="hi", max_tokens=4)
+
+
+@pytest.mark.parametrize("template", PARTS_ONLY)
+def test_texts_reach_templates_that_read_only_parts(template: str, tmp_path: Path) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path))
+    processor.chat_template = template
+    target = qwen_target(processor)
+    pair = Pair(target, tiny_draft(target), processor, name="x", encoding={}, note=str)
+    content = ["Be brief.", "2+2?", "", [{"type": "text", "text": "See:"}]]
+    roles = ["system", "user", "assistant", "user"]
+    sent = [{"role": role, "content": said} for role, said in zip(roles, content, strict=True)]
+    text = processor.apply_chat_template(read_messages(sent, pair), tokenize=False)
+    assert all(word in text for word in ("system\nBe brief.", "user\n2+2?", "user\nSee:")), text
 
 
 def test_a_python_tokenizer_is_served(serve: Serve) -> None:

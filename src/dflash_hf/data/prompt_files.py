@@ -68,6 +68,18 @@ def with_joined_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return found
 
 
+def with_text_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns messages as templates that read only blocks take them: a content that is a text is one block.
+
+    Such templates, as SmolVLM's, leave a text out.
+    """
+    found = [dict(message) for message in messages]
+    for message in found:
+        if isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return found
+
+
 def joined_texts(content: Any) -> Any:
     """Returns a turn's blocks as one text, a line each, if all are texts, and any other content as it is."""
     if not isinstance(content, list | tuple):

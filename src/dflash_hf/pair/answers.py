@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
@@ -19,6 +20,7 @@ from dflash_hf.data.prompt_files import (
     image_names,
     text_of,
     with_joined_texts,
+    with_text_parts,
 )
 from dflash_hf.errors import one_line
 from dflash_hf.generation.stats import SpeculativeStats
@@ -26,6 +28,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.agreement import Agreement, agreement
 
 Processor = PreTrainedTokenizerBase | ProcessorMixin
+PROBE = "one text of a turn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,20 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
     return either.tokenizer
 
 
+def rendered(processor: Processor, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what the chat template writes of messages; nothing where it refuses them, or there is no template."""
+    either = cast(Any, processor)
+    try:
+        return str(either.apply_chat_template(messages, tokenize=False))
+    except (TypeError, ValueError, AttributeError, TemplateError):
+        return ""
+
+
+def renders_texts(processor: Processor) -> bool:
+    """Returns whether the chat template writes a turn whose content is a text, and not only lists of parts."""
+    return PROBE in rendered(processor, [{"role": "user", "content": PROBE}])
+
+
 def encode_prompt(
     processor: Processor,
     prompt: Prompt,
@@ -159,6 +176,8 @@ def encode_prompts(
         conversations = [as_messages(prompt) for prompt in prompts]
         if processor is tokenizer:
             conversations = [with_joined_texts(messages) for messages in conversations]
+        elif not renders_texts(processor):
+            conversations = [with_text_parts(messages) for messages in conversations]
         try:
             encoded = either.apply_chat_template(
                 conversations,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
-from dflash_hf.data.prompt_files import joined_texts
+from dflash_hf.data.prompt_files import joined_texts, with_text_parts
 from dflash_hf.errors import one_line, shown
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import FIX, INVALID, Refusal, has_whole_characters, need
@@ -56,6 +56,8 @@ def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
             what = "content of each turn (or a list of parts)"
             check_text(content, PARAM, what, may_be_empty=True)
         turns.append(turn)
+    if not pair.takes_texts:
+        turns = with_text_parts(turns)
     return turns
 
 

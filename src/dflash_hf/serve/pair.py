@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel
 from transformers.cli.serving.utils import get_response_template
 
 from dflash_hf.errors import is_a
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.pair.answers import Processor, tokenizer_of
+from dflash_hf.pair.answers import PROBE, Processor, rendered, renders_texts, tokenizer_of
 from dflash_hf.serve.engine import Engine
 from dflash_hf.serve.metrics import Metrics
 from dflash_hf.serve.rows import BatchEngine, rows_for
 
 DEFAULT_TOKENS = 1024  # of an answer, where neither the request nor the target says more
-PROBE = "one part of a turn"
 
 
 class Pair:
@@ -60,6 +58,7 @@ class Pair:
         )
         self.takes_images = processor is not self.tokenizer
         self.takes_parts = self.takes_images or self._renders_parts()
+        self.takes_texts = not self.takes_images or renders_texts(processor)
         self.takes_developer = self._renders_developer()
         # How thoughts and calls of tools are marked in an answer; empty where nothing is known of it.
         self.markup: dict[str, Any] = get_response_template(processor, target) or {}
@@ -76,19 +75,11 @@ class Pair:
 
     def _renders_parts(self) -> bool:
         """Whether the chat template renders a list of text parts itself, and not as Python would print it."""
-        text = self._rendered([{"role": "user", "content": [{"type": "text", "text": PROBE}]}])
+        parts = [{"type": "text", "text": PROBE}]
+        text = rendered(self.processor, [{"role": "user", "content": parts}])
         return PROBE in text and "'type'" not in text and '"type"' not in text
 
     def _renders_developer(self) -> bool:
         """Whether the chat template writes turns of a developer, and neither leaves them out nor refuses them."""
         turns = [{"role": "developer", "content": PROBE}, {"role": "user", "content": "Hello."}]
-        return PROBE in self._rendered(turns)
-
-    def _rendered(self, turns: list[dict[str, Any]]) -> str:
-        """What the chat template makes of turns; nothing where it refuses them, or there is no template."""
-        if not self.template:
-            return ""
-        try:
-            return str(self.processor.apply_chat_template(turns, tokenize=False))
-        except (TypeError, ValueError, AttributeError, TemplateError):
-            return ""
+        return PROBE in rendered(self.processor, turns)
