@@ -327,6 +327,18 @@ def test_white_space_at_the_end_stays_behind_marks_of_the_prompt() -> None:
             assert "".join(piece.text for piece in pieces) == says
 
 
+def test_calls_are_read_as_the_chat_template_asks_for_them() -> None:
+    target, draft, tokenizer = load_pair(*named_pair("text"))
+    asked = "{# <tool_call>\n<function=name>\n<parameter=key> #}"  # as Qwen3-Coder's template
+    for asks, says in ((asked, XML), ("", CALL)):
+        tokenizer.chat_template = RICH + asks
+        pair = Pair(target, draft, tokenizer, name="text", encoding={}, note=str)
+        reader = MarkupReader(pair.markup, "", TOOLS)
+        pieces = [*reader.add(f"A\n{says}"), *reader.end()]
+        called = [(p.name, json.loads(p.text)) for p in pieces if p.kind == "call"]
+        assert called == [("f", ARGUMENTS)], asks
+
+
 def test_a_close_mark_in_a_list_of_calls() -> None:
     field = {
         "open": "<calls>",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -61,7 +62,7 @@ class Pair:
         self.takes_texts = not self.takes_images or renders_texts(processor)
         self.takes_developer = self._renders_developer()
         # How thoughts and calls of tools are marked in an answer; empty where nothing is known of it.
-        self.markup: dict[str, Any] = get_response_template(processor, target) or {}
+        self.markup: dict[str, Any] = self._response_template()
         self.vocabulary: Any = None  # llguidance's, made where a form is asked for
         own_limit: Any = self.target.generation_config.max_new_tokens
         self.default_tokens = DEFAULT_TOKENS
@@ -72,6 +73,16 @@ class Pair:
         self.engine: Engine = BatchEngine(
             target, draft, self.tokenizer, note, num_rows, max_kept_bytes
         )
+
+    def _response_template(self) -> dict[str, Any]:
+        markup = get_response_template(self.processor, self.target) or {}
+        calls = markup.get("fields", {}).get("tool_calls", {})
+        # Qwen3-Coder has the model types of Qwen3, but its chat template asks for calls as Qwen3.5 writes them.
+        asks_for_xml = calls.get("content") == "json" and "<function=" in self.template
+        if asks_for_xml:
+            other: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3_5"))
+            markup = get_response_template(None, other) or {}
+        return markup
 
     def _renders_parts(self) -> bool:
         """Whether the chat template renders a list of text parts itself, and not as Python would print it."""
