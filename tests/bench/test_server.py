@@ -42,6 +42,13 @@ COUNTERS = ("vllm", "llamacpp")
 SAYS = "says "
 # More than the connections that httpx keeps by default.
 MANY = 120
+# Ends of lines to `str.splitlines`, which may be in a text of JSON as they are.
+ENDS = "a\u2028b\u2029c\u0085d"
+PIECES = [
+    {"choices": [{"delta": {"content": ENDS}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 7}},
+]
+STREAMED = "".join(f"data: {json.dumps(piece, ensure_ascii=False)}\r\n\r\n" for piece in PIECES)
 PNG = next((TOY / "vision" / "pictures").rglob("*.png"))
 
 
@@ -339,6 +346,11 @@ def test_what_is_no_answer_is_a_sentence(small: Small, sentence: str) -> None:
 def test_what_is_no_piece_is_a_sentence(small: Small, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}"):
         asked(OpenAIClient(small.url, "small"), "stream", {"messages": HELLO})
+
+
+@pytest.mark.parametrize("small", [f"{SAYS}{STREAMED}data: [DONE]"], indirect=True)
+def test_only_line_feeds_end_the_lines_of_a_stream(small: Small) -> None:
+    assert asked(OpenAIClient(small.url, "small"), "stream", {"messages": HELLO}).text == ENDS
 
 
 @pytest.mark.parametrize("url", ["http://localhost:abc", "http://[::1", "http://x\n"])

@@ -558,6 +558,15 @@ def test_an_error_in_a_stream_is_one_object_and_the_end(server: InProcess) -> No
     assert caught.value.type == "server_error"
 
 
+def test_clients_that_end_lines_anywhere_read_a_stream(server: InProcess) -> None:
+    said = "a\u2028b\u2029c\u0085d"
+    fields = prepare(server, Case("ends", {"messages": HELLO, "stream": True}, says=said))
+    with httpx.stream("POST", f"{server.url}/chat/completions", json=fields, timeout=60) as reply:
+        lines = [line for line in reply.iter_lines() if line]
+    chunks = [line.removeprefix("data: ") for line in lines if line != "data: [DONE]"]
+    assert read([json.loads(chunk) for chunk in chunks]).content == said
+
+
 def read_counters(address: str) -> dict[str, float]:
     client = OpenAIClient(address)
 

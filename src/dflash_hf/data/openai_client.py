@@ -299,9 +299,19 @@ def _first_object(values: Any) -> dict[str, Any]:
     return first if isinstance(first, dict) else {}
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream, which end at line feeds alone: `aiter_lines` ends them at U+2028 and others too."""
+    rest = ""
+    async for text in response.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line
+    yield rest
+
+
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The events of a stream, up to its end."""
-    async for line in response.aiter_lines():
+    async for line in _lines(response):
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
             continue

@@ -241,5 +241,5 @@ def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
 
 
 def event(content: dict[str, Any]) -> str:
-    """Returns an event of a stream."""
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """Returns an event of a stream, in ASCII: some clients end lines at U+2028 too, which a text may have."""
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
