@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from transformers import AutoProcessor, ByT5Tokenizer
 
 from dflash_hf.serve.messages import read_messages
 from dflash_hf.serve.pair import Pair
+from dflash_hf.serve.refusal import Refusal
 from helpers.processors import PARTS_ONLY, published_folder, qwen_target, qwen_tokenizer
 from helpers.scripted_server import Found, InProcess
 from tiny import tiny_draft, tiny_target
@@ -136,12 +140,38 @@ def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) ->
     both_ways(server, False, prompt="hi", max_tokens=4)
 
 
-@pytest.mark.parametrize("template", PARTS_ONLY)
-def test_texts_reach_templates_that_read_only_parts(template: str, tmp_path: Path) -> None:
+@pytest.fixture
+def vision(tmp_path: Path) -> Pair:
+    """A tiny pair for images, with a processor as it is published."""
     processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path))
-    processor.chat_template = template
     target = qwen_target(processor)
-    pair = Pair(target, tiny_draft(target), processor, name="x", encoding={}, note=str)
+    return Pair(target, tiny_draft(target), processor, name="x", encoding={}, note=str)
+
+
+def test_large_images_stay_as_large_as_they_are(
+    vision: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (2600, 2000)).save(buffer, "PNG")
+    code = base64.b64encode(buffer.getvalue()).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{code}"}}
+    sent = [{"role": "user", "content": [part]}] * 2
+    turns = read_messages(sent, vision)
+    assert [turn["content"][0]["image"].size for turn in turns] == [(2600, 2000)] * 2
+    monkeypatch.setattr("dflash_hf.serve.messages.MAX_PIXELS_OF_ALL", 10_000_000)
+    with pytest.raises(
+        Refusal, match="together at most 10000000 pixels, got 10400000; shrink them"
+    ):
+        read_messages(sent, vision)
+
+
+@pytest.mark.parametrize("template", PARTS_ONLY)
+def test_texts_reach_templates_that_read_only_parts(template: str, vision: Pair) -> None:
+    processor = vision.processor
+    processor.chat_template = template
+    pair = Pair(
+        vision.target, tiny_draft(vision.target), processor, name="x", encoding={}, note=str
+    )
     content = ["Be brief.", "2+2?", "", [{"type": "text", "text": "See:"}]]
     roles = ["system", "user", "assistant", "user"]
     sent = [{"role": role, "content": said} for role, said in zip(roles, content, strict=True)]

@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.data.image_files import MAX_FILE_BYTES, read_image
+from dflash_hf.data.image_files import MAX_FILE_BYTES, MAX_PIXELS, read_image
 from dflash_hf.data.prompt_files import joined_texts, with_text_parts
 from dflash_hf.errors import one_line, shown
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import FIX, INVALID, Refusal, has_whole_characters, need
 
 MAX_IMAGES = 16
+MAX_PIXELS_OF_ALL = 256_000_000  # of a request's images, decoded: 768 MB
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of a turn that reach the chat template; others are refused.
 TURN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
@@ -31,6 +32,7 @@ def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
     need(is_list, PARAM, "messages, a list of turns", messages)
     turns: list[dict[str, Any]] = []
     num_images = 0
+    num_pixels = 0
     for message in messages:
         is_turn = isinstance(message, dict)
         need(is_turn, PARAM, "turns with role and content in messages", message)
@@ -51,7 +53,13 @@ def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
             num_images += sum(_is_image(part) for part in content)
             what = f"at most {MAX_IMAGES} images"
             need(num_images <= MAX_IMAGES, PARAM, what, num_images, "send fewer")
-            turn["content"] = _joined([_part(part, pair) for part in content], pair)
+            parts: list[dict[str, Any]] = []
+            for part in content:
+                parts.append(_part(part, pair))
+                num_pixels += _num_pixels(parts[-1])
+                what = f"images of together at most {MAX_PIXELS_OF_ALL} pixels"
+                need(num_pixels <= MAX_PIXELS_OF_ALL, PARAM, what, num_pixels, "shrink them")
+            turn["content"] = _joined(parts, pair)
         else:
             what = "content of each turn (or a list of parts)"
             check_text(content, PARAM, what, may_be_empty=True)
@@ -87,6 +95,14 @@ def _read_reasoning(turn: dict[str, Any]) -> None:
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def _num_pixels(part: dict[str, Any]) -> int:
+    """How many pixels a part has that was read; none of a text."""
+    if part["type"] == "text":
+        return 0
+    width, height = part["image"].size
+    return width * height
 
 
 def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,7 +153,7 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
         sentence = f"expected base64 in each image, got {shown(code)}; encode it anew"
         raise Refusal(sentence, 400, INVALID, PARAM) from error
     try:
-        image = read_image(Path("an image"), data).image
+        image = read_image(Path("an image"), data, MAX_PIXELS).image
     except ValueError as error:
         raise Refusal(one_line(error), 400, "invalid_image", PARAM) from error
     return {"type": "image", "image": image}
