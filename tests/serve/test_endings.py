@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import named_pair
-from dflash_hf.cli.serve import note
+from dflash_hf.cli.serve import note, remarks
 from dflash_hf.generation import prefill, running_batch
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.app import build_app
@@ -344,6 +344,20 @@ def test_wrong_options_are_said() -> None:
     assert "expected a place to listen, got no.such.host.invalid:8000" in refused(
         "--host", "no.such.host.invalid"
     )
+
+
+def served(max_rows: int) -> Pair:
+    return Pair(*loaded(), name="x", encoding={}, note=str, max_rows=max_rows)
+
+
+def test_an_option_that_changes_nothing_is_said() -> None:
+    kept = (
+        "answers are decoded one at a time, and nothing is kept of them, so --kept-gib changes nothing; pass "
+        "--max-rows"
+    )
+    assert remarks(served(1), False, 2.0) == [kept]
+    for max_rows, kept_gib in ((1, None), (1, 0.0), (8, 2.0)):
+        assert remarks(served(max_rows), False, kept_gib) == []
 
 
 def test_answers_go_on_where_nobody_reads_the_log(

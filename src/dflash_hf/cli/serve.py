@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,6 +26,11 @@ from dflash_hf.cli.pair import BUNDLED, check_one_pair, given_or_bundled
 from dflash_hf.data.prompt_files import NO_OPTIONS_OF_A_SERVER
 from dflash_hf.errors import one_line
 from dflash_hf.pair.loading import load_pair
+
+if TYPE_CHECKING:
+    from dflash_hf.serve.pair import Pair
+
+KEPT_GIB = 1.0  # by default
 
 
 def serve(
@@ -52,14 +57,14 @@ def serve(
         ),
     ] = None,
     kept_gib: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="GiB for the keys and values of earlier texts. A request that begins with an earlier text uses "
-            "these keys and values again. 0 keeps nothing.",
+            "these keys and values again. 0 keeps nothing, and so does --max-rows 1; default: 1.",
             min=0.0,
             max=4096.0,
         ),
-    ] = 1.0,
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
@@ -76,6 +81,9 @@ def serve(
     encoding = template_options(chat_template_kwargs, no_thinking, NO_OPTIONS_OF_A_SERVER)
     name = target or pair or "text"
     target, draft = given_or_bundled(target, draft, name, dtype)
+    max_kept_gib = KEPT_GIB
+    if kept_gib is not None:
+        max_kept_gib = kept_gib
     with listen(host, port) as listening:
         parts = server_parts()
         import torch
@@ -92,21 +100,31 @@ def serve(
                 encoding=encoding,
                 note=note,
                 max_rows=max_rows,
-                max_kept_bytes=int(kept_gib * 2**30),
+                max_kept_bytes=int(max_kept_gib * 2**30),
             )
             # In the thread that will answer
             served.engine.call(warm_up, *loaded, "Hello.")
-        if no_thinking and "enable_thinking" not in served.template:
-            typer.echo(
-                "the chat template has no enable_thinking, so --no-thinking changes nothing",
-                err=True,
-            )
+        for line in remarks(served, no_thinking, kept_gib):
+            typer.echo(line, err=True)
         address = f"[{host}]" if ":" in host else host
         place = f"http://{address}:{listening.getsockname()[1]}/v1"
         typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
         # Python leaves at once on SIGTERM otherwise.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         parts.Server(served).run(sockets=[listening])
+
+
+def remarks(served: Pair, no_thinking: bool, kept_gib: float | None) -> list[str]:
+    """Returns a line about each given option that changes nothing for this pair."""
+    found: list[str] = []
+    if no_thinking and "enable_thinking" not in served.template:
+        found.append("the chat template has no enable_thinking, so --no-thinking changes nothing")
+    if kept_gib and served.max_rows == 1:
+        found.append(
+            "answers are decoded one at a time, and nothing is kept of them, so --kept-gib changes nothing; pass "
+            "--max-rows"
+        )
+    return found
 
 
 def note(line: str) -> None:

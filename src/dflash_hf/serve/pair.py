@@ -69,9 +69,9 @@ class Pair:
         if is_a(own_limit, int) and own_limit > DEFAULT_TOKENS:
             self.default_tokens = own_limit
         self.metrics = Metrics(name)
-        num_rows = max_rows or rows_for(target)
+        self.max_rows = max_rows or rows_for(target)
         self.engine: Engine = BatchEngine(
-            target, draft, self.tokenizer, note, num_rows, max_kept_bytes
+            target, draft, self.tokenizer, note, self.max_rows, max_kept_bytes
         )
 
     def _response_template(self) -> dict[str, Any]:
