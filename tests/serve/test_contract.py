@@ -474,6 +474,19 @@ def test_a_developer_is_heard_where_a_template_knows_none(template: str) -> None
     assert "Be brief." in tokenizer.apply_chat_template(turns, tokenize=False)
 
 
+def test_tools_whose_calls_would_not_be_found_are_refused(server: InProcess) -> None:
+    fields = prepare(server, Case("llama", {"messages": HELLO}, "ok", markup="llama"))
+    found = server.ask("http", False, True, {**fields, "tools": TOOLS})
+    told = (found.status, found.error["param"], found.error["code"])
+    assert told == (400, "tools", "unsupported_parameter")
+    unread: list[dict[str, Any]] = [
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"chat_template_kwargs": {"tools": TOOLS}},
+    ]
+    for options in unread:
+        assert server.ask("http", False, True, {**fields, **options}).content == "ok"
+
+
 def test_parts_for_a_template_of_texts_are_lines() -> None:
     target, draft, tokenizer = load_pair(*named_pair("text"))
     pair = Pair(target, draft, tokenizer, name="text", encoding={}, note=str)

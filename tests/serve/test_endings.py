@@ -360,6 +360,13 @@ def test_an_option_that_changes_nothing_is_said() -> None:
         assert remarks(served(max_rows), False, kept_gib) == []
 
 
+def test_a_target_without_known_marks_is_said() -> None:
+    pair = served(8)
+    pair.markup = {}
+    said = "Transformers has no response template for qwen3, so reasoning stays in the text of an answer, and "
+    assert remarks(pair, False, None) == [said + "requests with tools are refused"]
+
+
 def test_answers_go_on_where_nobody_reads_the_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

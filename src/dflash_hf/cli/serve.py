@@ -115,8 +115,14 @@ def serve(
 
 
 def remarks(served: Pair, no_thinking: bool, kept_gib: float | None) -> list[str]:
-    """Returns a line about each given option that changes nothing for this pair."""
+    """Returns a line about what is not found in this pair's answers, and about each option that changes nothing."""
     found: list[str] = []
+    if served.template and not served.markup:
+        kind = served.target.config.model_type
+        found.append(
+            f"Transformers has no response template for {kind}, so reasoning stays in the text of an answer, and "
+            "requests with tools are refused"
+        )
     if no_thinking and "enable_thinking" not in served.template:
         found.append("the chat template has no enable_thinking, so --no-thinking changes nothing")
     if kept_gib and served.max_rows == 1:

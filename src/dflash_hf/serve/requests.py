@@ -17,7 +17,7 @@ from dflash_hf.serve.answers import hidden_tokens
 from dflash_hf.serve.engine import Sampling
 from dflash_hf.serve.flags import with_flags
 from dflash_hf.serve.grammar import Form, response_form, tool_form
-from dflash_hf.serve.markup import open_thoughts
+from dflash_hf.serve.markup import CALLS, open_thoughts
 from dflash_hf.serve.messages import (
     check_text,
     has_name,
@@ -295,6 +295,10 @@ def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
     need(not tools or knows_tools, "tools", what, tools, FIX, "unsupported_parameter")
     if body.get("tool_choice") == "none":
         return []
+    finds_calls = CALLS in pair.markup.get("fields", {})
+    what = "no tools, of whose calls no marks are known for this target"
+    action = "send them in chat_template_kwargs, under which calls stay text"
+    need(not tools or finds_calls, "tools", what, tools, action, "unsupported_parameter")
     return tools
 
 
