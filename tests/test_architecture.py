@@ -29,6 +29,7 @@ LEVELS = {
     "dflash_kernels": 0,
     "dflash_hf.undo": 0,
     "dflash_hf.errors": 1,
+    "dflash_hf.hosts": 1,
     "dflash_hf.devices": 1,
     "dflash_hf.plot_style": 1,
     "dflash_hf.tables": 1,

@@ -105,6 +105,7 @@ CLI_OPTIONS: dict[str, list[str]] = {
     "push": ["--license", "--private", "--target", "--to", "draft", "repo"],
     "serve": [
         "--chat-template-kwargs",
+        "--cors-origin",
         "--device",
         "--draft",
         "--dtype",

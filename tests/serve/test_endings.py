@@ -29,7 +29,7 @@ from dflash_hf.cli.pair import named_pair
 from dflash_hf.cli.serve import note, remarks
 from dflash_hf.generation import prefill, running_batch
 from dflash_hf.pair.loading import load_pair
-from dflash_hf.serve.app import build_app
+from dflash_hf.serve.app import build_app, guards
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.requests import MAX_TOOLS
 from dflash_hf.training.messages import ChatTemplate
@@ -51,6 +51,10 @@ HELD_AT = 4  # forwards of the target
 def loaded() -> tuple[Any, Any, Any]:
     """The bundled pair; every test leaves it as it was."""
     return load_pair(*named_pair("text"))
+
+
+def served(max_rows: int) -> Pair:
+    return Pair(*loaded(), name="x", encoding={}, note=str, max_rows=max_rows)
 
 
 class Held:
@@ -296,6 +300,68 @@ def test_tools_and_options_reach_the_template(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+# ---- requests of browsers
+
+PAGE = "http://localhost:3000"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os",
+}
+
+
+def answered(
+    host: str, origins: list[str], method: str, headers: dict[str, str], body: Any = None
+) -> httpx.Response:
+    """The response of a server that listens on `host` to one request."""
+    transport = httpx.ASGITransport(build_app(served(8), guards(host, origins)))
+
+    async def ask() -> httpx.Response:
+        address = "http://localhost:8000"
+        async with httpx.AsyncClient(transport=transport, base_url=address) as client:
+            return await client.request(
+                method, "/v1/chat/completions", headers=headers, json=body, timeout=60
+            )
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+def test_pages_of_an_allowed_origin_may_ask(allowed: str) -> None:
+    reply = answered("127.0.0.1", [allowed], "OPTIONS", PREFLIGHT)
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == allowed
+    assert (
+        reply.headers["access-control-allow-headers"]
+        == (PREFLIGHT["access-control-request-headers"])
+    )
+    asked = {**ASKED, "max_tokens": 2}
+    reply = answered("127.0.0.1", [allowed], "POST", {"origin": PAGE}, asked)
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == allowed
+    assert reply.headers["access-control-expose-headers"] == "x-acceptance-length"
+
+
+def test_pages_of_other_origins_may_not_ask() -> None:
+    elsewhere = {**PREFLIGHT, "origin": "http://evil.example"}
+    assert answered("127.0.0.1", [PAGE], "OPTIONS", elsewhere).status_code == 400
+    reply = answered("127.0.0.1", [], "OPTIONS", PREFLIGHT)
+    assert reply.status_code == 405
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_a_name_that_was_made_to_point_here_is_refused() -> None:
+    for host, called, status in [
+        ("127.0.0.1", "evil.example", 400),
+        ("127.0.0.1", "evil.example:8000", 400),
+        ("127.0.0.1", "localhost:9000", 200),
+        ("127.0.0.1", "127.0.0.1:8000", 200),
+        ("0.0.0.0", "my.machine.example", 200),
+    ]:
+        asked = {**ASKED, "max_tokens": 1}
+        assert answered(host, ["*"], "POST", {"host": called}, asked).status_code == status
+
+
 # ---- a server that does not begin
 
 
@@ -329,6 +395,9 @@ def test_a_transformers_without_these_parts_is_said(monkeypatch: pytest.MonkeyPa
 
 
 def test_wrong_options_are_said() -> None:
+    for origin in ("http://localhost:3000/", "localhost:3000", "https://*.example/x"):
+        said = "expected an origin as --cors-origin, such as http://localhost:3000, or *, got"
+        assert f"{said} '{origin}'; give scheme" in refused("--cors-origin", origin)
     assert "expected --pair, or --target and --draft, got both" in refused(
         "--pair", "text", "--draft", "x"
     )
@@ -344,10 +413,6 @@ def test_wrong_options_are_said() -> None:
     assert "expected a place to listen, got no.such.host.invalid:8000" in refused(
         "--host", "no.such.host.invalid"
     )
-
-
-def served(max_rows: int) -> Pair:
-    return Pair(*loaded(), name="x", encoding={}, note=str, max_rows=max_rows)
 
 
 def test_an_option_that_changes_nothing_is_said() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
-import socket
 from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_hf.chat.model import ChatModel
 from dflash_hf.chat.page import MINUTES, Page
+from dflash_hf.hosts import trusted_hosts
 
 MAX_BODY = 2 * 2**20  # of a request that is no upload: texts and names of uploaded files
 # of uploads
@@ -214,17 +213,11 @@ def guards(host: str, uploads: Uploads, share: bool = False, space: str = "") ->
 
     `space` is the public name of a Hugging Face Space that it runs in.
 
-    All requests to loopback come from here, also those of a page from elsewhere whose name was made to point here (DNS
-    rebinding): those call it by that name. Where it listens to others too, or is shared, nobody knows its names.
+    Where the server is shared, nobody knows its names.
     """
-    name = host.strip("[]").lower()
     hosts = ["*"]
-    if not share and all(
-        ipaddress.ip_address(info[4][0]).is_loopback for info in socket.getaddrinfo(name, None)
-    ):
-        if ":" in name:  # IPv6
-            name = f"[{name}]"
-        hosts = ["localhost", "127.0.0.1", "[::1]", name]
+    if not share:
+        hosts = trusted_hosts(host)
     by_name = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return [by_name, Middleware(Guard, uploads=uploads, space=space)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from dflash_hf.cli.options import (
 )
 from dflash_hf.cli.pair import BUNDLED, check_one_pair, given_or_bundled
 from dflash_hf.data.prompt_files import NO_OPTIONS_OF_A_SERVER
-from dflash_hf.errors import one_line
+from dflash_hf.errors import one_line, require
 from dflash_hf.pair.loading import load_pair
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ def serve(
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 chooses a free port.", min=0, max=65535)
     ] = 8000,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose web pages may ask the server from a browser, such as http://localhost:3000; * allows "
+            "all origins. Repeat for each origin; default: none.",
+        ),
+    ] = None,
     no_thinking: NoThinkingOption = False,
     chat_template_kwargs: Annotated[
         str,
@@ -78,6 +86,7 @@ def serve(
         raise ValueError(
             "expected --target beside --draft, got --draft alone; give both, or give --pair"
         )
+    origins = checked_origins(cors_origin or [])
     encoding = template_options(chat_template_kwargs, no_thinking, NO_OPTIONS_OF_A_SERVER)
     name = target or pair or "text"
     target, draft = given_or_bundled(target, draft, name, dtype)
@@ -111,7 +120,16 @@ def serve(
         typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
         # Python leaves at once on SIGTERM otherwise.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        parts.Server(served).run(sockets=[listening])
+        parts.Server(served, parts.guards(host, origins)).run(sockets=[listening])
+
+
+def checked_origins(origins: list[str]) -> list[str]:
+    """Returns origins as browsers send them; raises `ValueError` for what no browser would send."""
+    for origin in origins:
+        is_origin = re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin) is not None
+        what = "an origin as --cors-origin, such as http://localhost:3000, or *"
+        require(is_origin or origin == "*", what, origin, "give scheme, host and port alone")
+    return origins
 
 
 def remarks(served: Pair, no_thinking: bool, kept_gib: float | None) -> list[str]:

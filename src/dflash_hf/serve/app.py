@@ -11,19 +11,23 @@ import asyncio
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dflash_hf.errors import one_line, shown
+from dflash_hf.hosts import trusted_hosts
 from dflash_hf.serve.engine import Ended
 from dflash_hf.serve.exchange import Exchange
 from dflash_hf.serve.pair import Pair
@@ -35,6 +39,7 @@ PAGES = (
     "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, "
     "GET /metrics, GET /health, POST /load_model"
 )
+LENGTH_HEADER = "x-acceptance-length"
 UNREAD = (408, 413, 415)  # what is left of a body that was not read ends with its connection
 PATIENCE = 1.0  # seconds without a byte of a body that is not complete
 
@@ -167,12 +172,37 @@ def whole(content: dict[str, Any]) -> Response:
     response = JSONResponse(content)
     length = content["choices"][0]["acceptance_length"]
     if length is not None:
-        response.headers["x-acceptance-length"] = f"{length:.4f}"
+        response.headers[LENGTH_HEADER] = f"{length:.4f}"
     return response
 
 
-def build_app(pair: Pair) -> Starlette:
-    """Returns the server's pages as an ASGI application."""
+def guards(host: str, cors_origins: Sequence[str]) -> list[Middleware]:
+    """Returns what stands before the pages of a server that listens on `host`, the outermost first.
+
+    Args:
+        host (`str`): Where it listens.
+        cors_origins (sequence of `str`): Origins whose pages may ask in a browser; `*` for all.
+
+    Raises:
+        OSError: If there is no such host.
+    """
+    hosts = trusted_hosts(host)
+    found = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
+    if cors_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(cors_origins),
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=[LENGTH_HEADER],
+            )
+        )
+    return found
+
+
+def build_app(pair: Pair, middleware: Sequence[Middleware] = ()) -> Starlette:
+    """Returns the server's pages as an ASGI application, behind some middleware."""
     model = {
         "id": pair.name,
         "object": "model",
@@ -217,15 +247,20 @@ def build_app(pair: Pair) -> Starlette:
         Route("/metrics", pair.metrics.page),
         Route("/health", lambda _: JSONResponse({"status": "ok"})),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: no_page})
+    return Starlette(
+        routes=routes,
+        middleware=list(middleware),
+        exception_handlers={HTTPException: no_page},
+    )
 
 
 class Server(uvicorn.Server):
     """Ends every run when it is told to stop, and waits a little for those who read slowly."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, middleware: Sequence[Middleware] = ()) -> None:
         quiet: Any = {"lifespan": "off", "log_level": "warning", "access_log": False}
-        super().__init__(uvicorn.Config(build_app(pair), **quiet, timeout_graceful_shutdown=5))
+        app = build_app(pair, middleware)
+        super().__init__(uvicorn.Config(app, **quiet, timeout_graceful_shutdown=5))
         self.pair = pair
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
