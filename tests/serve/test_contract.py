@@ -457,6 +457,15 @@ def test_a_history_gives_the_templates_own_prompt(
         assert script.prompt == ids
 
 
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": " "}])
+def test_a_call_without_arguments_has_an_empty_object(
+    server: InProcess, arguments: dict[str, Any]
+) -> None:
+    calls = [{"type": "function", "function": {"name": "f", **arguments}}]
+    turns = read_messages([{"role": "assistant", "tool_calls": calls}], server.pair)
+    assert turns[0]["tool_calls"] == RUNS
+
+
 IGNORES = """{% for turn in messages %}{% if turn.role in ('system', 'user', 'assistant') %}
 {{- turn.role + ': ' + turn.content + '\n' }}{% endif %}{% endfor %}"""
 REFUSES = """{% for turn in messages %}{% if turn.role not in ('system', 'user', 'assistant') %}

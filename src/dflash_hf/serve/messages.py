@@ -168,8 +168,11 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         need(is_named, PARAM, "tool_calls with a function that has a name", call)
         function = call["function"]
         arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = _read_json(arguments)
+        if arguments is None:
+            arguments = {}
+        elif isinstance(arguments, str):
+            # Some clients send those of a call without arguments as an empty text.
+            arguments = _read_json(arguments.strip() or "{}")
         is_object = isinstance(arguments, dict)
         what = "arguments of each of tool_calls as an object in JSON"
         need(is_object, PARAM, what, function.get("arguments"))
