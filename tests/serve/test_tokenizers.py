@@ -140,6 +140,14 @@ def test_tokens_without_an_embedding_are_refused(serve: Serve, max_rows: int) ->
     both_ways(server, False, prompt="hi", max_tokens=4)
 
 
+def test_token_types_do_not_reach_a_target_of_text(serve: Serve) -> None:
+    tokenizer = marked_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    server = serve(tokenizer, len(tokenizer), 4, tokenizer.convert_tokens_to_ids(["a", "b"]))
+    assert both_ways(server, True, **HELLO, max_tokens=2).content == "ab"
+    assert both_ways(server, False, prompt="hi", max_tokens=2).content == "ab"
+
+
 @pytest.fixture
 def vision(tmp_path: Path) -> Pair:
     """A tiny pair for images, with a processor as it is published."""

@@ -28,6 +28,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.agreement import Agreement, agreement
 
 Processor = PreTrainedTokenizerBase | ProcessorMixin
+TEXT_INPUTS = ("input_ids", "attention_mask")  # of a target of text
 PROBE = "one text of a turn"
 
 
@@ -203,7 +204,7 @@ def encode_prompts(
             ) from error
     kept = tuple(encoded)
     if processor is tokenizer:
-        kept = ("input_ids", "attention_mask")
+        kept = TEXT_INPUTS
     return {name: encoded[name].to(device) for name in kept}
 
 

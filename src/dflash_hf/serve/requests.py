@@ -13,6 +13,7 @@ from transformers import LogitsProcessor
 
 from dflash_hf.data.prompt_files import NO_OPTIONS
 from dflash_hf.errors import is_a, one_line, shown
+from dflash_hf.pair.answers import TEXT_INPUTS
 from dflash_hf.serve.answers import hidden_tokens
 from dflash_hf.serve.engine import Sampling
 from dflash_hf.serve.flags import with_flags
@@ -163,6 +164,9 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         check_text(body.get("prompt"), "prompt", "prompt")
         _check_length(body["prompt"], body, is_chat, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
+    if pair.processor is pair.tokenizer:
+        # Some tokenizers make token types too, which no target of text takes.
+        inputs = {name: value for name, value in inputs.items() if name in TEXT_INPUTS}
     _check_tokens(inputs, is_chat, pair)
     form = _form(body, tools, has_parallel_calls, pair)
     device = pair.target.device
