@@ -85,6 +85,17 @@ def test_figures_are_those_of_the_run_where_the_anchors_slot_proposes() -> None:
     assert ChatModel(whole.target, draft, whole.encoder).block_size == 4
 
 
+def test_stop_strings_of_the_target_end_answers_and_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model().target.generation_config, "stop_strings", ["carry"])
+    conversation = Conversation()
+    expected = ask(Conversation(), QUESTIONS[0], use_draft=False)
+    answer = ask(conversation, QUESTIONS[0])
+    assert answer.text == expected.text
+    assert answer.text.endswith("carry")
+    *_, (plain, drafted) = model().race(conversation, conversation.turns, 320)
+    assert plain.text == drafted.text == answer.text
+
+
 def hold(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
     """Lets so many runs of each answer through until the end of the test's part, however fast the machine is."""
     monkeypatch.setattr(RunStreamer, "put", held_put(lambda: runs))

@@ -28,6 +28,7 @@ from dflash_hf.cli.main import app
 from dflash_hf.cli.pair import named_pair
 from dflash_hf.cli.serve import note, remarks
 from dflash_hf.generation import prefill, running_batch
+from dflash_hf.pair.answers import encode_prompt, warm_up
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.app import build_app, guards
 from dflash_hf.serve.pair import Pair
@@ -298,6 +299,31 @@ def test_tools_and_options_reach_the_template(monkeypatch: pytest.MonkeyPatch) -
         f"{asked} thinks True by f",
         f"{asked} thinks False by f",
     ]
+
+
+@pytest.mark.parametrize("max_rows", [8, 1])
+def test_stop_strings_of_the_target_end_an_answer(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    target, _, tokenizer = loaded()
+    monkeypatch.setattr(target.generation_config, "stop_strings", ["carry"])
+    pair = served(max_rows)
+    pair.engine.call(warm_up, *loaded(), "Hello.")
+    prompt = encode_prompt(tokenizer, ASKED["messages"], target.device)
+    ids = target.generate(**prompt, max_new_tokens=400, do_sample=False, tokenizer=tokenizer)
+    new = ids[0, prompt["input_ids"].shape[1] :]
+
+    async def scenario() -> tuple[int, str]:
+        client = Client(build_app(pair), **ASKED, max_tokens=400)
+        await client.task
+        return client.got()
+
+    status, body = asyncio.run(scenario())
+    assert status == 200, body
+    choice = json.loads(body)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == tokenizer.decode(new, skip_special_tokens=True)
+    assert choice["message"]["content"].endswith("carry")
 
 
 # ---- requests of browsers

@@ -294,6 +294,7 @@ class ChatModel:
 
         def call() -> None:
             options = settings.for_generate()
+            options["tokenizer"] = self.tokenizer  # for stop strings of the target's config
             cache = None
             if answer.drafted:
                 options["assistant_model"] = self.draft
@@ -315,7 +316,14 @@ class ChatModel:
             if plain is not None:  # not in the time of the call
                 answer.undrafted_seconds = self._undrafted_seconds(inputs, options, streamer.stop)
                 own = ids[0, answer.num_prompt_tokens :].tolist()
-                answer.agreement = agreement(self.target, inputs, plain.ids, own, do_sample=False)
+                answer.agreement = agreement(
+                    self.target,
+                    inputs,
+                    plain.ids,
+                    own,
+                    do_sample=False,
+                    tokenizer=self.tokenizer,
+                )
 
         tick = RACE_TICK
         if is_turn:

@@ -44,6 +44,8 @@ class Answer:
     ids: list[int] = field(repr=False)
     inputs: dict[str, Tensor] = field(repr=False)  # the prompt, as `generate` took it
     seed: int  # torch's seed before the call
+    # What `generate` looks for stop strings with, if the target's `generation_config` has some
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the statistics, and of the fields all that are plain values, for JSON."""
@@ -220,12 +222,14 @@ def answer(
 ) -> Answer:
     """Answers one prompt with the draft; `encoding` are options of [`encode_prompts`], `settings` of `generate`."""
     inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
+    tokenizer = tokenizer_of(processor)
+    settings = {"tokenizer": tokenizer, **settings}
     seed = torch.initial_seed()
     torch.manual_seed(seed)
     ids, seconds = _timed(target, inputs, **settings, assistant_model=draft, streamer=streamer)
     assert isinstance(draft.last_stats, SpeculativeStats)
     return Answer(
-        text=str(tokenizer_of(processor).decode(ids, skip_special_tokens=True)),
+        text=str(tokenizer.decode(ids, skip_special_tokens=True)),
         num_tokens=len(ids),
         seconds=seconds,
         stats=draft.last_stats,
@@ -233,6 +237,7 @@ def answer(
         ids=ids,
         inputs=inputs,
         seed=seed,
+        tokenizer=tokenizer,
     )
 
 
@@ -262,6 +267,7 @@ def compare_with_plain(
     """
     check_comparable(draft, settings)
     inputs = answered.inputs
+    settings = {"tokenizer": answered.tokenizer, **settings}
     torch.manual_seed(answered.seed)
     with without_draft(draft):
         ids, undrafted_seconds = _timed(target, inputs, **settings, assistant_model=draft)

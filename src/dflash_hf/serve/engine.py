@@ -222,6 +222,7 @@ class Alone:
             **options,
             max_new_tokens=sampling.max_new_tokens,
             assistant_model=self.draft,
+            tokenizer=self.tokenizer,  # for stop strings of the target's `generation_config`
             streamer=feed,
         )
         ids = output
