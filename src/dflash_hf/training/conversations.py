@@ -1,4 +1,4 @@
-"""Rows of any form that data sets have, as one: `messages` as chat templates take them, `images`, an `id`.
+"""Rows of any form that data sets have, as one: `messages` as chat templates take them, and `images`.
 
 Videos stand in their messages, each with its file or address.
 
@@ -88,7 +88,7 @@ def conversation_of(
     chat_template_kwargs: Mapping[str, Any] = NO_OPTIONS,
     max_pixels: int = NO_LIMIT,
 ) -> dict[str, Any]:
-    """Returns a row as `{"id", "messages", "images"?, "chat_template_kwargs"?}`, with everything in it fit for JSON.
+    """Returns a row as `{"messages", "images"?, "chat_template_kwargs"?}`, with everything in it fit for JSON.
 
     What the assistant says before the user's first turn is left out, and so is each key of a turn that chat templates
     do not read (`READ_OF_A_TURN`).
@@ -121,7 +121,7 @@ def conversation_of(
     options |= row.values.get("chat_template_kwargs") or {}
     if options:
         found["chat_template_kwargs"] = options
-    return {"id": content_id(found), **found}
+    return found
 
 
 def _tools(row: Row) -> Sequence[Any]:
@@ -162,7 +162,7 @@ def _from_first_user(messages: list[dict[str, Any]], row: Row) -> list[dict[str,
 
 
 def weigh_as_prepared(messages: list[dict[str, Any]], row: Row) -> None:
-    """Gives the answers of a row that was prepared before weight 0 that none of its sequences trains on."""
+    """Sets weight 0 on the answers that a row from an earlier `prepare` does not train on."""
     sequences = row.values.get("sequences")
     if not isinstance(sequences, list):
         return

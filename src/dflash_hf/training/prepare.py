@@ -365,8 +365,12 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     found = conversation_of(row, settings.template, folder / "images", options, max_pixels)
     messages = found["messages"]
     weigh_as_prepared(messages, row)
-    found["id"] = content_id(found)
-    turns = _chosen_turns(found, settings.turns)
+    _leave_what_decides(messages, settings.turns)
+    name = content_id(found)
+    turns = _chosen_turns(messages, settings.turns)
+    # The sequences say what counts: no template and no server has to know a weight.
+    for message in messages:
+        message.pop("weight", None)
     answers = [messages[turn] for turn in turns]
     if any(not answer["content"] and not answer.get("tool_calls") for answer in answers):
         return {"left_out": "an empty answer"}
@@ -378,7 +382,7 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     prepared = template.messages(here["messages"], here.get("images", ()))
     ends_with_user = messages[-1]["role"] == "user"
     check_turns(template.render(prepared, ends_with_user), prepared)
-    made: dict[str, Any] = {"id": found["id"]}
+    made: dict[str, Any] = {"id": name}
     if not turns and settings.needs_answers:
         return made | {"left_out": "no answer to train on"}
     if not turns and not ends_with_user:
@@ -391,41 +395,54 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
         groups = [turns]
         if not template.is_marked:
             groups = groups_in_place(template.render, prepared, turns, template.ends())
-        for group in groups:
-            size, is_cut = _size_of(here, group, processing_class, limit)
-            if size > 0:
-                sequences.append({"turns": group, "num_tokens": size})
-                made["num_cut"] = made.get("num_cut", 0) + is_cut
+        sequences, made["num_cut"] = _sequences(here, groups, processing_class, limit)
         fits = bool(sequences)
     if not fits:
         return made | {"left_out": "a prompt longer than the greatest length"}
-    made["line"] = line_of({**found, "sequences": sequences})
+    made["line"] = line_of({"id": name, **found, "sequences": sequences})
     made["line"].encode()  # half a character is an error here, where the row is known
     made["num_sequences"] = len(sequences)
     made["num_tokens"] = sum(sequence["num_tokens"] for sequence in sequences)
     return made
 
 
-def _chosen_turns(found: dict[str, Any], which: Turns) -> list[int]:
-    """The answers of a row that are trained on; what decides nothing leaves its messages and its id, then weights."""
-    messages = found["messages"]
+def _leave_what_decides(messages: list[dict[str, Any]], which: Turns) -> None:
+    """Removes from messages what does not decide what is trained on: rows that differ in it alone become the same."""
     if which == "none":
+        # The target gives the last answer itself.
         while messages[-1]["role"] != "user":
             messages.pop()
     if which != "all":
-        # Only the last answer may count: rows that differ in the weights of others have become the same.
+        # Only the last answer may count.
         for message in messages[:-1]:
             message.pop("weight", None)
-        found["id"] = content_id(found)
-    turns = turns_to_train(messages)
-    # The sequences say what counts: no template and no server has to know a weight.
-    for message in messages:
-        message.pop("weight", None)
+
+
+def _chosen_turns(messages: Sequence[Mapping[str, Any]], which: Turns) -> list[int]:
+    """The answers of a row that are trained on."""
     if which == "none":
         return []
+    turns = turns_to_train(messages)
     if which == "all":
         return turns
     return [turn for turn in turns if turn == len(messages) - 1]
+
+
+def _sequences(
+    row: Mapping[str, Any],
+    groups: Sequence[list[int]],
+    processing_class: Processing,
+    limit: int | None,
+) -> tuple[list[dict[str, Any]], int]:
+    """The sequences of a row, one of each group of turns of which an answer is left, and how many of them are cut."""
+    sequences: list[dict[str, Any]] = []
+    num_cut = 0
+    for group in groups:
+        size, is_cut = _size_of(row, group, processing_class, limit)
+        if size > 0:
+            sequences.append({"turns": group, "num_tokens": size})
+            num_cut += is_cut
+    return sequences, num_cut
 
 
 def _size_of(
@@ -516,6 +533,7 @@ def load_rows(
     rows = open_source(source, streaming=streaming).rows()
     for row in islice(rows, num_rows):
         found = conversation_of(row, template, images)
+        found = {"id": content_id(found), **found}
         if images is not None:
             found = resolved(found, images.parent)
         yield found
