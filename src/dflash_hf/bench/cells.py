@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -13,9 +12,9 @@ from typing import Any, Literal, get_args
 
 from dflash_hf.bench.questions import fields_in
 from dflash_hf.bench.sets import set_name
+from dflash_hf.data.sampling import ALLOWED, NO_FILTERS
 from dflash_hf.errors import require
 from dflash_hf.pair.loading import check_place
-from dflash_hf.pair.sampling import NO_FILTERS
 
 METHODS = (
     "plain",
@@ -284,12 +283,8 @@ def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
             matching,
             "0 is none",
         ),
-        "temperature": (lambda value: 0 <= value < math.inf, "0 or more", "0 is greedy"),
-        "top_p": (
-            lambda value: 0 < value <= 1,
-            "a share above 0 and at most 1",
-            "1 is the whole vocabulary",
-        ),
+        "temperature": ALLOWED["temperature"],
+        "top_p": ALLOWED["top_p"],
         "dtype": (is_dtype, "auto or a floating-point dtype of torch's", "float32 is one"),
     }
 

@@ -14,10 +14,10 @@ from transformers import DynamicCache
 
 from dflash_hf.chat.branches import Tried
 from dflash_hf.data.image_files import ChatImage
+from dflash_hf.data.sampling import NO_FILTERS
 from dflash_hf.errors import require
 from dflash_hf.generation.stats import SpeculativeStats
 from dflash_hf.pair.agreement import Agreement
-from dflash_hf.pair.sampling import NO_FILTERS
 
 MAX_SESSIONS = 64
 MAX_CACHES = 8

@@ -40,9 +40,9 @@ from dflash_hf.data.prompt_files import (
     image_names,
     with_images,
 )
+from dflash_hf.data.sampling import NO_FILTERS
 from dflash_hf.errors import require
 from dflash_hf.pair.loading import load_pair
-from dflash_hf.pair.sampling import NO_FILTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TextStreamer

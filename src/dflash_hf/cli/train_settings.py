@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from dflash_hf.bench.sets import set_name
 from dflash_hf.checkpoints.names import FormatName
+from dflash_hf.data.sampling import ALLOWED, check_sampling
 from dflash_hf.data.sources import FILES, full_name
 from dflash_hf.errors import listed, require, shown
 from dflash_hf.pair.loading import check_place
@@ -252,12 +253,7 @@ class TrainSettings:
             value = getattr(self, name)
             is_enough = value is None or value >= least
             require(is_enough, f"at least {least} as {flag(name)}", value, "give a larger one")
-        is_temperature = 0 <= self.temperature < float("inf")
-        require(is_temperature, "0 or more as --temperature", self.temperature, "0 is greedy")
-        what = "above 0 and at most 1 as --top-p"
-        require(0 < self.top_p <= 1, what, self.top_p, "1 is the whole vocabulary")
-        what = "0 or more and below 1 as --min-p"
-        require(0 <= self.min_p < 1, what, self.min_p, "0 is the whole vocabulary")
+        check_sampling({name: getattr(self, name) for name in ALLOWED}, flag)
         for name, allowed in (("turns", ("last", "all")), ("answers", ("target", "data"))):
             value = getattr(self, name)
             what = f"{flag(name)} {' or '.join(allowed)}"
@@ -444,7 +440,6 @@ LEAST = {
     "block_size": 2,
     "draft_vocab_size": 1,
     "max_new_tokens": 1,
-    "top_k": 0,
     "answer_seed": 0,
     "answer_batch": 1,
     "num_hidden_layers": 1,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_hf.data.row_files import RowFile
+from dflash_hf.data.sampling import ALLOWED, check_sampling
 from dflash_hf.errors import require
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.messages import ChatTemplate, Processing
@@ -83,21 +84,7 @@ class RegenerateSettings:
                 getattr(self, name),
                 "give a larger one",
             )
-        require(
-            0 <= self.temperature < float("inf"),
-            "0 or more as temperature",
-            self.temperature,
-            "0 is greedy",
-        )
-        require(
-            0 < self.top_p <= 1,
-            "above 0 and at most 1 as top_p",
-            self.top_p,
-            "1 is the whole vocabulary",
-        )
-        require(self.top_k >= 0, "0 or more as top_k", self.top_k, "0 is the whole vocabulary")
-        what = "0 or more and below 1 as min_p"
-        require(0 <= self.min_p < 1, what, self.min_p, "0 is the whole vocabulary")
+        check_sampling({name: getattr(self, name) for name in ALLOWED})
         require(self.seed >= 0, "0 or more as seed", self.seed, "give a larger one")
         require(
             self.turns in ("last", "all"), "last or all as turns", self.turns, "choose one of them"

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dflash_hf.data.row_files import RowFile, append_rows, repair
+from dflash_hf.data.sampling import check_sampling
 from dflash_hf.errors import require
 from dflash_hf.target_model.parts import end_tokens
 from dflash_hf.training.collators import collate
@@ -67,8 +68,7 @@ class PromptSettings:
             require(value > 0, f"at least 1 as {name}", value, "give a larger one")
         what = "above 0 as temperature: greedy ones would all be the same"
         require(0 < self.temperature < float("inf"), what, self.temperature, "give a larger one")
-        what = "above 0 and at most 1 as top_p"
-        require(0 < self.top_p <= 1, what, self.top_p, "1 is the whole vocabulary")
+        check_sampling({"top_p": self.top_p})
 
 
 def write_prompts(
