@@ -233,7 +233,7 @@ def test_shards(tmp_path: Path) -> None:
         load_draft(tmp_path)
     for text, message in (
         ("{", "expected JSON in .*index.json"),
-        ("[]", "expected a JSON dictionary in .*index.json"),
+        ("[]", "expected a JSON object in .*index.json"),
         ("{}", "expected weight_map"),
         ('{"weight_map": {"a": 3}}', "expected weight_map"),
         (
@@ -254,7 +254,7 @@ def test_shards(tmp_path: Path) -> None:
     [
         ("", "expected JSON in .*config.json"),
         ('{"model_type": "dfl', "expected JSON in .*config.json"),
-        ("[1]", "expected a JSON dictionary in .*config.json, got a list"),
+        ("[1]", r"expected a JSON object in .*config.json, got \[1\]"),
         ("\x00\x01", "expected JSON in .*config.json"),
         ("{}", r"expected a DFlash draft .* \(in config\.json of"),
         ('{"dflash_config": 3, "model_type": "qwen3"}', "expected a DFlash draft"),

@@ -279,7 +279,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "list as a generation_config": (
         with_bytes(SETTINGS, b"[1]"),
-        f"expected a JSON dictionary in .*target/{SETTINGS}, got a list; download it again",
+        rf"expected a JSON object in .*target/{SETTINGS}, got \[1\]; download it again",
     ),
     "folder as a generation_config": (
         with_folder(SETTINGS),

@@ -229,11 +229,16 @@ def test_another_target_is_refused(
         match=r"features with target_layer_ids \[0, 1\] in .*, got \[0, 2\]; use the target",
     ):
         cache.check(found, draft.config)
-    (written.folder / "features.json").write_text("{")
-    with pytest.raises(
-        ValueError, match=r"expected settings of features in .*features.json, got Expecting"
+    for text, message in (
+        (b"{", r"expected JSON in .*features.json, got .*delete the folder"),
+        (
+            b'{"a": "\xff"}',
+            r"expected a JSON object in .*features.json, got a file that cannot be re",
+        ),
     ):
-        cache.check(found, draft.config)
+        (written.folder / "features.json").write_bytes(text)
+        with pytest.raises(ValueError, match=message):
+            cache.check(found, draft.config)
 
 
 def test_missing_features_are_refused(

@@ -14,7 +14,7 @@ from dflash_hf.bench.counting import ratio
 from dflash_hf.bench.plots import Figure, figures
 from dflash_hf.bench.run_files import RUN, Run, read_run
 from dflash_hf.bench.summary import read_scores, summarize
-from dflash_hf.data.row_files import parsed_object, write_whole
+from dflash_hf.data.row_files import read_object, write_whole
 from dflash_hf.errors import one_line, require
 
 MAX_DIFFERING = 50  # rows
@@ -41,7 +41,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     again = "remove it to have it written again"
     if path.exists():
         require(path.is_file(), f"a file as {path}", "a folder", again)
-        summary = parsed_object(path.read_bytes(), str(path), again)
+        summary = read_object(path, again)
     else:
         summary = summarize(folder)
     try:

@@ -23,7 +23,7 @@ from dflash_hf.bench.questions import Key, Question, has_type
 from dflash_hf.data.row_files import (
     line_of,
     parsed,
-    parsed_object,
+    read_object,
     unwritten,
     write_rows,
     write_whole,
@@ -104,7 +104,7 @@ class RunFolder:
     def read_run(self) -> dict[str, Any]:
         """Returns what `run.json` says."""
         path = self.path / RUN
-        record = parsed_object(path.read_bytes(), str(path), "name another --out")
+        record = read_object(path, "name another --out")
         try:
             json.dumps(record, allow_nan=False)
         except ValueError as error:

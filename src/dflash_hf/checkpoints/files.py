@@ -6,7 +6,6 @@ Only safetensors are opened, and JSON. Every complaint names the file and the ke
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -20,6 +19,7 @@ from transformers.modeling_utils import _add_variant
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from dflash_hf.data.row_files import read_object
 from dflash_hf.errors import listed, one_line, require, shown
 
 # The index of a draft of 512 layers takes 1 MB. Of twice as much, the worst (`[],[],...`) takes a second to parse.
@@ -51,7 +51,7 @@ class StoredTensor(NamedTuple):
 def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the `config.json` of a folder or a Hub repository; `path` may also be the file itself.
 
-    Raises `ValueError` if it is no JSON dictionary, and `OSError`, as Transformers does, if there is none.
+    Raises `ValueError` if it is no JSON object, and `OSError`, as Transformers does, if there is none.
     """
     if Path(path).is_file():
         return read_json(Path(path))
@@ -189,18 +189,8 @@ def _headers(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON dictionary; raises `ValueError` if the file holds something else."""
+    """Reads a JSON object; raises `ValueError` if the file holds something else, or too much for a draft's."""
     size = file.stat().st_size
     what = f"at most {MAX_JSON_BYTES / 2**20:.0f} MB of JSON in {file}"
     require(size <= MAX_JSON_BYTES, what, round(size / 2**20), "download it again")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"expected JSON in {file}, got something else ({one_line(error)}); download it again"
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"expected a JSON dictionary in {file}, got a {type(content).__name__}; download it again"
-        )
-    return content
+    return read_object(file, "download it again")

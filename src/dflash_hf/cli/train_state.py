@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from dflash_hf.cli.train_algorithms import without_algorithm
 from dflash_hf.cli.train_settings import STAGES, Stage, TrainSettings, num_processes
-from dflash_hf.data.row_files import write_whole
+from dflash_hf.data.row_files import read_object, write_whole
 from dflash_hf.data.sources import FILES, full_name
 from dflash_hf.errors import listed, require, shown
 
@@ -373,13 +373,10 @@ class RunState:
     def _known(self) -> dict[str, Any]:
         """What the folder says of every stage."""
         file = self.path / STAGES_FILE
-        try:
-            found: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            return {stage: found[stage] for stage in STAGES if stage in found}
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"expected the state of a run in {file}, got something else; name another --output-dir"
-            ) from error
+        if not file.is_file():
+            return {}
+        found = read_object(file, "name another --output-dir")
+        return {stage: found[stage] for stage in STAGES if stage in found}
 
 
 def digests_of(datasets: Sequence[str]) -> dict[str, str]:

@@ -92,6 +92,21 @@ def parsed_object(text: str | bytes, where: str, action: str) -> dict[str, Any]:
     return row
 
 
+def read_object(path: Path, action: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of UTF-8.
+
+    Raises:
+        ValueError: If the file cannot be read, or holds something else; with the `action` to take.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"expected a JSON object in {path}, got a file that cannot be read ({one_line(error)}); {action}"
+        ) from error
+    return parsed_object(text, str(path), action)
+
+
 def line_of(row: Mapping[str, Any]) -> str:
     """Returns a row as a line of JSONL."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_hf.data.image_files import check_pillow
-from dflash_hf.data.row_files import parsed_object
+from dflash_hf.data.row_files import read_object
 from dflash_hf.errors import listed, one_line, require, shown
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _damaged_file(folder: Path) -> str:
         file = folder / name
         try:
             if file.exists():
-                parsed_object(file.read_bytes(), name, "")
+                read_object(file, "")
         except (OSError, ValueError):
             return f"{name}, which is no JSON object"
     for file in sorted(folder.glob("*.safetensors")):

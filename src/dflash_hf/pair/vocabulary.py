@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dflash_hf.checkpoints.files import find_file
 from dflash_hf.checkpoints.fresh import vocabulary_of
-from dflash_hf.data.row_files import parsed_object
+from dflash_hf.data.row_files import read_object
 from dflash_hf.devices import accelerator
 from dflash_hf.errors import listed, one_line, require
 from dflash_hf.pair.answers import Processor
@@ -88,7 +88,7 @@ def _stored_names(target: str) -> dict[str, str]:
             f"expected safetensors weights in {target}, got none; convert the checkpoint"
         )
     # Larger than an index of a draft may be, so that `read_json` would refuse it.
-    content = parsed_object(index.read_bytes(), str(index), "download it again")
+    content = read_object(index, "download it again")
     files: Any = content.get("weight_map")
     has_names = isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
     require(has_names, f"weight_map from names to files in {index}", files, "download it again")

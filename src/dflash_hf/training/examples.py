@@ -5,14 +5,13 @@ Beside each file stands another one, `.meta.json`, that says what it was made of
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.data.row_files import RowFile
-from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.data.row_files import RowFile, read_object
+from dflash_hf.errors import listed, require
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.data import Example
@@ -174,14 +173,6 @@ def read_meta(path: Path) -> dict[str, Any]:
         ValueError: If there is nothing, or something else.
     """
     meta = meta_path(path)
-    try:
-        found: Any = json.loads(meta.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"expected {meta} beside {path}, which says what that was made of, got {one_line(error)}; "
-            "remove both, or name another file"
-        ) from error
-    require(
-        isinstance(found, dict), f"a JSON object in {meta}", shown(found), "remove it and its file"
-    )
-    return found
+    what = f"{meta} beside {path}, which says what that was made of"
+    require(meta.is_file(), what, "no such file", f"remove {path}, or name another file")
+    return read_object(meta, f"remove it and {path}, or name another file")

@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient
+from dflash_hf.data.row_files import read_object
 from dflash_hf.devices import mesh_of
 from dflash_hf.errors import one_line, require
 from dflash_hf.target_model.parts import Target
@@ -267,14 +268,7 @@ class FeatureCache:
             )
 
     def _settings(self) -> dict[str, Any]:
-        path = self.folder / SETTINGS_FILE
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            action = "delete the folder and write it again"
-            raise ValueError(
-                f"expected settings of features in {path}, got {one_line(error)}; {action}"
-            ) from error
+        return read_object(self.folder / SETTINGS_FILE, "delete the folder and write it again")
 
     def read(self, examples: Sequence[Example], batch: Batch) -> Features:
         """Returns the features of a batch's examples, where their tokens stand in it and 0 elsewhere, on the CPU.
