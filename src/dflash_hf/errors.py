@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable
+from typing import TypeGuard
 
 MAX_VALUE = 200  # characters of one value
 MAX_TEXT = 600  # characters of what somebody else has to say
@@ -62,6 +63,11 @@ def require(good: bool, what: str, got: object, action: str) -> None:
     """Raises `ValueError("expected <what>, got <got>; <action>")` unless it is good: a long value in part."""
     if not good:
         raise ValueError(f"expected {what}, got {shown(got)}; {action}")
+
+
+def is_ours(error: BaseException) -> TypeGuard[ValueError]:
+    """Returns True for a `ValueError` of this package's: it says already what is expected, and what to do."""
+    return isinstance(error, ValueError) and str(error).startswith("expected ")
 
 
 def _cut(text: str, limit: int) -> str:

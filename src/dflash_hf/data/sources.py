@@ -20,7 +20,7 @@ from typing import Any, Literal
 from dflash_hf.data.prompt_files import read_lines
 from dflash_hf.data.row_files import parsed
 from dflash_hf.data.rows import FIX, Row, whole_path, without_filling
-from dflash_hf.errors import one_line, require
+from dflash_hf.errors import is_ours, one_line, require
 
 FILES = (".jsonl", ".json", ".parquet", ".txt")
 TEXT_FILES = (".jsonl", ".json", ".txt")
@@ -536,7 +536,7 @@ def _unread(called: str, error: BaseException, action: str = FIX_FILE) -> ValueE
     for cause in _causes(error):
         if isinstance(cause, UnicodeDecodeError) and called.endswith(TEXT_FILES):
             return ValueError(_no_text(Path(called), cause))
-        if isinstance(cause, ValueError) and str(cause).startswith("expected "):
+        if is_ours(cause):
             return cause
         if isinstance(cause, OSError) and is_no_room(cause):
             return _no_room(cause, Path(_datasets(called).config.HF_DATASETS_CACHE))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_hf.data.image_files import check_pillow
 from dflash_hf.data.row_files import read_object
-from dflash_hf.errors import listed, one_line, require, shown
+from dflash_hf.errors import is_ours, listed, one_line, require, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -275,7 +275,6 @@ def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
         # What is no JSON or no UTF-8 is a `ValueError` of Python's, which names no file.
         is_pythons = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
         is_sentence = isinstance(error, ValueError) and not is_pythons
-        is_ours = is_sentence and str(error).startswith("expected")
         is_of_hub = isinstance(error, OSError) and not folder.is_dir()
         # Transformers' own have no number, and those of the system say what it lacks.
         numbers = (None, errno.ENOENT)
@@ -283,7 +282,7 @@ def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
         # No file's fault either; newer than the oldest torch, and missing in builds without processes.
         is_of_device = isinstance(error, getattr(torch, "AcceleratorError", ()))
         is_of_ranks = isinstance(error, getattr(torch.distributed, "DistError", ()))
-        if is_ours or is_of_hub or is_of_system or is_of_device or is_of_ranks:
+        if is_ours(error) or is_of_hub or is_of_system or is_of_device or is_of_ranks:
             raise
         fault = damaged or _missing_file(folder, what)
         if is_sentence and not fault:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from dflash_hf.data.image_files import image_size
 from dflash_hf.data.prompt_files import SOURCES, blocks_of
 from dflash_hf.data.rows import without_filling
-from dflash_hf.errors import listed, require
+from dflash_hf.errors import is_ours, listed, require
 from dflash_hf.training.data import Example
 from dflash_hf.training.masks import turns_to_train
 from dflash_hf.training.messages import ChatTemplate, check_messages, template_options
@@ -203,7 +203,7 @@ def _behind(turns: Sequence[int], num_messages: int) -> int:
 def _sentence(error: Exception, place: str) -> str:
     """What is wrong with a row."""
     reason = str(error)
-    if isinstance(error, ValueError) and reason.startswith("expected"):
+    if is_ours(error):
         return f"{reason} ({place})"
     if not isinstance(error, (OSError, ValueError)):
         reason = f"{type(error).__name__}: {reason}"

@@ -24,7 +24,7 @@ import torch
 from dflash_hf.data.row_files import line_of, write_whole
 from dflash_hf.data.rows import Row
 from dflash_hf.data.sources import Origin, RowMap, full_name, is_no_room, open_source
-from dflash_hf.errors import listed, one_line, require
+from dflash_hf.errors import is_ours, listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.conversations import (
     NO_LIMIT,
@@ -468,9 +468,9 @@ def _fits(row: Mapping[str, Any], processing_class: Processing, limit: int | Non
 
 def _sentence(error: Exception, where: str) -> str:
     """What is wrong with a row, with its place."""
-    told = str(error).removesuffix(" (row 0)")
-    if not isinstance(error, ValueError) or not told.startswith("expected"):
+    if not is_ours(error):
         return f"expected a conversation that the chat template takes in {where}, got {one_line(error)}; fix the row"
+    told = str(error).removesuffix(" (row 0)")
     if where in told:
         return told
     return f"{told} ({where})"

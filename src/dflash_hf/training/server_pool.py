@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import httpx
 
 from dflash_hf.data.openai_client import NoTextError, OpenAIClient
-from dflash_hf.errors import listed, one_line
+from dflash_hf.errors import is_ours, listed, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class ServerPool(Generic[AnyJob]):
 def ended(clients: Iterable[OpenAIClient], error: Exception) -> ValueError:
     """Returns the error of servers that do not answer; one that says what is expected stays as it is."""
     reason = one_line(error)
-    if reason.startswith("expected "):
+    if is_ours(error):
         return ValueError(reason)
     urls = listed((client.url for client in clients), " or ")
     reason = reason or type(error).__name__
