@@ -20,6 +20,7 @@ from dflash_hf.cli.train_settings import STAGES, TrainSettings, flag
 from dflash_hf.cli.train_state import RunState
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import STATE_FILE
+from dflash_hf.training.failures import CheckpointError, NotFiniteError
 from dflash_hf.training.identity import processor_identity, target_identity
 from helpers.training_command import SMALL, TOY, said, train, write_rows
 
@@ -422,8 +423,8 @@ def test_a_run_of_several_processes_is_continued_by_as_many(
     for error in (
         torch.OutOfMemoryError("CUDA out of memory."),
         OSError(errno.ENOSPC, "No space left on device"),
-        OSError(f"expected to write {tmp_path / 'run' / 'checkpoint-2'}, got OSError; make room"),
-        FloatingPointError("expected finite gradients at step 3, got a norm of nan; look"),
+        CheckpointError("expected to write checkpoint-2, got OSError", "make room"),
+        NotFiniteError("expected finite gradients at step 3, got a norm of nan", "look"),
     ):
         assert f"with {command}" in str(explained(error, settings, "run", "on a larger device"))
 

@@ -12,6 +12,7 @@ from dflash_hf.cli.train_state import continuing
 from dflash_hf.errors import one_line
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import whole_checkpoints
+from dflash_hf.training.failures import CheckpointError, NotFiniteError
 from dflash_hf.training.features import free_bytes
 
 # Releases of Transformers name it differently; some take both names.
@@ -30,16 +31,13 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
         less (`str`): Options under which it takes less memory.
     """
     goes_on = continuing(settings.output_dir)
-    is_of_a_checkpoint = str(error).startswith(f"expected to write {settings.output_dir / 'run'}")
-    if is_of_a_checkpoint:
-        # What it says to do is for Python
-        found, _, _ = str(error).partition("; make room")
+    if isinstance(error, CheckpointError):
         way = "which begins the training again and keeps the answers"
         whole = whole_checkpoints(settings.output_dir / "run")
         if whole:
             way = f"which goes on from {whole[0].name}"
         return ValueError(
-            f"{found}; make room on the disk or make it writable, and continue with {goes_on}, {way}"
+            f"{error.found}; make room on the disk or make it writable, and continue with {goes_on}, {way}"
         )
     is_full_disk = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     if is_full_disk:
@@ -52,15 +50,13 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
         return ValueError(
             f"expected {stage} to fit the memory, got {one_line(error)}; go on with {goes_on} {less}"
         )
-    if isinstance(error, FloatingPointError):
-        # What it says to do is for Python
-        found = one_line(str(error).partition("; ")[0])
+    if isinstance(error, NotFiniteError):
         folder = "answered" if settings.answers == "target" else "prepared"
         rows = settings.output_dir / folder / "train.jsonl"
+        lower = f"a --learning-rate below {settings.learning_rate:g}"
         return ValueError(
-            f"{found}; continue with {goes_on} --redo and a --learning-rate below {settings.learning_rate:g}, which "
-            "keeps the answers and begins the training again, or name a new --output-dir; the rows are those of "
-            f"{rows}"
+            f"{error.found}; continue with {goes_on} --redo and {lower}, which keeps the answers and begins the "
+            f"training again, or name a new --output-dir; the rows are those of {rows}"
         )
     return error
 

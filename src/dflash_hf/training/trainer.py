@@ -46,6 +46,7 @@ from dflash_hf.training.checkpoints import (
 )
 from dflash_hf.training.collators import Batch, epoch_batches
 from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.failures import CheckpointError, NotFiniteError
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, check_packing
 from dflash_hf.training.loss import DISTILLATION, block_labels, decay_weights, loss_weight
@@ -205,7 +206,7 @@ class DFlashTrainer(Trainer):
 
         Raises:
             ValueError: If there is nothing to train on, no such checkpoint, or one whose steps have other rows.
-            FloatingPointError: At a step whose gradients are not finite, before it changes anything.
+            NotFiniteError: At a step whose gradients are not finite, before it changes anything.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
         asked = resume_from_checkpoint
@@ -391,9 +392,10 @@ class DFlashTrainer(Trainer):
             what = "finite losses here"
             if bad:
                 what = f"losses that are no numbers in {self._places(bad)}"
-            raise FloatingPointError(
-                f"expected finite gradients at step {self.state.global_step + 1}, got a norm of {float(norm)} and "
-                f"{what}; look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True"
+            step = self.state.global_step + 1
+            raise NotFiniteError(
+                f"expected finite gradients at step {step}, got a norm of {float(norm)} and {what}",
+                "look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True",
             )
         return norm
 
@@ -526,9 +528,9 @@ class DFlashTrainer(Trainer):
             whole = whole_checkpoints(output_dir)
             if whole:
                 action = f"go on from {whole[0]} with resume_from_checkpoint=True"
-            raise OSError(
-                f"expected to write {folder}, got {type(error).__name__}: {one_line(error)}; make room on the disk or "
-                f"make it writable, then {action}"
+            raise CheckpointError(
+                f"expected to write {folder}, got {type(error).__name__}: {one_line(error)}",
+                f"make room on the disk or make it writable, then {action}",
             ) from error
 
 
