@@ -26,6 +26,7 @@ from dflash_hf.chat.conversation import (
     State,
     Turn,
 )
+from dflash_hf.chat.images import chat_image
 from dflash_hf.chat.model import RunStreamer, in_turn
 from dflash_hf.chat.render import find_examples, render
 from dflash_hf.cli import pair
@@ -62,17 +63,17 @@ def test_images_become_upright_rgb(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image.save(tmp_path / "turned.png", exif=exif)
-    assert read_image(tmp_path / "turned.png").image.size == (32, 48)
+    assert read_image(tmp_path / "turned.png")[0].size == (32, 48)
 
     seen_through = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
     seen_through.save(tmp_path / "alpha.png")
-    assert read_image(tmp_path / "alpha.png").image.getpixel((0, 0)) == (255, 255, 255)
+    assert read_image(tmp_path / "alpha.png")[0].getpixel((0, 0)) == (255, 255, 255)
 
     Image.new("I;16", (4, 4), 32768).save(tmp_path / "deep.png")
-    assert set(read_image(tmp_path / "deep.png").image.getpixel((1, 1))) <= {127, 128}
+    assert set(read_image(tmp_path / "deep.png")[0].getpixel((1, 1))) <= {127, 128}
 
     image.convert("CMYK").save(tmp_path / "cmyk.tiff")
-    found = read_image(tmp_path / "cmyk.tiff").image
+    found = read_image(tmp_path / "cmyk.tiff")[0]
     assert found.mode == "RGB"
     assert max(abs(a - b) for a, b in zip(found.tobytes(), image.tobytes(), strict=True)) <= 2
 
@@ -80,14 +81,14 @@ def test_images_become_upright_rgb(tmp_path: Path) -> None:
 def test_first_frame_of_an_animation_is_read_and_said(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    found = read_image(tmp_path / "a.gif")
+    found = chat_image(tmp_path / "a.gif")
     assert found.note == "first of 3 frames"
     assert found.image.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_large_images_are_kept_small_or_never_decoded(tmp_path: Path) -> None:
     Image.new("L", (4000, 3000)).save(tmp_path / "large.png")
-    kept = read_image(tmp_path / "large.png").image
+    kept = read_image(tmp_path / "large.png")[0]
     assert 0.99 * KEPT_PIXELS < kept.width * kept.height <= KEPT_PIXELS
     assert kept.width / kept.height == pytest.approx(4 / 3, rel=1e-2)
     Image.new("1", (9000, 9000)).save(tmp_path / "larger.png")
@@ -163,7 +164,7 @@ def test_the_size_by_the_header_is_the_upright_images(kind: str, turn: int, tmp_
     exif = Image.Exif()
     exif[0x0112] = turn
     picture(48, 32).save(path, exif=exif)
-    image = read_image(path).image
+    image = read_image(path)[0]
     assert image_size(str(path)) == (image.height, image.width)
     assert image_size(Image.open(path)) == (image.height, image.width)
 

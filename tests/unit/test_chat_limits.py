@@ -26,9 +26,10 @@ from dflash_hf.chat.conversation import (
     Sessions,
     Turn,
 )
+from dflash_hf.chat.images import ChatImage
 from dflash_hf.chat.model import MAX_CHARACTERS, MAX_IMAGES, ChatModel
 from dflash_hf.chat.page import Page
-from dflash_hf.data.image_files import KEPT_PIXELS, ChatImage, ImageError, read_image
+from dflash_hf.data.image_files import KEPT_PIXELS, ImageError, read_image
 from helpers.processors import picture
 
 # ---- names of this machine
@@ -536,7 +537,7 @@ def test_a_text_reaches_the_browser_with_its_white_space(page: Page, text: str) 
 def test_message_is_refused_before_any_of_its_images_is_read(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "read_image", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(pages, "chat_image", lambda path: pytest.fail(f"{path} was read"))
     changed = ask(page, "which", [Path(__file__)] * (MAX_IMAGES + 1))
     assert f"at most {MAX_IMAGES} images" in changed[page.sentence]
 

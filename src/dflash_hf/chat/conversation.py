@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_hf.chat.branches import Tried
-from dflash_hf.data.image_files import ChatImage
+from dflash_hf.chat.images import ChatImage
 from dflash_hf.data.sampling import NO_FILTERS
 from dflash_hf.errors import require
 from dflash_hf.generation.stats import SpeculativeStats

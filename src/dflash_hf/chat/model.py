@@ -24,7 +24,8 @@ from transformers.utils import logging
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.chat.branches import BROKEN, VerifiedTree
 from dflash_hf.chat.conversation import Answer, Conversation, Run, Settings, Turn
-from dflash_hf.data.image_files import ChatImage, ImageError
+from dflash_hf.chat.images import ChatImage
+from dflash_hf.data.image_files import ImageError
 from dflash_hf.errors import require
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.agreement import agreement

@@ -16,15 +16,10 @@ from starlette.middleware import Middleware
 from transformers.utils import logging
 
 from dflash_hf.chat.conversation import Answer, Conversation, Sessions, Settings, Turn
+from dflash_hf.chat.images import ChatImage, chat_image
 from dflash_hf.chat.model import ChatModel, Race
 from dflash_hf.chat.render import find_examples, render
-from dflash_hf.data.image_files import (
-    EXTENSIONS,
-    MAX_FILE_BYTES,
-    ChatImage,
-    ImageError,
-    read_image,
-)
+from dflash_hf.data.image_files import EXTENSIONS, MAX_FILE_BYTES, ImageError
 
 HERE = Path(__file__).parent
 MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation
@@ -195,7 +190,7 @@ class Page:
         """Races on the first example, once, before anybody can ask: what every page shows until then."""
         for text, files in [*self.examples.items()][:1]:
             answer = Answer(drafted=True, block_size=self.model.block_size)
-            turn = Turn(text=text, images=[read_image(file) for file in files], answer=answer)
+            turn = Turn(text=text, images=[chat_image(file) for file in files], answer=answer)
             try:
                 for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
                     *_, race = self.model.race(Conversation(), [turn], length)
@@ -220,7 +215,7 @@ class Page:
                 if file not in [*uploads, *chain(*self.examples.values())]:
                     missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
                     raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
-            yield from self._answer(conversation, text, [read_image(file) for file in files], data)
+            yield from self._answer(conversation, text, [chat_image(file) for file in files], data)
         except ImageError as error:
             # What was not refused stays, so that the message can be corrected.
             kept = [str(file) for file in uploads if error.path not in (None, file)]

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from dflash_hf.chat.branches import Tried
-from dflash_hf.data.image_files import read_image
+from dflash_hf.chat.images import chat_image
 from dflash_hf.data.prompt_files import as_messages, read_rows, text_of
 
 MAX_EXAMPLES = 4
@@ -57,7 +57,7 @@ _environment = Environment(
     lstrip_blocks=True,
 )
 _parts: Any = _environment.get_template(
-    "page.html", globals={"read_image": read_image, "tried_of": tried_of}
+    "page.html", globals={"chat_image": chat_image, "tried_of": tried_of}
 ).module
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from dflash_hf.chat.images import ChatImage, chat_image
 from dflash_hf.cli.options import MAX_TOKENS, DeviceOption, DtypeOption, HostOption, ThreadsOption
 from dflash_hf.cli.pair import (
     BUNDLED,
@@ -26,7 +27,6 @@ from dflash_hf.cli.pair import (
     given_or_bundled,
 )
 from dflash_hf.cli.serve import listen
-from dflash_hf.data.image_files import ChatImage, read_image
 from dflash_hf.data.prompt_files import check_text
 from dflash_hf.errors import one_line
 from dflash_hf.pair.loading import load_pair
@@ -245,7 +245,7 @@ def _image(name: str) -> ChatImage:
         ) from error
     if not is_file:
         raise ValueError(f"expected an image, got {path}, which is not there; correct the path")
-    return read_image(path)
+    return chat_image(path)
 
 
 def _asked(

@@ -11,7 +11,6 @@ import hashlib
 import io
 import os
 import struct
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ MAX_FILE_BYTES = 20 * 2**20
 MAX_PIXELS = 64_000_000  # decoded, before anything is shrunk: 192 MB
 # A conversation's larger images are shrunk to this: what it holds stays bounded.
 KEPT_PIXELS = 4_000_000
-THUMBNAIL = (320, 320)
 # No others: some of Pillow's readers start programs or follow references.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # How files of a kind begin -> how they are called: whoever sends one to a server says its kind by its name.
@@ -38,17 +36,6 @@ ORIENTATION = 0x0112  # of Exif; from 5 on width and height are swapped
 # readers refuse such an image too.
 DAMAGED = (OSError, SyntaxError, EOFError, ValueError, IndexError, TypeError, struct.error)
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChatImage:
-    """An image of a conversation."""
-
-    name: str  # of its file
-    # A `PIL.Image.Image`: RGB, upright, of at most as many pixels as `read_image` was told.
-    image: Any
-    thumbnail: str  # a small copy as a `data:` address, for the page
-    note: str = ""  # what was done to it that a person should know
 
 
 class ImageError(ValueError):
@@ -72,14 +59,21 @@ def check_pillow() -> None:
         )
 
 
-def read_image(path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIXELS) -> ChatImage:
+def read_image(
+    path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIXELS
+) -> tuple[Any, int]:
     """Reads an image: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
 
     With `data` that is what would be in the file, and `path` only what to call it. An image of more than `max_pixels`
     is shrunk to that.
 
-    Raises `ImageError` if it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is
-    no image that can be read; `ValueError` if there is no Pillow.
+    Returns:
+        `tuple[PIL.Image.Image, int]`: The frame, in RGB, and how many frames there are.
+
+    Raises:
+        ImageError: If it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is no
+            image that can be read.
+        ValueError: If there is no Pillow.
     """
     check_pillow()
     from PIL import Image
@@ -99,7 +93,7 @@ def read_image(path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIX
                     f" with {file.width} × {file.height} ({file.width * file.height / 10**6:.0f})"
                 )
                 raise Image.DecompressionBombError
-            frames = int(getattr(file, "n_frames", 1))
+            num_frames = int(getattr(file, "n_frames", 1))
             file.seek(0)
             image = _of_at_most(_upright_rgb(file), max_pixels)
     except Image.DecompressionBombError as error:  # Pillow's own comes before it says a size
@@ -112,18 +106,12 @@ def read_image(path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIX
         advice = "choose another file"
         sentence = f"expected an image ({kinds}), got {name}, which is none or is damaged; {advice}"
         raise ImageError(sentence, path) from error
-    small = image.copy()
-    buffer = io.BytesIO()
-    small.thumbnail(THUMBNAIL)
-    small.save(buffer, "JPEG", quality=85)
-    thumbnail = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    note = f"first of {frames} frames" if frames > 1 else ""
-    return ChatImage(name=path.name, image=image, thumbnail=thumbnail, note=note)
+    return image, num_frames
 
 
 def shrunk_image(path: Path, data: bytes | None, max_pixels: int) -> bytes:
     """Returns an image of at most so many pixels, as PNG; arguments and errors as of [`read_image`]."""
-    image = read_image(path, data, max_pixels).image
+    image, _ = read_image(path, data, max_pixels)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()

@@ -153,7 +153,7 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
         sentence = f"expected base64 in each image, got {shown(code)}; encode it anew"
         raise Refusal(sentence, 400, INVALID, PARAM) from error
     try:
-        image = read_image(Path("an image"), data, MAX_PIXELS).image
+        image, _ = read_image(Path("an image"), data, MAX_PIXELS)
     except ValueError as error:
         raise Refusal(one_line(error), 400, "invalid_image", PARAM) from error
     return {"type": "image", "image": image}
