@@ -396,18 +396,6 @@ def test_features_of_another_dtype_are_refused(
         FeatureCache(cache.folder, other).read(examples, collate(examples))
 
 
-def test_a_folder_without_a_feature_dtype_is_auto(
-    found: Target, draft: DFlashDraftModel, examples: list[Example], written: FeatureCache
-) -> None:
-    path = written.folder / "features.json"
-    settings = json.loads(path.read_text())
-    del settings["feature_dtype"]
-    path.write_text(json.dumps(settings))
-    written.write(found, draft.config, examples)
-    with pytest.raises(ValueError, match=r"feature_dtype 'float8' in .*, got 'auto'"):
-        FeatureCache(written.folder, "float8").write(found, draft.config, examples)
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_states_without_a_finite_float8_are_refused(
     value: float,

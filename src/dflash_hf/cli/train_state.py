@@ -282,7 +282,7 @@ class RunState:
         defaults = TrainSettings(target="", output_dir=self.path, answers=self.settings.answers)
         default = _as_json(defaults.made_from(stage))
         told: list[str] = []
-        compared = {*now, *self._own_names(stage, before)}
+        compared = {*now, *before}
         if stage == "prepare" and self._is_preparing():
             compared = compared.difference(WHICH_ROWS)
         for name in sorted(compared):
@@ -309,13 +309,6 @@ class RunState:
         now = digests_of(self.settings.dataset)
         changed = [name for name in known if now.get(name, known[name]) != known[name]]
         return [f"{name} has other contents" for name in changed]
-
-    def _own_names(self, stage: Stage, before: Mapping[str, Any]) -> set[str]:
-        """Names of options that a stage was begun with; older folders have more beside them."""
-        inputs: set[str] = set()
-        for earlier in STAGES[: STAGES.index(stage)]:
-            inputs |= self.settings.made_from(earlier).keys()
-        return before.keys() - inputs - {"server", "server_model"}
 
     def _target_of(self, stage: Stage) -> dict[str, str]:
         """What of the target a stage's output follows from."""

@@ -202,12 +202,13 @@ def check_same_steps(
         kept (mapping): See [`kept_of_rows`], of that run.
 
     Raises:
-        ValueError: With both numbers.
+        ValueError: With both numbers; or if the checkpoint is another trainer's, which has no record of its rows.
     """
     state: Any = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     records: Any = state.get("stateful_callbacks", {}).get(Records.__name__)
-    if records is None:  # of an earlier version, which kept neither
-        return
+    what = f"a checkpoint of a DFlashTrainer in {folder}"
+    action = "give another folder, or begin anew"
+    require(records is not None, what, "one without a record of its rows", action)
     was: Any = records["attributes"]
     batches = args.num_groups * args.gradient_accumulation_steps
     rows = args.per_device_train_batch_size
@@ -224,8 +225,7 @@ def check_same_steps(
         rows,
         "set per_device_train_batch_size to that",
     )
-    # An earlier version kept no more.
-    for name, value in was.get("rows", {}).items():
+    for name, value in was["rows"].items():
         action = "go on with the same examples and options, or begin anew"
         require(kept[name] == value, f"{name} {value} as in {folder}", kept[name], action)
 

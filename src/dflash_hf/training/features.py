@@ -249,8 +249,7 @@ class FeatureCache:
     def _compare(self, settings: Mapping[str, object], num_likely: int) -> None:
         """Refuses a folder that was written with other settings, or with too few next tokens."""
         found = self._settings()
-        # A folder that was written before there was a choice does not say it
-        stored = found.get("feature_dtype", "auto")
+        stored = found.get("feature_dtype")
         what = f"features with feature_dtype {self.dtype!r} in {self.folder / SETTINGS_FILE}"
         action = f"use feature_dtype {stored}, or write them into another folder"
         require(stored == self.dtype, what, stored, action)
