@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dflash_hf.bench.answers import _say_that_positions_are_a_chains
 from dflash_hf.bench.report import write_report
 from dflash_hf.bench.run_files import read_run
 from dflash_hf.bench.summary import summarize
@@ -187,22 +186,3 @@ def test_a_record_of_another_program_is_refused_by_the_report(tmp_path: Path) ->
     changed("run.json", lambda row: row["provenance"].update(machine=1))(folder)
     with pytest.raises(ValueError, match=r"^expected run.json and summary.json as a run writes"):
         write_report(folder)
-
-
-def test_answers_of_an_older_version_are_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = write_run(tmp_path / "run")
-    _say_that_positions_are_a_chains.cache_clear()
-    read_run(folder)
-    assert not caplog.messages
-    for path in folder.glob("answers-*.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            for choice in row["choices"]:
-                del choice["checked"]
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    read_run(folder)
-    read_run(folder)
-    (message,) = caplog.messages
-    assert "of trees (num_tree_nodes other than 0) acceptance at a position is not right" in message

@@ -5,16 +5,12 @@ Spec-Bench's `speed.py` and `equal.py` read these files; what they do not know o
 
 from __future__ import annotations
 
-import functools
-import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from dflash_hf.bench.questions import Key, fields_in
-
-logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length"]
 # The marks around what a model thinks before it answers
@@ -163,8 +159,6 @@ class Answer:
         """Reads a line of an answers file that `to_dict` wrote."""
         turns: list[Turn] = []
         for choice in row["choices"]:
-            if "checked" not in choice and any(choice.get("accepted") or ()):
-                _say_that_positions_are_a_chains()
             for number, text in enumerate(choice["turns"]):
                 said = {name: choice[name][number] for name in _PER_TURN if name in choice}
                 turn = Turn(**fields_in({**said, "text": text}, Turn))
@@ -174,13 +168,3 @@ class Answer:
                     raise TypeError("lists of verifies that are not as long as each other")
                 turns.append(turn)
         return cls(**fields_in(row, cls, turns=tuple(turns)))
-
-
-@functools.cache
-def _say_that_positions_are_a_chains() -> None:
-    """Logs it once: every answer of an older version is so, and none says whether it verified chains or trees."""
-    logger.warning(
-        "these answers were written before verifies told which positions they had checked: each proposal counts as a "
-        "position, which is right for chains; of trees (num_tree_nodes other than 0) acceptance at a position is not "
-        "right, and all other numbers are"
-    )
