@@ -14,7 +14,7 @@ from dflash_hf.training.collators import collate
 from dflash_hf.training.data import Example
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
-from dflash_hf.training.regenerate import regenerate_answers
+from dflash_hf.training.target_answers import regenerate_answers
 from dflash_hf.training.walking import accepted_at_anchors, answers_of, walk, walked_acceptance
 from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, DSPARK

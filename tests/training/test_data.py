@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from dflash_hf.training.collators import POOL_BATCHES, collate, epoch_batches
 from dflash_hf.training.data import Example
-from dflash_hf.training.regenerate import regenerate_answers
+from dflash_hf.training.target_answers import regenerate_answers
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<a> {% generation %}{{ m['content'] }} <e>"

@@ -33,7 +33,7 @@ from dflash_hf.training.identity import target_identity
 from dflash_hf.training.local_answers import Ranks
 from dflash_hf.training.prepare import PrepareSettings, prepare
 from dflash_hf.training.prompts import write_prompts
-from dflash_hf.training.regenerate import random_numbers_of
+from dflash_hf.training.target_answers import random_numbers_of
 from helpers.http_threads import running
 from helpers.processors import picture, published_folder, qwen_target
 from helpers.templates import FAMILIES

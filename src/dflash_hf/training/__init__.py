@@ -10,7 +10,7 @@ from dflash_hf.training.examples import read_examples
 from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
-from dflash_hf.training.regenerate import regenerate_answers
+from dflash_hf.training.target_answers import regenerate_answers
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens
 from dflash_hf.training.walking import WalkedAcceptance, walk, walked_acceptance

@@ -26,7 +26,7 @@ from dflash_hf.training.collators import POOL_BATCHES, collate, sorted_batches
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.questions import Questions
-from dflash_hf.training.regenerate import (
+from dflash_hf.training.target_answers import (
     generated,
     padding_of,
     random_numbers_of,

@@ -22,7 +22,7 @@ from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.data import Example
 from dflash_hf.training.messages import ChatTemplate, Processing
-from dflash_hf.training.regenerate import (
+from dflash_hf.training.target_answers import (
     generated,
     padding_of,
     random_numbers_of,
