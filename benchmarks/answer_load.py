@@ -42,7 +42,7 @@ from harness.report import finish
 from transformers import AutoTokenizer
 
 from dflash_hf.training import OpenAIClient, RegenerateSettings
-from dflash_hf.training.answering import regenerate
+from dflash_hf.training.regenerate import regenerate
 
 TOKENIZER = ROOT / "demos" / "toy" / "target"
 FLOOR = 0.9

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from dflash_hf.training import OpenAIClient, RegenerateSettings
-from dflash_hf.training.answering import regenerate
+from dflash_hf.training.regenerate import regenerate
 from helpers.templates import FAMILIES
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from transformers.utils import chat_template_utils
 
 from dflash_hf.training import PrepareSettings, RegenerateSettings, read_examples
 from dflash_hf.training import messages as module
-from dflash_hf.training.answering import regenerate
 from dflash_hf.training.prepare import prepare
+from dflash_hf.training.regenerate import regenerate
 from helpers.templates import FAMILIES
 from tiny import tiny_target
 

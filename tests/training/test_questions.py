@@ -8,10 +8,10 @@ import pytest
 
 from dflash_hf.data.row_files import RowFile, write_rows
 from dflash_hf.training import RegenerateSettings
-from dflash_hf.training.answering import regenerate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.local_answers import LocalAnswers
 from dflash_hf.training.questions import Questions
+from dflash_hf.training.regenerate import regenerate
 from helpers.templates import FAMILIES
 from tiny import tiny_target
 

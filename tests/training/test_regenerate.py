@@ -22,17 +22,17 @@ from dflash_hf.training import (
     OpenAIClient,
     PromptSettings,
     RegenerateSettings,
-    answering,
     check_answers,
     local_answers,
     read_examples,
     server_pool,
 )
-from dflash_hf.training.answering import regenerate
+from dflash_hf.training import regenerate as module
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.local_answers import Ranks
 from dflash_hf.training.prepare import PrepareSettings, prepare
 from dflash_hf.training.prompts import write_prompts
+from dflash_hf.training.regenerate import regenerate
 from dflash_hf.training.target_answers import random_numbers_of
 from helpers.http_threads import running
 from helpers.processors import picture, published_folder, qwen_target
@@ -225,7 +225,7 @@ def test_nobody_appends_before_all_have_read(
     appended = threading.Event()
     is_late = itertools.count()
     events: list[str] = []
-    read = answering._done
+    read = module._done
     write = local_answers.append_rows
 
     def done(settings: RegenerateSettings) -> set[str]:
@@ -244,7 +244,7 @@ def test_nobody_appends_before_all_have_read(
         ranks = Ranks(rank=rank, size=2, wait=lambda: meeting.wait(timeout=60))
         regenerate(shared, target, tokenizer, ranks=ranks)
 
-    monkeypatch.setattr(answering, "_done", done)
+    monkeypatch.setattr(module, "_done", done)
     monkeypatch.setattr(local_answers, "append_rows", append)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(share, (0, 1)))

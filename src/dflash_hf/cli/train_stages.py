@@ -58,7 +58,6 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor
 from dflash_hf.pair.loading import load_processor
 from dflash_hf.target_model.parts import end_tokens
-from dflash_hf.training.answering import NoAnswersError, regenerate
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.conversations import resolved
@@ -71,6 +70,7 @@ from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
+from dflash_hf.training.regenerate import NoAnswersError, regenerate
 from dflash_hf.training.steps import share_of
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens

@@ -2,7 +2,6 @@
 
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.training.answer_rows import Regenerated, RegenerateSettings
-from dflash_hf.training.answering import check_answers
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.data import Example
@@ -10,6 +9,7 @@ from dflash_hf.training.examples import read_examples
 from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
+from dflash_hf.training.regenerate import check_answers
 from dflash_hf.training.target_answers import regenerate_answers
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.vocabulary import frequent_tokens

@@ -2,7 +2,7 @@
 
 A file of prepared rows is JSON Lines, one conversation a line: `id` (of its contents), `messages`, `images` and
 `chat_template_kwargs` where there are any, `prompt_date` where the chat template writes the day, and `sequences`, what
-is trained on: `{"turns": [1, 3], "num_tokens": 9}`. The next stage, [`dflash_hf.training.answering`], writes the same
+is trained on: `{"turns": [1, 3], "num_tokens": 9}`. The next stage, [`dflash_hf.training.regenerate`], writes the same
 with `answer_ids`; [`dflash_hf.training.examples`] reads both.
 """
 
