@@ -32,7 +32,7 @@ from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.walking import walk
 

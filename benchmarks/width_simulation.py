@@ -40,7 +40,7 @@ from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 
 Chooser = WidthChooser | FixedWidth
 MODELLED = "modelled costs"

@@ -31,7 +31,7 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import forward
 from dflash_hf.training.anchors import BlockMaskRule, sample_anchors
 from dflash_hf.training.collators import Batch, collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.forward import batch_loss, run_blocks, target_features
 from dflash_hf.training.loss import decay_weights
 from helpers.half import half

@@ -36,7 +36,7 @@ from dflash_hf.doctor.probe import Measurement, Probe, variant
 from dflash_hf.pair.answers import encode_prompt
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training.collators import Batch
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.walking import accepted_at_anchors
 from helpers.whole_blocks import use_whole_blocks
 

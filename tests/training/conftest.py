@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training.collators import Batch, collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from helpers.training_command import SHALLOW, write_shallow_target
 from tiny import randomise_heads
 

@@ -11,7 +11,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.forward import run_blocks, target_features
 from dflash_hf.training.loss import block_labels, block_loss, decay_weights
 from dflash_hf.training.target_answers import regenerate_answers

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from dflash_hf.training.collators import POOL_BATCHES, collate, epoch_batches
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.target_answers import regenerate_answers
 
 TEMPLATE = (

@@ -16,7 +16,7 @@ from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.training import features as module
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import collate, collate_packed
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.features import (
     FeatureCache,
     bytes_per_token,

@@ -10,7 +10,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training.anchors import BlockMaskRule, all_anchors, sample_anchors, valid_anchors
 from dflash_hf.training.collators import Batch, best_fit, collate, collate_packed, epoch_batches
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.forward import batch_loss, check_packing
 from dflash_hf.training.loss import OBJECTIVES, BlockLoss, decay_weights
 from tiny import DFLASH2, tiny_draft, tiny_target

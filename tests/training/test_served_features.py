@@ -26,7 +26,7 @@ from dflash_hf.pair.vocabulary import load_vocabulary
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, served_features
 from dflash_hf.training.collators import collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.served_features import ServedFeatures, layer_ids, read_file
 from helpers.hidden_states_server import HiddenStatesServer, serving

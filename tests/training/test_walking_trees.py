@@ -6,7 +6,7 @@ import pytest
 
 from dflash_hf.doctor.probe import Probe
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from tiny import DFLASH2, DSPARK, prompts, tiny_draft, tiny_target, truth_of
 
 

@@ -29,7 +29,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of
 from dflash_hf.target_model.parts import Target, end_tokens, find_target
 from dflash_hf.target_model.support import check_pair, check_target
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.target_answers import regenerate_answers
 
 logger = logging.getLogger(__name__)

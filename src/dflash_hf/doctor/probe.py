@@ -21,7 +21,7 @@ from dflash_hf.draft_model.layers import DFlashAttention, DFlashRotaryEmbedding
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.forward import target_features
 from dflash_hf.training.walking import accepted_at_anchors, walk
 

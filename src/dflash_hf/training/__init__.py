@@ -4,7 +4,7 @@ from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.training.answer_rows import Regenerated, RegenerateSettings
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.examples import read_examples
 from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows

@@ -12,7 +12,7 @@ from dflash_hf.data.image_files import image_size
 from dflash_hf.data.prompt_files import SOURCES, blocks_of
 from dflash_hf.data.rows import without_filling
 from dflash_hf.errors import is_ours, listed, require
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.masks import turns_to_train
 from dflash_hf.training.messages import ChatTemplate, check_messages, template_options
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from dflash_hf.errors import require
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 
 # A batch is cut from a sorted pool of this many batches: similar lengths, and still a different mix every epoch.
 POOL_BATCHES = 8

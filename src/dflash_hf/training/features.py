@@ -36,7 +36,7 @@ from dflash_hf.devices import mesh_of
 from dflash_hf.errors import one_line, require
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import Batch, collate
-from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.example import Example, example_lengths
 from dflash_hf.training.forward import Features, target_features
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.served_features import ServedFeatures

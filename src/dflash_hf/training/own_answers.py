@@ -10,7 +10,7 @@ from transformers.utils import logging
 from dflash_hf.errors import require
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.collators import collate
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.forward import target_features
 
 logger: Any = logging.get_logger(__name__)

@@ -20,7 +20,7 @@ from dflash_hf.errors import require
 from dflash_hf.target_model.parts import end_tokens
 from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.target_answers import (
     generated,

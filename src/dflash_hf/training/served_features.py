@@ -23,7 +23,7 @@ from torch import Tensor
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.data.openai_client import OpenAIClient, run_async
 from dflash_hf.errors import listed, one_line, require
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 from dflash_hf.training.server_pool import Job, OtherPromptError, ServerPool, ended
 
 # Files that a server writes and nobody has read yet: they may be in memory (/dev/shm).

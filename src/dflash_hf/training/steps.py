@@ -12,7 +12,7 @@ from torch.utils.data import Sampler, Subset
 
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.collators import collate, collate_packed
-from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.example import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
 
 

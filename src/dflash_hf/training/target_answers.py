@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dflash_hf.target_model.parts import up_to_end
 from dflash_hf.training.collators import Batch, collate, sorted_batches
-from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.example import Example, example_lengths
 from dflash_hf.training.forward import forward_inputs
 
 Prompt = Sequence[int] | Mapping[str, Any] | Example

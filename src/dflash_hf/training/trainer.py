@@ -45,7 +45,7 @@ from dflash_hf.training.checkpoints import (
     whole_checkpoints,
 )
 from dflash_hf.training.collators import Batch, epoch_batches
-from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.example import Example, example_lengths
 from dflash_hf.training.failures import CheckpointError, NotFiniteError
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import LIKELY_TOKENS, batch_loss, check_packing

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils import logging
 
 from dflash_hf.errors import require
-from dflash_hf.training.data import Example
+from dflash_hf.training.example import Example
 
 logger: Any = logging.get_logger(__name__)
 

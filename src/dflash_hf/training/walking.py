@@ -18,7 +18,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 from dflash_hf.training.anchors import all_anchors
 from dflash_hf.training.collators import Batch, collate, sorted_batches
-from dflash_hf.training.data import Example, example_lengths
+from dflash_hf.training.example import Example, example_lengths
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.forward import logits_of, run_blocks, target_features
 from dflash_hf.training.loss import block_labels
