@@ -22,7 +22,7 @@ from dflash_hf.data.sources import full_name
 from dflash_hf.training import ChatDataset, Example, PrepareSettings, load_rows, read_examples
 from dflash_hf.training import prepare as module
 from dflash_hf.training.conversations import resolved
-from dflash_hf.training.examples import read_meta
+from dflash_hf.training.example_files import read_meta
 from dflash_hf.training.prepare import Prepared, prepare
 from helpers.processors import picture, published_folder
 from helpers.templates import FAMILIES, THOUGHTLESS, byte_tokenizer

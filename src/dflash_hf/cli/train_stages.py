@@ -62,7 +62,7 @@ from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.example import Example
-from dflash_hf.training.examples import read_examples
+from dflash_hf.training.example_files import read_examples
 from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.local_answers import ALONE, Ranks

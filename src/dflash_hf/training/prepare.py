@@ -3,7 +3,7 @@
 A file of prepared rows is JSON Lines, one conversation a line: `id` (of its contents), `messages`, `images` and
 `chat_template_kwargs` where there are any, `prompt_date` where the chat template writes the day, and `sequences`, what
 is trained on: `{"turns": [1, 3], "num_tokens": 9}`. The next stage, [`dflash_hf.training.regenerate`], writes the same
-with `answer_ids`; [`dflash_hf.training.examples`] reads both.
+with `answer_ids`; [`dflash_hf.training.example_files`] reads both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dflash_hf.training.conversations import (
     resolved,
     weigh_as_prepared,
 )
-from dflash_hf.training.examples import meta_path, read_meta
+from dflash_hf.training.example_files import meta_path, read_meta
 from dflash_hf.training.masks import check_turns, groups_in_place, turns_to_train
 from dflash_hf.training.messages import ChatTemplate, Processing, template_options, today
 

@@ -29,7 +29,7 @@ from dflash_hf.training.answer_rows import (
     RegenerateSettings,
     answers_in,
 )
-from dflash_hf.training.examples import meta_path, read_meta
+from dflash_hf.training.example_files import meta_path, read_meta
 from dflash_hf.training.identity import target_identity, text_identity
 from dflash_hf.training.local_answers import ALONE, LocalAnswers, Ranks
 from dflash_hf.training.messages import ChatTemplate, Processing
