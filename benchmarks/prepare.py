@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 from dflash_hf.data.row_files import RowFile
 from dflash_hf.data.sources import num_cores, open_source
 from dflash_hf.training.answer_rows import Answering, Regenerated, RegenerateSettings
-from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.training.chat_template import ChatTemplate
 from dflash_hf.training.prepare import COLUMNS, PrepareSettings, prepare, prepare_row
 from dflash_hf.training.progress import AnswerProgress
 from dflash_hf.training.questions import first_questions

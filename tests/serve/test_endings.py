@@ -33,7 +33,7 @@ from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.app import build_app, guards
 from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.requests import MAX_TOOLS
-from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.training.chat_template import ChatTemplate
 from dflash_hf.training.server import request_of
 from helpers.scripted_server import InProcess
 

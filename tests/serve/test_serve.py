@@ -26,7 +26,7 @@ from dflash_hf.data.openai_client import OpenAIClient, run_async
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.penalties import SaidPenalty
-from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.training.chat_template import ChatTemplate
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer
 from helpers.served import Served
 from helpers.source_tree import ROOT

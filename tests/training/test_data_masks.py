@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_hf.pair.answers import encode_prompts
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.chat_template import ChatTemplate
 from dflash_hf.training.example import Example
 from dflash_hf.training.masks import assistant_turns, check_turns, groups_in_place
-from dflash_hf.training.messages import ChatTemplate
 from helpers.templates import FAMILIES, LLAMA3, QWEN3, THOUGHTLESS, byte_tokenizer
 
 CHAT = [

@@ -12,7 +12,7 @@ import torch
 from transformers.utils import chat_template_utils
 
 from dflash_hf.training import PrepareSettings, RegenerateSettings, read_examples
-from dflash_hf.training import messages as module
+from dflash_hf.training import chat_template as module
 from dflash_hf.training.prepare import prepare
 from dflash_hf.training.regenerate import regenerate
 from helpers.templates import FAMILIES

@@ -42,11 +42,11 @@ from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.chat_template import ChatTemplate
 from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.features import FeatureCache, free_bytes
 from dflash_hf.training.forward import check_packing
 from dflash_hf.training.identity import processor_identity, target_identity
-from dflash_hf.training.messages import ChatTemplate
 from dflash_hf.training.optimizer import MuonAndAdamW
 from dflash_hf.training.served_answers import has_images
 from dflash_hf.training.served_features import ServedFeatures

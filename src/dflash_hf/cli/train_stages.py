@@ -59,6 +59,7 @@ from dflash_hf.pair.answers import Processor
 from dflash_hf.pair.loading import load_processor
 from dflash_hf.target_model.parts import end_tokens
 from dflash_hf.training.arguments import DFlashTrainingArguments
+from dflash_hf.training.chat_template import prepare_multimodal_messages
 from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.example import Example
@@ -66,7 +67,6 @@ from dflash_hf.training.example_files import read_examples
 from dflash_hf.training.export import CARD, card, export
 from dflash_hf.training.features import FeatureCache
 from dflash_hf.training.local_answers import ALONE, Ranks
-from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.own_answers import own_share
 from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts

@@ -4,9 +4,9 @@ from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.training.answer_rows import Regenerated, RegenerateSettings
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.chat_template import prepare_multimodal_messages
 from dflash_hf.training.example import Example
 from dflash_hf.training.example_files import read_examples
-from dflash_hf.training.messages import prepare_multimodal_messages
 from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.regenerate import check_answers

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from dflash_hf.data.row_files import RowFile
 from dflash_hf.data.sampling import ALLOWED, check_sampling
 from dflash_hf.errors import require
+from dflash_hf.training.chat_template import ChatTemplate, Processing
 from dflash_hf.training.conversations import resolved
-from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.progress import AnswerProgress
 
 # Which row of the prompts, and the prompt: a row of the answers to be

@@ -12,9 +12,9 @@ from dflash_hf.data.image_files import image_size
 from dflash_hf.data.prompt_files import SOURCES, blocks_of
 from dflash_hf.data.rows import without_filling
 from dflash_hf.errors import is_ours, listed, require
+from dflash_hf.training.chat_template import ChatTemplate, check_messages, template_options
 from dflash_hf.training.example import Example
 from dflash_hf.training.masks import turns_to_train
-from dflash_hf.training.messages import ChatTemplate, check_messages, template_options
 
 
 class ChatDataset(Sequence[Example]):

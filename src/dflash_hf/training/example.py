@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.errors import require
-from dflash_hf.training.messages import ChatTemplate, encode_messages
+from dflash_hf.training.chat_template import ChatTemplate, encode_messages
 
 # What a processor may return beside inputs of the model.
 NOT_INPUTS = {

@@ -13,9 +13,9 @@ from typing import Any
 from dflash_hf.data.row_files import RowFile, read_object
 from dflash_hf.errors import listed, require
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.chat_template import Processing
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.example import Example
-from dflash_hf.training.messages import Processing
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from dflash_hf.devices import in_one_piece
-from dflash_hf.training.messages import ChatTemplate
+from dflash_hf.training.chat_template import ChatTemplate
 
 # Of a config: where it is from and how it is run, which is not what it computes.
 NOT_THE_MODEL = {

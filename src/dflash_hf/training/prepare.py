@@ -26,6 +26,7 @@ from dflash_hf.data.rows import Row
 from dflash_hf.data.sources import Origin, RowMap, full_name, is_no_room, open_source
 from dflash_hf.errors import is_ours, listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.chat_template import ChatTemplate, Processing, template_options, today
 from dflash_hf.training.conversations import (
     NO_LIMIT,
     content_id,
@@ -35,7 +36,6 @@ from dflash_hf.training.conversations import (
 )
 from dflash_hf.training.example_files import meta_path, read_meta
 from dflash_hf.training.masks import check_turns, groups_in_place, turns_to_train
-from dflash_hf.training.messages import ChatTemplate, Processing, template_options, today
 
 logger = logging.getLogger(__name__)
 

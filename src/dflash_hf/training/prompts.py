@@ -18,10 +18,10 @@ from dflash_hf.data.row_files import RowFile, append_rows, repair
 from dflash_hf.data.sampling import check_sampling
 from dflash_hf.errors import require
 from dflash_hf.target_model.parts import end_tokens
+from dflash_hf.training.chat_template import ChatTemplate, Processing
 from dflash_hf.training.collators import collate
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.example import Example
-from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.target_answers import (
     generated,
     padding_of,

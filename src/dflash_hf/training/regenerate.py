@@ -29,10 +29,10 @@ from dflash_hf.training.answer_rows import (
     RegenerateSettings,
     answers_in,
 )
+from dflash_hf.training.chat_template import ChatTemplate, Processing
 from dflash_hf.training.example_files import meta_path, read_meta
 from dflash_hf.training.identity import target_identity, text_identity
 from dflash_hf.training.local_answers import ALONE, LocalAnswers, Ranks
-from dflash_hf.training.messages import ChatTemplate, Processing
 from dflash_hf.training.progress import AnswerProgress
 from dflash_hf.training.questions import first_questions, next_questions
 from dflash_hf.training.served_answers import ServedAnswers

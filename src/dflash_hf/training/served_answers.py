@@ -20,8 +20,8 @@ from dflash_hf.training.answer_rows import (
     answer_row,
 )
 from dflash_hf.training.chat_dataset import ChatDataset
+from dflash_hf.training.chat_template import today
 from dflash_hf.training.conversations import resolved
-from dflash_hf.training.messages import today
 from dflash_hf.training.questions import Questions
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
 from dflash_hf.training.server_pool import Job, ServerPool

@@ -20,7 +20,7 @@ from dflash_hf.data.openai_client import (
 from dflash_hf.errors import require, shown
 from dflash_hf.training.answer_rows import Answer
 from dflash_hf.training.chat_dataset import ChatDataset
-from dflash_hf.training.messages import ChatTemplate, Processing
+from dflash_hf.training.chat_template import ChatTemplate, Processing
 from dflash_hf.training.server_pool import OtherPromptError, ended
 
 HELLO = [{"role": "user", "content": "Hello."}]
