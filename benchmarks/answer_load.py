@@ -41,7 +41,8 @@ from harness.machine import RESULTS, ROOT, LoadWatch, provenance
 from harness.report import finish
 from transformers import AutoTokenizer
 
-from dflash_hf.training import OpenAIClient, RegenerateSettings
+from dflash_hf.training import OpenAIClient
+from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.regenerate import regenerate
 
 TOKENIZER = ROOT / "demos" / "toy" / "target"

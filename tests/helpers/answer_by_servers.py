@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dflash_hf.training import OpenAIClient, RegenerateSettings
+from dflash_hf.training import OpenAIClient
+from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.regenerate import regenerate
 from helpers.templates import FAMILIES
 

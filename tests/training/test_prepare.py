@@ -19,11 +19,11 @@ from transformers import AutoProcessor
 from dflash_hf.data.openai_client import sent_messages
 from dflash_hf.data.row_files import RowFile
 from dflash_hf.data.sources import full_name
-from dflash_hf.training import ChatDataset, Example, PrepareSettings, load_rows, read_examples
+from dflash_hf.training import ChatDataset, Example, load_rows, read_examples
 from dflash_hf.training import prepare as module
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.example_files import read_meta
-from dflash_hf.training.prepare import Prepared, prepare
+from dflash_hf.training.prepare import Prepared, PrepareSettings, prepare
 from helpers.processors import picture, published_folder
 from helpers.templates import FAMILIES, THOUGHTLESS, byte_tokenizer
 

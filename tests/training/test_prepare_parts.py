@@ -17,9 +17,9 @@ from pyarrow import parquet
 from transformers import AutoProcessor
 
 from dflash_hf.data import sources
-from dflash_hf.training import PrepareSettings, load_rows
+from dflash_hf.training import load_rows
 from dflash_hf.training import prepare as module
-from dflash_hf.training.prepare import prepare, split_rows
+from dflash_hf.training.prepare import PrepareSettings, prepare, split_rows
 from helpers.processors import published_folder
 from helpers.templates import FAMILIES
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers.utils import chat_template_utils
 
-from dflash_hf.training import PrepareSettings, RegenerateSettings, read_examples
 from dflash_hf.training import chat_template as module
-from dflash_hf.training.prepare import prepare
+from dflash_hf.training import read_examples
+from dflash_hf.training.answer_rows import RegenerateSettings
+from dflash_hf.training.prepare import PrepareSettings, prepare
 from dflash_hf.training.regenerate import regenerate
 from helpers.templates import FAMILIES
 from tiny import tiny_target

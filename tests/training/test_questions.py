@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_hf.data.row_files import RowFile, write_rows
-from dflash_hf.training import RegenerateSettings
+from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.conversations import content_id
 from dflash_hf.training.local_answers import LocalAnswers
 from dflash_hf.training.questions import Questions

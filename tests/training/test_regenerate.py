@@ -21,13 +21,13 @@ from dflash_hf.data.row_files import RowFile, append_rows
 from dflash_hf.training import (
     OpenAIClient,
     PromptSettings,
-    RegenerateSettings,
     check_answers,
     local_answers,
     read_examples,
     server_pool,
 )
 from dflash_hf.training import regenerate as module
+from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.identity import target_identity
 from dflash_hf.training.local_answers import Ranks
 from dflash_hf.training.prepare import PrepareSettings, prepare

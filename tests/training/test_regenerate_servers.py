@@ -18,7 +18,8 @@ import pytest
 from harness.stub_server import Behaviour, Handler, StubServer, behaviour_of
 from transformers import AutoProcessor, AutoTokenizer
 
-from dflash_hf.training import ChatDataset, OpenAIClient, RegenerateSettings, server_pool
+from dflash_hf.training import ChatDataset, OpenAIClient, server_pool
+from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.chat_template import today
 from dflash_hf.training.regenerate import regenerate
 from helpers import answer_by_servers, forked_python

@@ -1,13 +1,12 @@
 """Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
 
 from dflash_hf.data.openai_client import OpenAIClient
-from dflash_hf.training.answer_rows import Regenerated, RegenerateSettings
 from dflash_hf.training.arguments import DFlashTrainingArguments
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.chat_template import prepare_multimodal_messages
 from dflash_hf.training.example import Example
 from dflash_hf.training.example_files import read_examples
-from dflash_hf.training.prepare import Prepared, PrepareSettings, load_rows
+from dflash_hf.training.prepare import load_rows
 from dflash_hf.training.prompts import PromptSettings, write_prompts
 from dflash_hf.training.regenerate import check_answers
 from dflash_hf.training.target_answers import regenerate_answers
@@ -21,11 +20,7 @@ __all__ = [
     "DFlashTrainingArguments",
     "Example",
     "OpenAIClient",
-    "PrepareSettings",
-    "Prepared",
     "PromptSettings",
-    "RegenerateSettings",
-    "Regenerated",
     "WalkedAcceptance",
     "check_answers",
     "frequent_tokens",

@@ -522,8 +522,11 @@ def load_rows(
     """Yields the rows of a set as `{"id", "messages", "images"?, "chat_template_kwargs"?}`.
 
     Args:
-        source (`str`): A file, or what `datasets` loads; see [`PrepareSettings`].
-        template, streaming, num_rows: See there.
+        source (`str`): A file (`.jsonl`, `.json`, `.parquet`, `.txt` with a prompt a line), a folder or a Hub set that
+            `datasets` loads: `ORG/NAME`, `ORG/NAME:CONFIG`, `ORG/NAME:CONFIG:SPLIT`; the split is `train` by default.
+        template (`str`, *optional*): What the user says, of rows of other columns: `"{question}"`.
+        streaming (`bool`): Fetch a set of the Hub row by row, and keep none.
+        num_rows (`int`, *optional*): How many rows to read.
         images (`Path`, *optional*): Folder for images that a row holds as bytes.
 
     Raises:
