@@ -124,9 +124,9 @@ def seconds_of(chooser: Chooser, answers: list[list[Guess]], costs: CostTable) -
     clock = 0.0
     while running:
         chooser.use_rows(len(running))
-        width = chooser.next_width()
+        width, is_chain = chooser.next_choice()
         guesses = [answers[row][places[row]] for row in running]
-        if chooser.is_chain:
+        if is_chain:
             clock += costs.of_chain(width, len(running))
             accepted = [min(guess.num_right, width - 1) for guess in guesses]
             chooser.observe(width, accepted, clock)

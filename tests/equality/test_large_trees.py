@@ -132,11 +132,11 @@ def test_fewer_nodes_need_fewer_words(engine: Any, monkeypatch: pytest.MonkeyPat
     set_engine(draft, engine)
     widths = iter([256, 64, 192, 1, 2, 128, 96, 4, 256] * 10)
 
-    def next_width(self: WidthChooser) -> int:
+    def next_choice(self: WidthChooser) -> tuple[int, bool]:
         self.current = next(widths)
-        return self.current
+        return self.current, False
 
-    monkeypatch.setattr(WidthChooser, "next_width", next_width)
+    monkeypatch.setattr(WidthChooser, "next_choice", next_choice)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
     assert {256, 64, 192, 1} <= set(draft.last_stats.verify_widths)
 

@@ -134,11 +134,10 @@ def test_widths_that_change_between_joins() -> None:
     batch = RunningBatch(target, draft, max_rows=5)
 
     class Widths:
-        is_chain = False
         may_choose_chain = False
 
-        def next_width(self) -> int:
-            return chance.choice([1, 1, 1, 2, 6])
+        def next_choice(self) -> tuple[int, bool]:
+            return chance.choice([1, 1, 1, 2, 6]), False
 
         def use_rows(self, rows: int) -> None: ...
 

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf import DFlashDraftModel, iterate
 from dflash_hf.block.tree import TreeBuilder
+from dflash_hf.generation.choice_costs import CHAIN
 from dflash_hf.generation.widths import WidthChooser, _kept_choosers
 from dflash_hf.target_model.parts import find_target
 from fuzz.targets import Oracle
@@ -309,8 +310,8 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(
     monkeypatch.setattr(WidthChooser, "observe", noted)
     monkeypatch.setattr(
         WidthChooser,
-        "next_width",
-        lambda self: setattr(self, "current", next(widths)) or self.current,
+        "next_choice",
+        lambda self: setattr(self, "current", next(widths)) or (self.current, False),
     )
     assert torch.equal(
         target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref
@@ -323,7 +324,7 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(
 def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As steps of each size cost and nodes are accepted; the first has the chain's, of which the most is known."""
     use_tapes(monkeypatch, smallest_bucket=16)
-    target, tried = target_of("llama"), WidthChooser.next_width
+    target, tried = target_of("llama"), WidthChooser.next_choice
     inputs = prompts([5, 8], 6)
     ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
     draft = branching(target, truth_of(inputs, ref), 6, 16)
@@ -331,14 +332,15 @@ def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.Mo
     set_engine(draft, engine)
     steps = itertools.count()
 
-    def next_width(self: WidthChooser) -> int:
-        tried(self)
+    def next_choice(self: WidthChooser) -> tuple[int, bool]:
+        choice = tried(self)
         step = next(steps)
-        if step > 2:
-            self.current = self.widths[step % 3]
-        return self.current
+        if step <= 2:
+            return choice
+        self.current = self.widths[step % 3]
+        return self.current, False
 
-    monkeypatch.setattr(WidthChooser, "next_width", next_width)
+    monkeypatch.setattr(WidthChooser, "next_choice", next_choice)
     out = target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
     assert torch.equal(out, ref)
     widths = draft.last_stats.verify_widths
@@ -368,7 +370,9 @@ def test_steps_of_chains_and_of_trees_in_one_run(
     settings = {"max_new_tokens": 60, "eos_token_id": 1, **settings}
     is_chain, built = list[bool](), list[bool]()
     monkeypatch.setattr(TreeBuilder, "build", lambda *args: built.append(True) or build(*args))
-    monkeypatch.setattr(RandomWidths, "observe", lambda self, *args: is_chain.append(self.is_chain))
+    monkeypatch.setattr(
+        RandomWidths, "observe", lambda self, *args: is_chain.append(self.current == CHAIN)
+    )
     seed = int(len(lengths) > 1)
     inputs = prompts(lengths, seed)
     draft = tiny_draft(target, 16, **options)

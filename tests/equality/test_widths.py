@@ -203,7 +203,7 @@ def test_rejection_is_the_eager_loops_at_the_same_widths(
     out = target.generate(**inputs, **settings, assistant_model=draft)
     check_widths(draft)
     played = iter(draft.last_stats.verify_widths)
-    monkeypatch.setattr(RandomWidths, "next_width", lambda self: next(played))
+    monkeypatch.setattr(RandomWidths, "next_choice", lambda self: (next(played), False))
     set_engine(draft, "eager")
     torch.manual_seed(5)
     assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), out)
@@ -654,7 +654,7 @@ def test_single_tokens_wait_for_the_draft_until_there_is_no_room(
     """Their context is written in one go: not at every step, and not less often than there is room for."""
     played = iter([1] * 21 + [8, 1, 1, 1, 8] + [1] * 30)
     use_random_widths(monkeypatch)
-    monkeypatch.setattr(RandomWidths, "next_width", lambda self: next(played))
+    monkeypatch.setattr(RandomWidths, "next_choice", lambda self: (next(played), False))
     target, inputs = target_of("qwen3"), prompts([9], 1)
     ref = target.generate(**inputs, **GREEDY)
     draft = tiny_draft(target, 8)

@@ -209,19 +209,19 @@ def widths(rank: Rank) -> int:
     draft = tensor_oracle(shared, truth_of(inputs, ref), 1, 16)
     draft.generation_config.verify_width = "auto"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WidthChooser, "next_width", lambda chooser: (8, 4)[rank.number])
+        patch.setattr(WidthChooser, "next_choice", lambda chooser: ((8, 4)[rank.number], False))
         rank.check(shared.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert draft.last_stats is not None
     assert set(draft.last_stats.verify_widths) == {8}
     # So is whether a step verifies a tree: the first one's are chains.
     draft.generation_config.verify_width, draft.generation_config.num_tree_nodes = None, "auto"
 
-    def next_width(chooser: WidthChooser) -> int:
+    def next_choice(chooser: WidthChooser) -> tuple[int, bool]:
         chooser.current = (CHAIN, 8)[rank.number]
-        return chooser.current or chooser.chain
+        return chooser.current or chooser.chain, chooser.current == CHAIN
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WidthChooser, "next_width", next_width)
+        patch.setattr(WidthChooser, "next_choice", next_choice)
         rank.check(shared.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert set(draft.last_stats.verify_widths) == {16}
     assert not draft.last_stats.num_tried_by_node

@@ -53,14 +53,14 @@ class RandomWidths(WidthChooser):
         """The keys are what has been captured."""
         self.among = list(costs)
 
-    def next_width(self) -> int:
+    def next_choice(self) -> tuple[int, bool]:
         """Draws one; on the way some that last for longer than the draft's context has room."""
         if self.left:
             self.left -= 1
         else:
             self.current = self.random.choice(self.among)
             self.left = self.random.choice([0, 0, 3, 9]) if self.current == 1 else 0
-        return self.current or self.chain or 1
+        return self.current or self.chain or 1, self.current == CHAIN
 
 
 def use_random_widths(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:

@@ -45,7 +45,7 @@ def play(rows: int, share: float, seed: int, steps: int = 60) -> tuple[list[int]
     cost = 0.0
     tokens = 0.0
     for _ in range(steps):
-        width = chooser.next_width()
+        width, _ = chooser.next_choice()
         choices.append(width)
         accepted = []
         for _ in range(rows):

@@ -223,7 +223,7 @@ def simulate(
         list[tuple[int, list[int]]](),
     )
     for step in range(steps):
-        width = chooser.next_width()
+        width, _ = chooser.next_choice()
         widths.append(width)
         accepted = []
         for _ in range(rows):
@@ -295,7 +295,7 @@ def test_a_first_batch_soon_finds_that_plain_decoding_is_cheap(slow_first: float
     clock = slow_first
     widths: list[int] = []
     for step in range(24):
-        width = chooser.next_width()
+        width, is_chain = chooser.next_choice()
         widths.append(width)
         # Answers begin alike, and then they part.
         share = 0.9 if step < 4 else 0.55
@@ -305,7 +305,7 @@ def test_a_first_batch_soon_finds_that_plain_decoding_is_cheap(slow_first: float
             continue
         clock += 300.0
         accepted = [next(n for n in range(8) if n == 7 or draw.random() > share) for _ in range(8)]
-        if chooser.is_chain:
+        if is_chain:
             chooser.observe(8, accepted, clock)
         else:
             nodes = [list(range(1, num + 1)) for num in accepted]
@@ -337,7 +337,8 @@ def test_a_tree_grows_beyond_the_chain_where_that_costs_little(
         list[int](),
     )
     for _ in range(300):
-        widths.append(width := chooser.next_width())
+        width, _ = chooser.next_choice()
+        widths.append(width)
         clock += 0.5 if width == 1 else 1.0 + slope * width
         nodes = [
             [node for node in range(1, width) if draw.random() < 1 / (node + 1)] for _ in range(4)
@@ -384,10 +385,11 @@ def test_a_chain_is_verified_where_branches_do_not_pay(
         )
         tokens = {True: 0, False: 0}
         for _ in range(400):
-            width, right = chooser.next_width(), [draw.random() < share for _ in range(15)]
+            width, is_chain = chooser.next_choice()
+            right = [draw.random() < share for _ in range(15)]
             is_second = not right[0] and draw.random() < second / (1 - share)
             length = next((i for i, is_right in enumerate(right) if not is_right), 15)
-            if chooser.is_chain:
+            if is_chain:
                 assert width == 16
                 clock += 1.0 - saving
                 chooser.observe(width, [length], clock)
@@ -403,8 +405,8 @@ def test_a_chain_is_verified_where_branches_do_not_pay(
                 chains = [along_chain(parents[:width], follow(parents[:width], set(path)))]
                 chooser.observe(width, [len(path)], clock, [path], chains)
                 length = len(path)
-            seen.append(chooser.is_chain)
-            tokens[chooser.is_chain] += 1 + length
+            seen.append(is_chain)
+            tokens[is_chain] += 1 + length
         late = sum(seen[100:]) / 300
         assert late > 0.8 if share > 0.9 else late < 0.2, (late, tokens)
 
@@ -417,10 +419,10 @@ def test_a_chain_may_be_what_is_tried_where_no_draft_pays() -> None:
         list[int](),
     )
     for right in [9] * 60 + [0] * 400:
-        width = chooser.next_width()
+        width, is_chain = chooser.next_choice()
         tried.append(chooser.current)
-        clock += 1.0 if width == 1 else 1.2 if chooser.is_chain else 3.0
-        is_tree = width > 1 and not chooser.is_chain
+        clock += 1.0 if width == 1 else 1.2 if is_chain else 3.0
+        is_tree = width > 1 and not is_chain
         path = list(range(1, min(right + 1, width)))
         chooser.observe(
             width,
@@ -475,10 +477,10 @@ def test_what_pays_once_is_tried_again_at_once() -> None:
     chooser.set_costs({8: 2.0, 1: 1.0})
     clock = 0.0
     for right in [0] * 120 + [7] * 40:
-        width = chooser.next_width()
+        width, _ = chooser.next_choice()
         chooser.observe(width, [min(right, width - 1)], clock)
     assert chooser.current == 8
-    assert chooser.next_width() == 8
+    assert chooser.next_choice() == (8, False)
 
 
 def test_the_verdict() -> None:
@@ -488,7 +490,7 @@ def test_the_verdict() -> None:
         chooser.set_costs({8: 2.0, 1: 1.0})
         assert not chooser.verdict(), "nothing is known yet"
         for _ in range(60):
-            width = chooser.next_width()
+            width, _ = chooser.next_choice()
             chooser.observe(width, [min(right, width - 1)], 0.0)
         said.append(chooser.verdict())
     bad, good = said
@@ -499,9 +501,9 @@ def test_the_verdict() -> None:
 def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
     chooser, clock = WidthChooser(StepTimes(8, chain=8), is_tree=True), 0.0
     for _ in range(200):
-        width = chooser.next_width()
-        clock += 1.0 if width == 1 else 1.3 if chooser.is_chain else 2.1
-        is_tree = width > 1 and not chooser.is_chain
+        width, is_chain = chooser.next_choice()
+        clock += 1.0 if width == 1 else 1.3 if is_chain else 2.1
+        is_tree = width > 1 and not is_chain
         chooser.observe(
             width, [min(1, width - 1)], clock, [[1]] if is_tree else [], [(1, 2)] * is_tree
         )
@@ -514,9 +516,9 @@ def test_a_tree_has_to_be_clearly_faster_than_the_chain(every: int, tree_is_held
     """The chain commits 7 tokens in the same time, the tree 8 in one of so many steps."""
     chooser, clock, trees = WidthChooser(StepTimes(8, chain=8), is_tree=True), 0.0, list[bool]()
     for step in range(200):
-        width = chooser.next_width()
+        width, is_chain = chooser.next_choice()
         clock += 1.0
-        if chooser.is_chain or width == 1:
+        if is_chain or width == 1:
             trees.append(False)
             chooser.observe(width, [min(6, width - 1)], clock)
             continue
@@ -567,7 +569,7 @@ def test_what_a_width_does_once_is_not_its_cost() -> None:
     costs = {16: 10.0, 12: 4.0, 8: 3.0, 6: 2.9, 4: 2.8, 3: 2.7, 2: 2.6, 1: 2.5}
     chooser, clock, widths = WidthChooser(StepTimes(16)), 0.0, list[int]()
     for _ in range(200):
-        width = chooser.next_width()
+        width, _ = chooser.next_choice()
         clock += costs[width] + (20.0 if width not in widths else 0.0)
         widths.append(width)
         chooser.observe(width, [min(width - 1, 7)], clock)
@@ -585,7 +587,7 @@ def test_short_answers_recover_from_a_disturbed_width() -> None:
             chooser.begin()
         chosen.append([])
         for _ in range(num_steps):
-            width = chooser.next_width()
+            width, _ = chooser.next_choice()
             chosen[-1].append(width)
             # While two answers are given, something else on the machine makes every whole block slow.
             clock += costs[width] * (1.5 if answer in (1, 2) and width == 16 else 1.0)
@@ -602,7 +604,7 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     draft, target = nn.Linear(1, 1), nn.Linear(1, 1)
     chooser, clock = WidthChooser(StepTimes(16)), 0.0
     for _ in range(40):  # never right, and dear
-        width = chooser.next_width()
+        width, _ = chooser.next_choice()
         clock += 1.0 if width == 1 else 2.0
         chooser.observe(width, [0], clock)
     give_chooser(chooser, draft, target, 3)
@@ -618,7 +620,8 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     widths: list[int] = []
     clock = 0.0
     for _ in range(FIRST_HOLD + 1):
-        widths.append(chooser.next_width())
+        width, _ = chooser.next_choice()
+        widths.append(width)
         clock += 1.0 if widths[-1] == 1 else 2.0
         chooser.observe(widths[-1], [0], clock)
     assert widths[0] == 1
@@ -641,7 +644,7 @@ def test_a_draft_must_pay_for_the_slowest_row(rows: int, expected: int) -> None:
     chooser.set_costs({1: 1.0, 2: 1.45})
     chosen: list[int] = []
     for step in range(400):
-        width = chooser.next_width()
+        width, _ = chooser.next_choice()
         chosen.append(width)
         # One half of the guesses is right, in every row alike.
         chooser.observe(width, [int(width == 2 and step % 2 == 0)] * rows, float(step))
@@ -662,7 +665,8 @@ def test_what_steps_take_is_known_for_every_number_of_rows_apart() -> None:
         chooser.use_rows(rows)
         for _ in range(steps):
             clock += seconds
-            chooser.observe(chooser.next_width(), [7] * rows, clock)
+            width, _ = chooser.next_choice()
+            chooser.observe(width, [7] * rows, clock)
 
     run(4, 0.4, 8)
     assert chooser.costs.of_choices()[8] == pytest.approx(0.4)

@@ -42,12 +42,10 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
 
 
 def begin(run: Run) -> None:
-    """Sets the step's width and counts its forwards; a block of one token is not drafted."""
+    """Sets what the step verifies and counts its forwards; a block of one token is not drafted."""
     state = run.state
-    width = run.chooser.next_width()
-    is_chain = run.chooser.is_chain
-    # All ranks verify what the first one has chosen: the choice follows its clock.
-    width, is_chain = run.request.ranks.meet((width, int(is_chain)))
+    # All ranks take the first one's choice, which follows its clock.
+    width, is_chain = run.request.ranks.meet(run.chooser.next_choice())
     state.width = width
     state.is_chain = bool(is_chain)
     stats = run.stats

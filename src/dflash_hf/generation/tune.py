@@ -44,14 +44,6 @@ PROMPT_LENGTH = 128
 NUM_TIMES = 4
 
 
-class _OneChoice(FixedWidth):
-    """Verifies so many tokens, or the chain of all proposals."""
-
-    def __init__(self, width: int, is_chain: bool) -> None:
-        super().__init__(width)
-        self.is_chain = is_chain
-
-
 class Tuned(NamedTuple):
     """What was measured, and the file that it was written to."""
 
@@ -179,8 +171,8 @@ def _time_steps(run: Run) -> dict[int, float]:
     is_tree = run.generator.trees is not None
     longest = run.generator.num_proposals + 1
     # In the order of the choices a narrow step comes behind a narrow one, as in a run.
-    plan = {width: _OneChoice(width, is_chain=False) for width in candidate_widths(widest)}
-    plan[CHAIN] = _OneChoice(min(longest, widest), is_chain=is_tree)
+    plan = {width: FixedWidth(width) for width in candidate_widths(widest)}
+    plan[CHAIN] = FixedWidth(min(longest, widest), is_chain=is_tree)
     seconds = dict.fromkeys(plan, float("inf"))
     for _ in range(NUM_TIMES):
         for choice, chooser in plan.items():

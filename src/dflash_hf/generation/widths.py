@@ -62,17 +62,18 @@ class FixedWidth:
 
     Args:
         width (`int`): Tokens of each verify, the anchor included.
+        is_chain (`bool`): Verify the chain of all proposals, also where the run has trees.
     """
 
-    is_chain = False
     may_choose_chain = False
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, is_chain: bool = False) -> None:
         self.widths = [width]
+        self.is_chain = is_chain
 
-    def next_width(self) -> int:
-        """Returns the width of the next step."""
-        return self.widths[0]
+    def next_choice(self) -> tuple[int, bool]:
+        """Returns how many tokens the next step verifies, and whether as a chain although the run has trees."""
+        return self.widths[0], self.is_chain
 
     def use_rows(self, rows: int) -> None:
         """Does nothing: the width follows no rows."""
@@ -152,13 +153,8 @@ class WidthChooser:
         if self._held not in costs:
             self._hold_on_to(max(costs))
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether the step that was launched last verifies the chain instead of a tree."""
-        return self.current == CHAIN
-
-    def next_width(self) -> int:
-        """Returns the width of the next step, and keeps the choice in `current`."""
+    def next_choice(self) -> tuple[int, bool]:
+        """Returns as [`FixedWidth.next_choice`], and keeps the choice in `current`."""
         self._steps += 1
         is_held = self._steps <= self._hold
         # Nothing is asked then, so that a step costs no more than one of plain decoding.
@@ -172,9 +168,9 @@ class WidthChooser:
             self.current = self._held
         else:
             self._look(is_held)
-        if self.is_chain:
-            return self.chain
-        return self.current
+        if self.current == CHAIN:
+            return self.chain, True
+        return self.current, False
 
     def _look(self, is_held: bool) -> None:
         """Sets `current` to the best choice, or to another one for this step alone, as a try."""
