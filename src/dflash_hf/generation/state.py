@@ -368,7 +368,7 @@ class DecodeState:
     @property
     def is_tree(self) -> bool:
         """Whether this step verifies a tree: more than the anchor, and no chain in a tree's place."""
-        return self._is_tree_of(self.width)
+        return self.is_tree_of(self.width)
 
     @property
     def tree(self) -> DraftTree | None:
@@ -390,43 +390,38 @@ class DecodeState:
         Block and tokens are then in the order of the accepted path, as if they had been a chain, with -1 in the block
         behind the path's end.
         """
-        return TreeReport(*self._parts_of_tree(self.outcome, self.width))
+        return TreeReport(*self.tree_parts(self.outcome, self.width))
 
-    def report_in(self, outcome: Tensor, width: int) -> Tensor | None:
-        """Returns the parts of the [`TreeReport`] on a tree of `width` tokens that an `outcome` holds.
+    def is_tree_of(self, width: int) -> bool:
+        """Returns True if a step of this width verifies a tree.
 
-        The outcome is of this step or, where the host is one behind, of the one before: runs of that kind verify no
-        chains beside trees.
+        The step is this one or, where the host is one behind, the one before: runs of that kind verify no chains
+        beside trees.
+        """
+        has_trees = self.nodes.shape[2] > 0
+        return has_trees and width > 1 and not self.is_chain
+
+    def tree_parts(self, outcome: Tensor, width: int) -> Tensor:
+        """Returns the parts of the [`TreeReport`] that the `outcome` of a step of this width holds.
 
         Returns:
-            `torch.Tensor | None`: A view `[4, B, width]`, int64; `None` if a chain was verified.
+            `torch.Tensor`: A view `[4, B, width]`, int64; only where [`is_tree_of`] is true.
         """
-        if not self._is_tree_of(width):
-            return None
-        return self._parts_of_tree(outcome, width)
+        widest = self.whole_block.shape[1]
+        parts = outcome[NUM_REPORTED + widest :].unflatten(0, (len(TreeReport._fields), widest))
+        return parts[:, :width].transpose(1, 2)
 
     def report_nodes(self) -> None:
         """Reports the nodes of this step's tree, beside what has come of it."""
         # They stand side by side: one copy takes both.
         parents_and_sources = self.nodes[:2, :, : self.width]
-        self._parts_of_tree(self.outcome, self.width)[2:].copy_(parents_and_sources)
+        self.tree_parts(self.outcome, self.width)[2:].copy_(parents_and_sources)
 
     def along_path(self, values: Tensor) -> Tensor:
         """Returns values of the verified tokens `[B, width, ...]` in the order in which tokens were chosen."""
         if not self.is_tree:
             return values
         return along(self.report.path, values)
-
-    def _is_tree_of(self, width: int) -> bool:
-        """Returns True if a step of this width verifies a tree."""
-        has_trees = self.nodes.shape[2] > 0
-        return has_trees and width > 1 and not self.is_chain
-
-    def _parts_of_tree(self, outcome: Tensor, width: int) -> Tensor:
-        """Returns the parts of a report, one after the other `[4, B, width]`: a view."""
-        widest = self.whole_block.shape[1]
-        parts = outcome[NUM_REPORTED + widest :].unflatten(0, (len(TreeReport._fields), widest))
-        return parts[:, :width].transpose(1, 2)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor that stays where it is from step to step, by name."""

@@ -186,9 +186,8 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     # 1. The numbers per row, and the tree, before a streamer gets the tokens that were taken of it.
     reported = Reported(*outcome[:NUM_REPORTED].tolist())
     tree: ReportedTree | None = None
-    parts = run.state.report_in(outcome, width)
-    if parts is not None:
-        tree = ReportedTree(*parts.tolist())
+    if run.state.is_tree_of(width):
+        tree = ReportedTree(*run.state.tree_parts(outcome, width).tolist())
         stream_tree(run, tree, reported)
     # 2. Where the rows stand now, and the new tokens for the streamer.
     tokens = outcome[NUM_REPORTED : NUM_REPORTED + width].T
