@@ -126,16 +126,19 @@ def seconds_of(chooser: Chooser, answers: list[list[Guess]], costs: CostTable) -
         chooser.use_rows(len(running))
         width, is_chain = chooser.next_choice()
         guesses = [answers[row][places[row]] for row in running]
+        nodes: list[list[int]] = []
+        chains: list[tuple[int, int]] = []
         if is_chain:
             clock += costs.of_chain(width, len(running))
             accepted = [min(guess.num_right, width - 1) for guess in guesses]
-            chooser.observe(width, accepted, clock)
         else:
             clock += costs.of_step(width, len(running))
             nodes = [guess.nodes(width) for guess in guesses]
             accepted = [len(one) for one in nodes]
             chains = [guess.along_chain(width) for guess in guesses]
-            chooser.observe(width, accepted, clock, nodes, chains)
+        # A fixed width learns nothing.
+        if isinstance(chooser, WidthChooser):
+            chooser.learn(width, accepted, clock, nodes, chains)
         for row, num in zip(running, accepted, strict=True):
             places[row] += num + 1
         running = [row for row in running if places[row] < len(answers[row])]

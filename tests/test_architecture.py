@@ -146,7 +146,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.step": {
         "accept_and_report",
         "report",
-        "record_progress",
+        "take_report",
     },
 }
 # What moves when a row moves on, and the functions that may change it: the start of a run, and the commit.

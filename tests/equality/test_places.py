@@ -274,8 +274,6 @@ def test_widths_that_change_beside_eager_steps(monkeypatch: pytest.MonkeyPatch) 
     chance = random.Random(0)
 
     class Widths:
-        may_choose_chain = False
-
         def next_choice(self) -> tuple[int, bool]:
             return chance.choice([1, 1, 1, 2, 6]), False
 

@@ -134,8 +134,6 @@ def test_widths_that_change_between_joins() -> None:
     batch = RunningBatch(target, draft, max_rows=5)
 
     class Widths:
-        may_choose_chain = False
-
         def next_choice(self) -> tuple[int, bool]:
             return chance.choice([1, 1, 1, 2, 6]), False
 

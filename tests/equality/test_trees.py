@@ -294,7 +294,7 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(
     draft.generation_config.verify_width = "auto"
     set_engine(draft, engine)
     widths, seen = iter([16, 1, 1, 1, 4, 2, 1, 12, 3] * 10), list[bool]()
-    observe = WidthChooser.observe
+    learn = WidthChooser.learn
 
     def noted(
         self: WidthChooser,
@@ -305,9 +305,9 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(
         chains: Any = (),
     ) -> None:
         seen.append((width == 1 and not nodes) or [len(row) for row in nodes] == list(accepted))
-        observe(self, width, accepted, clock, nodes, chains)
+        learn(self, width, accepted, clock, nodes, chains)
 
-    monkeypatch.setattr(WidthChooser, "observe", noted)
+    monkeypatch.setattr(WidthChooser, "learn", noted)
     monkeypatch.setattr(
         WidthChooser,
         "next_choice",

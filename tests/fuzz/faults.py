@@ -248,7 +248,7 @@ def streamer_gets_more(patches: Patches) -> None:
             streamer.put(tokens[0, num_new : num_new + 1].clone())
         note(one, reported, tokens)
 
-    _wrapped(patches, step, "record_progress", more)
+    _wrapped(patches, step, "take_report", more)
 
 
 def scores_shifted(patches: Patches) -> None:

@@ -231,7 +231,7 @@ def widths(rank: Rank) -> int:
 def clocks(rank: Rank) -> int:
     """Ranks that see another time: to the first one a draft is all but free, to the second one fifty times as dear."""
     shared, settings = rank.target("qwen3"), {**GREEDY, "max_new_tokens": 60}
-    inputs, observe = prompts([4, 9], 3), WidthChooser.observe
+    inputs, learn = prompts([4, 9], 3), WidthChooser.learn
     ref = rank.target("qwen3", whole=True).generate(**inputs, **settings)
     for setting in ("auto", None):
         draft = tensor_oracle(shared, truth_of(inputs, ref), 1, 16)
@@ -244,10 +244,10 @@ def clocks(rank: Rank) -> int:
             nonlocal seconds
             seconds += 1.0 if width == 1 else (1.1, 50.0)[rank.number]
             mine.append(chooser.current or chooser.chain or 1)  # noqa: B023
-            observe(chooser, width, accepted, seconds, *trees)
+            learn(chooser, width, accepted, seconds, *trees)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WidthChooser, "observe", observed)
+            patch.setattr(WidthChooser, "learn", observed)
             rank.check(shared.generate(**inputs, **settings, assistant_model=draft), ref)
         assert draft.last_stats is not None
         taken = rank.same(draft.last_stats.verify_widths)

@@ -54,7 +54,7 @@ def play(rows: int, share: float, seed: int, steps: int = 60) -> tuple[list[int]
                 num += 1
             accepted.append(num)
         seconds += clock.random()
-        chooser.observe(width, accepted, seconds)
+        chooser.learn(width, accepted, seconds)
         cost += SMOLLM2.of_step(width, rows) / SMOLLM2.of_step(1, rows)
         tokens += 1 + sum(accepted) / rows
     return choices, tokens, cost

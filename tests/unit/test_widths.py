@@ -232,7 +232,7 @@ def simulate(
         clock += costs(width) + (hiccups or {}).get(step, 0.0)
         waiting.append((width, accepted))
         if len(waiting) > lag:
-            chooser.observe(*waiting.pop(0), clock)
+            chooser.learn(*waiting.pop(0), clock)
     return widths
 
 
@@ -301,16 +301,16 @@ def test_a_first_batch_soon_finds_that_plain_decoding_is_cheap(slow_first: float
         share = 0.9 if step < 4 else 0.55
         if width == 1:
             clock += 66.0
-            chooser.observe(1, [0] * 8, clock)
+            chooser.learn(1, [0] * 8, clock)
             continue
         clock += 300.0
         accepted = [next(n for n in range(8) if n == 7 or draw.random() > share) for _ in range(8)]
         if is_chain:
-            chooser.observe(8, accepted, clock)
+            chooser.learn(8, accepted, clock)
         else:
             nodes = [list(range(1, num + 1)) for num in accepted]
             chains = [(num, min(num + 1, 7)) for num in accepted]
-            chooser.observe(8, accepted, clock, nodes, chains)
+            chooser.learn(8, accepted, clock, nodes, chains)
     # A first answer of so few tokens may lose what some verifies take.
     assert 1 in widths[:4]
     assert sum(width > 1 for width in widths) <= 6
@@ -343,7 +343,7 @@ def test_a_tree_grows_beyond_the_chain_where_that_costs_little(
         nodes = [
             [node for node in range(1, width) if draw.random() < 1 / (node + 1)] for _ in range(4)
         ]
-        chooser.observe(width, [len(row) for row in nodes], clock, nodes)
+        chooser.learn(width, [len(row) for row in nodes], clock, nodes)
     assert widths[0] == 16
     assert low <= statistics.median(widths[150:]) <= high
 
@@ -392,7 +392,7 @@ def test_a_chain_is_verified_where_branches_do_not_pay(
             if is_chain:
                 assert width == 16
                 clock += 1.0 - saving
-                chooser.observe(width, [length], clock)
+                chooser.learn(width, [length], clock)
             else:
                 first = 9 if is_second else 1
                 depth = (
@@ -403,7 +403,7 @@ def test_a_chain_is_verified_where_branches_do_not_pay(
                 path = [n for n in range(first, first + depth) if n < width]
                 clock += 0.6 + 0.4 * width / 16 if width > 1 else 0.4
                 chains = [along_chain(parents[:width], follow(parents[:width], set(path)))]
-                chooser.observe(width, [len(path)], clock, [path], chains)
+                chooser.learn(width, [len(path)], clock, [path], chains)
                 length = len(path)
             seen.append(is_chain)
             tokens[is_chain] += 1 + length
@@ -424,7 +424,7 @@ def test_a_chain_may_be_what_is_tried_where_no_draft_pays() -> None:
         clock += 1.0 if width == 1 else 1.2 if is_chain else 3.0
         is_tree = width > 1 and not is_chain
         path = list(range(1, min(right + 1, width)))
-        chooser.observe(
+        chooser.learn(
             width,
             [len(path)],
             clock,
@@ -478,7 +478,7 @@ def test_what_pays_once_is_tried_again_at_once() -> None:
     clock = 0.0
     for right in [0] * 120 + [7] * 40:
         width, _ = chooser.next_choice()
-        chooser.observe(width, [min(right, width - 1)], clock)
+        chooser.learn(width, [min(right, width - 1)], clock)
     assert chooser.current == 8
     assert chooser.next_choice() == (8, False)
 
@@ -491,7 +491,7 @@ def test_the_verdict() -> None:
         assert not chooser.verdict(), "nothing is known yet"
         for _ in range(60):
             width, _ = chooser.next_choice()
-            chooser.observe(width, [min(right, width - 1)], 0.0)
+            chooser.learn(width, [min(right, width - 1)], 0.0)
         said.append(chooser.verdict())
     bad, good = said
     assert bad.startswith("1.0 tokens per verify: the draft does not pay here")
@@ -504,7 +504,7 @@ def test_a_chain_that_pays_is_no_draft_that_slows_down() -> None:
         width, is_chain = chooser.next_choice()
         clock += 1.0 if width == 1 else 1.3 if is_chain else 2.1
         is_tree = width > 1 and not is_chain
-        chooser.observe(
+        chooser.learn(
             width, [min(1, width - 1)], clock, [[1]] if is_tree else [], [(1, 2)] * is_tree
         )
     assert chooser.current == CHAIN
@@ -520,13 +520,13 @@ def test_a_tree_has_to_be_clearly_faster_than_the_chain(every: int, tree_is_held
         clock += 1.0
         if is_chain or width == 1:
             trees.append(False)
-            chooser.observe(width, [min(6, width - 1)], clock)
+            chooser.learn(width, [min(6, width - 1)], clock)
             continue
         trees.append(True)
         path = list(range(1, width))
         if step % every:
             path = path[:6]
-        chooser.observe(width, [len(path)], clock, [path], [(6, 7)])
+        chooser.learn(width, [len(path)], clock, [path], [(6, 7)])
     late = trees[100:]
     assert late.count(tree_is_held) > 90
 
@@ -544,10 +544,10 @@ def test_a_run_follows_a_text_that_changes() -> None:
 def test_positions_that_were_not_tried_are_not_rejections() -> None:
     chooser = WidthChooser(StepTimes(16))
     for _ in range(200):
-        chooser.observe(4, [3, 3, 3], 0.0)
+        chooser.learn(4, [3, 3, 3], 0.0)
     assert all(share > 0.95 for share in chooser.chains.shares())
     for _ in range(200):
-        chooser.observe(16, [5, 5], 0.0)
+        chooser.learn(16, [5, 5], 0.0)
     found = chooser.chains.shares()
     assert min(found[:5]) > 0.97
     assert found[5] < 0.06, "reached and refused"
@@ -560,7 +560,7 @@ def test_positions_that_were_not_tried_are_not_rejections() -> None:
 def test_a_step_in_which_no_row_was_running_teaches_nothing() -> None:
     chooser = WidthChooser(StepTimes(8))
     before = chooser.chains.shares()
-    chooser.observe(8, [], 1.0)
+    chooser.learn(8, [], 1.0)
     assert chooser.chains.shares() == before
 
 
@@ -572,7 +572,7 @@ def test_what_a_width_does_once_is_not_its_cost() -> None:
         width, _ = chooser.next_choice()
         clock += costs[width] + (20.0 if width not in widths else 0.0)
         widths.append(width)
-        chooser.observe(width, [min(width - 1, 7)], clock)
+        chooser.learn(width, [min(width - 1, 7)], clock)
     assert widths[-50:].count(8) > 45
 
 
@@ -594,7 +594,7 @@ def test_short_answers_recover_from_a_disturbed_width() -> None:
             accepted = next(
                 (index for index in range(width - 1) if draw.random() > 0.97), width - 1
             )
-            chooser.observe(width, [accepted], clock)
+            chooser.learn(width, [accepted], clock)
     assert chosen[0].count(16) > 50
     assert 16 not in chosen[2], "the disturbance has chosen another width"
     assert sum(answer.count(16) for answer in chosen[-10:]) > 85
@@ -606,7 +606,7 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
     for _ in range(40):  # never right, and dear
         width, _ = chooser.next_choice()
         clock += 1.0 if width == 1 else 2.0
-        chooser.observe(width, [0], clock)
+        chooser.learn(width, [0], clock)
     give_chooser(chooser, draft, target, 3)
     assert take_chooser(draft, target, 1, 16) is None, "other rows cost something else"
     assert take_chooser(draft, target, 3, 8) is None
@@ -623,7 +623,7 @@ def test_observations_are_kept_for_the_next_run_of_a_pair() -> None:
         width, _ = chooser.next_choice()
         widths.append(width)
         clock += 1.0 if widths[-1] == 1 else 2.0
-        chooser.observe(widths[-1], [0], clock)
+        chooser.learn(widths[-1], [0], clock)
     assert widths[0] == 1
     assert sum(width > 1 for width in widths) == 1
     give_chooser(chooser, draft, target, 3)
@@ -647,7 +647,7 @@ def test_a_draft_must_pay_for_the_slowest_row(rows: int, expected: int) -> None:
         width, _ = chooser.next_choice()
         chosen.append(width)
         # One half of the guesses is right, in every row alike.
-        chooser.observe(width, [int(width == 2 and step % 2 == 0)] * rows, float(step))
+        chooser.learn(width, [int(width == 2 and step % 2 == 0)] * rows, float(step))
     assert chosen[-200:].count(expected) > 180
 
 
@@ -666,7 +666,7 @@ def test_what_steps_take_is_known_for_every_number_of_rows_apart() -> None:
         for _ in range(steps):
             clock += seconds
             width, _ = chooser.next_choice()
-            chooser.observe(width, [7] * rows, clock)
+            chooser.learn(width, [7] * rows, clock)
 
     run(4, 0.4, 8)
     assert chooser.costs.of_choices()[8] == pytest.approx(0.4)

@@ -23,9 +23,9 @@ from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.decode import begin_widths
 from dflash_hf.generation.options import width_of_rows
 from dflash_hf.generation.row_rules import RowBlockRule, RowPositionRule
-from dflash_hf.generation.run import Reported, Rows, Run, drop_finished, grow
+from dflash_hf.generation.run import Rows, Run, drop_finished, grow
 from dflash_hf.generation.sampling import BlockProcessors, RowProcessors
-from dflash_hf.generation.state import BufferShape, HostNumbers
+from dflash_hf.generation.state import BufferShape, HostNumbers, Reported
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
 
 

@@ -31,7 +31,6 @@ from dflash_hf.generation.joining import RowSettings, check_alike, go_by, is_ali
 from dflash_hf.generation.options import choose_engine, choose_widths
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import (
-    Reported,
     Rows,
     Run,
     grow,
@@ -41,7 +40,7 @@ from dflash_hf.generation.run import (
     taps_of_verifies,
 )
 from dflash_hf.generation.sampling import BlockProcessors
-from dflash_hf.generation.state import EOS_IDS, NUM_REPORTED, DecodeState
+from dflash_hf.generation.state import EOS_IDS, NUM_REPORTED, DecodeState, Reported
 from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import begin, report
 

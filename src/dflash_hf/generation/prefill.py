@@ -23,11 +23,11 @@ from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.options import Options, resolve
 from dflash_hf.generation.request import Request
-from dflash_hf.generation.run import Reported, Rows, Run, taps_of_verifies
+from dflash_hf.generation.run import Rows, Run, taps_of_verifies
 from dflash_hf.generation.sampling import new_seed
-from dflash_hf.generation.state import NUM_REPORTED, BufferShape
+from dflash_hf.generation.state import NUM_REPORTED, BufferShape, Reported
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
-from dflash_hf.generation.step import accept, record_progress
+from dflash_hf.generation.step import accept, take_report
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
@@ -360,7 +360,7 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     scores = accept(run, logits)
     reported = Reported(*state.outcome[:NUM_REPORTED].tolist())
     run.watch.lap("prefill")
-    record_progress(run, reported, state.tokens)
+    take_report(run, reported, state.tokens)
     run.recorder.add(scores, logits, None, reported.committed)
     state.width = run.generator.verify_width
     run.watch.lap("rest")

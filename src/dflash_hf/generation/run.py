@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from dflash_hf.generation.buffers import FixedBuffers, else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.graphs import Graphs
 from dflash_hf.generation.request import Request
-from dflash_hf.generation.state import DecodeState
+from dflash_hf.generation.state import DecodeState, Reported
 from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
@@ -33,22 +33,6 @@ from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
 from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.undo import hooked
-
-
-class Reported(NamedTuple):
-    """What the host knows of the last step, per row: the first rows of `state.outcome`."""
-
-    committed: list[int]  # tokens
-    accepted: list[int]  # proposals
-    lengths: list[int]  # tokens in the caches
-    done: list[int]  # whether the row has finished
-    filled: list[int]  # columns of `state.ids`
-
-    @classmethod
-    def before(cls, lengths: list[int], num_columns: int) -> Reported:
-        """Returns what is known before the first step of a run, of prompts of these lengths."""
-        nothing = [0] * len(lengths)
-        return cls(nothing, nothing, lengths, nothing, [num_columns] * len(lengths))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,11 +120,12 @@ class Run:
         rows = zip(self.rows.reported.done, self.rows.reported.filled, strict=True)
         return all(has_ended or filled >= last for has_ended, filled in rows)
 
-    def check_reach(self, reported: Reported) -> None:
+    def check_reach(self) -> None:
         """Raises `ValueError` if a row needs more positions than the target has.
 
         At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
         """
+        reported = self.rows.reported
         for row, reach in enumerate(self.rows.reach):
             # A row that goes on feeds its anchor to the next forward.
             num_needed = 0 if reported.done[row] else 1

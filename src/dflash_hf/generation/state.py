@@ -89,6 +89,27 @@ class TreeReport(NamedTuple):
     sources: Tensor
 
 
+class Reported(NamedTuple):
+    """What the host knows of the last step, per row: the first rows of an `outcome`."""
+
+    committed: list[int]  # tokens
+    accepted: list[int]  # proposals
+    lengths: list[int]  # tokens in the caches
+    done: list[int]  # whether the row has finished
+    filled: list[int]  # columns of `ids`
+
+    @classmethod
+    def before(cls, lengths: list[int], num_columns: int) -> Reported:
+        """Returns what is known before the first step of a run, of prompts of these lengths."""
+        nothing = [0] * len(lengths)
+        return cls(nothing, nothing, lengths, nothing, [num_columns] * len(lengths))
+
+    @property
+    def running(self) -> list[int]:
+        """The rows that the step was for: one that had ended before has committed nothing."""
+        return [row for row, num in enumerate(self.committed) if num]
+
+
 class ReportedTree(NamedTuple):
     """What the host knows of the last step's tree, one list per row: the fields of a [`TreeReport`]."""
 
@@ -96,6 +117,10 @@ class ReportedTree(NamedTuple):
     node_ids: list[list[int]]
     parents: list[list[int]]
     sources: list[list[int]]
+
+    def accepted_nodes(self, row: int, num_accepted: int) -> list[int]:
+        """Returns the nodes of a row that has accepted so many; node 0 is the anchor, which was no proposal."""
+        return self.path[row][1 : num_accepted + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from dflash_hf.generation.state import Reported, ReportedTree
 from dflash_hf.plot_style import BLUE, ORANGE, legend_above, module_of_research, new_figure, styled
 
 Definition = Literal["zlab", "vllm", "sglang"]
@@ -97,22 +98,47 @@ class SpeculativeStats:
     num_tried_from_text: int = 0
     num_accepted_from_text: int = 0
 
-    def count_nodes(
-        self, width: int, accepted: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
+    def count(
+        self, numbers: Sequence[int], reported: Reported, width: int, tree: ReportedTree | None
     ) -> None:
-        """Counts the nodes that a verify of `width` nodes accepted in each running row, and their source."""
-        self.num_tried_from_text += sum(map(sum, sources))
+        """Counts a verify; rows that had ended before are in no count.
+
+        Args:
+            numbers (`list[int]`): The number in the request of each row of the state.
+            reported (`Reported`): What the verify has done.
+            width (`int`): Tokens that it has verified.
+            tree (`ReportedTree`, *optional*): The tree that it has verified; a chain has none.
+        """
+        self.verify_widths.append(width)
+        for row in reported.running:
+            num_accepted = reported.accepted[row]
+            # Of a chain every proposal is checked.
+            num_checked = width - 1
+            if tree is not None:
+                num_checked = _num_checked(tree, row, num_accepted)
+            number = numbers[row]
+            self.num_committed[number].append(reported.committed[row])
+            self.num_accepted[number].append(num_accepted)
+            self.num_checked[number].append(num_checked)
+        if tree is not None:
+            self._count_nodes(reported, width, tree)
+
+    def _count_nodes(self, reported: Reported, width: int, tree: ReportedTree) -> None:
+        """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
+        running = reported.running
         # Node 0 is the anchor, and stands in no count. Lists grow with the widest verify so far.
         num_missing = width - 1 - len(self.num_tried_by_node)
         missing = [0] * num_missing
         self.num_tried_by_node.extend(missing)
         self.num_accepted_by_node.extend(missing)
         for node in range(1, width):
-            self.num_tried_by_node[node - 1] += len(accepted)
-        for nodes, its_sources in zip(accepted, sources, strict=True):
-            for node in nodes:
+            self.num_tried_by_node[node - 1] += len(running)
+        for row in running:
+            sources = tree.sources[row]
+            self.num_tried_from_text += sum(sources)
+            for node in tree.accepted_nodes(row, reported.accepted[row]):
                 self.num_accepted_by_node[node - 1] += 1
-                self.num_accepted_from_text += its_sources[node]
+                self.num_accepted_from_text += sources[node]
 
     def start_run(self, num_rows: int, num_proposed: int, proposal: str) -> None:
         """Starts to count a run of this number of rows, after its prefill."""
@@ -437,6 +463,17 @@ class Recorder:
             ]
             found["hidden_states"] = (self.first_hidden_states, *later)
         return found
+
+
+def _num_checked(tree: ReportedTree, row: int, num_accepted: int) -> int:
+    """Returns how many positions of the block a verify has checked in a row of which it has accepted so many nodes.
+
+    These are the accepted ones, and the next one unless the accepted path has ended in a leaf.
+    """
+    last = tree.path[row][num_accepted]
+    # The anchor stands first and follows itself, but is no proposal.
+    has_child = last in tree.parents[row][1:]
+    return num_accepted + has_child
 
 
 def _joined(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:

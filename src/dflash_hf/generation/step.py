@@ -17,9 +17,8 @@ from dflash_hf.block.attention import RaggedBlock, TreeBlock
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.block.tree import is_in_place
 from dflash_hf.generation.accept import commit
-from dflash_hf.generation.acceptance_counts import along_chain
-from dflash_hf.generation.run import Reported, Run, make_room, tapped
-from dflash_hf.generation.state import NUM_REPORTED, ReportedTree
+from dflash_hf.generation.run import Run, make_room, tapped
+from dflash_hf.generation.state import NUM_REPORTED, Reported, ReportedTree
 from dflash_hf.packed_weights import packing
 from dflash_hf.target_model.reentry import KEYWORD
 
@@ -183,7 +182,7 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     Raises:
         ValueError: If a row needs more positions than the target has.
     """
-    # 1. The numbers per row, and the tree, before a streamer gets the tokens that were taken of it.
+    # 1. The numbers per row, and the tree, which a streamer gets before the tokens that were taken of it.
     reported = Reported(*outcome[:NUM_REPORTED].tolist())
     tree: ReportedTree | None = None
     if run.state.is_tree_of(width):
@@ -191,32 +190,14 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
         stream_tree(run, tree, reported)
     # 2. Where the rows stand now, and the new tokens for the streamer.
     tokens = outcome[NUM_REPORTED : NUM_REPORTED + width].T
-    record_progress(run, reported, tokens)
-    # 3. The statistics, by the request's rows. A row that had ended before has committed nothing.
-    running = [row for row, num in enumerate(reported.committed) if num]
+    take_report(run, reported, tokens)
+    # 3. The statistics, by the request's rows.
     stats = run.stats
-    # Of a chain every proposal is checked.
-    checked = [width - 1] * len(running)
-    nodes: list[list[int]] = []
-    chains: list[tuple[int, int]] = []
-    if tree is not None:
-        checked = [num_checked(tree, row, reported.accepted[row]) for row in running]
-        # Node 0 is the anchor, which was no proposal.
-        nodes = [tree.path[row][1 : reported.accepted[row] + 1] for row in running]
-        stats.count_nodes(width, nodes, [tree.sources[row] for row in running])
-        if run.chooser.may_choose_chain:
-            chains = [along_chain(tree.parents[row], tree.path[row]) for row in running]
-    for row, num in zip(running, checked, strict=True):
-        number = run.rows.numbers[row]
-        stats.num_committed[number].append(reported.committed[row])
-        stats.num_accepted[number].append(reported.accepted[row])
-        stats.num_checked[number].append(num)
-    stats.verify_widths.append(width)
+    stats.count(run.rows.numbers, reported, width, tree)
     # 4. What chooses the width of the next step.
-    accepted = [reported.accepted[row] for row in running]
     # Without the rest: how long a streamer takes does not depend on the width.
     seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
-    run.chooser.observe(width, accepted, seconds, nodes, chains)
+    run.chooser.observe(width, reported, seconds, tree)
     if run.finished:
         verdict = run.chooser.verdict()
         if verdict:
@@ -225,15 +206,18 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     return reported.committed
 
 
-def record_progress(run: Run, reported: Reported, tokens: Tensor) -> None:
-    """Records where the rows stand, and hands the step's new tokens to the streamer; errors as [`report`].
+def take_report(run: Run, reported: Reported, tokens: Tensor) -> None:
+    """Notes where the rows stand, and hands the step's new tokens to the streamer; errors as [`report`].
 
     Args:
         run (`Run`): Changed in place.
         reported (`Reported`): What the step has done.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): The step's tokens, on any device.
     """
-    run.check_reach(reported)
+    run.rows.reported = reported
+    # Few targets have a table of positions, whose end a row may reach.
+    if run.rows.reach:
+        run.check_reach()
     streamer = run.request.streamer
     num_new = reported.committed[0]
     # Several rows go to a streamer column by column, by the rule that keeps them together.
@@ -241,7 +225,6 @@ def record_progress(run: Run, reported: Reported, tokens: Tensor) -> None:
         # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
         new_tokens = tokens[0, :num_new].to("cpu", copy=True)
         streamer.put(new_tokens)
-    run.rows.reported = reported
 
 
 def stream_tree(run: Run, tree: ReportedTree, reported: Reported) -> None:
@@ -252,14 +235,3 @@ def stream_tree(run: Run, tree: ReportedTree, reported: Reported) -> None:
         # Copies: a streamer may change what it gets, and the statistics are still to be counted.
         of_first_row = {name: part[0].copy() for name, part in tree._asdict().items()}
         put_tree(**of_first_row)
-
-
-def num_checked(tree: ReportedTree, row: int, num_accepted: int) -> int:
-    """Returns how many positions of the block a verify has checked in a row of which it has accepted so many nodes.
-
-    These are the accepted ones, and the next one unless the accepted path has ended in a leaf.
-    """
-    last = tree.path[row][num_accepted]
-    # The anchor stands first and follows itself, but is no proposal.
-    has_child = last in tree.parents[row][1:]
-    return num_accepted + has_child

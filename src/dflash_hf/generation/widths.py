@@ -18,7 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from dflash_hf.generation.acceptance_counts import ChainCounts, NodeCounts, expected_tokens
+from dflash_hf.generation.acceptance_counts import (
+    ChainCounts,
+    NodeCounts,
+    along_chain,
+    expected_tokens,
+)
 from dflash_hf.generation.choice_costs import (
     CHAIN,
     ChoiceCosts,
@@ -26,6 +31,7 @@ from dflash_hf.generation.choice_costs import (
     ReplayCosts,
     StepTimes,
 )
+from dflash_hf.generation.state import Reported, ReportedTree
 
 # Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
 FIRST_PAUSE = 2
@@ -64,8 +70,6 @@ class FixedWidth:
         width (`int`): Tokens of each verify, the anchor included.
         is_chain (`bool`): Verify the chain of all proposals, also where the run has trees.
     """
-
-    may_choose_chain = False
 
     def __init__(self, width: int, is_chain: bool = False) -> None:
         self.widths = [width]
@@ -237,6 +241,20 @@ class WidthChooser:
         return 1.0 + SLOWEST_ROW * (mean - 1.0)
 
     def observe(
+        self, width: int, reported: Reported, clock: float, tree: ReportedTree | None
+    ) -> None:
+        """Takes in a step that verified `width` tokens, of a tree or of a chain (`None`); `clock` as of [`learn`]."""
+        running = reported.running
+        accepted = [reported.accepted[row] for row in running]
+        nodes: list[list[int]] = []
+        chains: list[tuple[int, int]] = []
+        if tree is not None:
+            nodes = [tree.accepted_nodes(row, reported.accepted[row]) for row in running]
+            if self.may_choose_chain:
+                chains = [along_chain(tree.parents[row], tree.path[row]) for row in running]
+        self.learn(width, accepted, clock, nodes, chains)
+
+    def learn(
         self,
         width: int,
         accepted: Sequence[int],
@@ -244,7 +262,7 @@ class WidthChooser:
         nodes: Sequence[Sequence[int]] = (),
         chains: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Takes in a step of so many tokens.
+        """Takes in what a step has shown, which may be a step of recorded answers.
 
         Args:
             width (`int`): Tokens that it verified.
