@@ -103,7 +103,7 @@ class BlockRule:
             `tuple[torch.Tensor, torch.Tensor | None]`: Scores `[B, W, V]`, processed if somebody wants them; and the
             number accepted `[B]`, int64, where it is another one than the number that match.
         """
-        num_accepted = self._choose_tokens(state, logits_BWV)
+        num_accepted = choose_block(state, logits_BWV, self.processors)
         # Criteria see tokens that are chosen and not committed: what they stop is never taken back.
         if self.criteria:
             stop_by_criteria(state, self.criteria, num_accepted)
@@ -112,10 +112,6 @@ class BlockRule:
             # The tokens were chosen without scores of the whole vocabulary, where a kernel could.
             scores = scores_of_block(state, logits_BWV, self.processors)
         return scores, num_accepted
-
-    def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor | None:
-        """Writes `state.tokens`; returns the number accepted `[B]` as [`choose`] does."""
-        return choose_block(state, logits_BWV, self.processors)
 
 
 class PositionRule:

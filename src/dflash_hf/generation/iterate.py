@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from dflash_hf.devices import Inventory, eagerly, is_compiled
 from dflash_hf.errors import require
-from dflash_hf.generation.accept import BlockRule
+from dflash_hf.generation.accept import BlockRule, stop_by_criteria
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.checks import check_iterated, check_rules
-from dflash_hf.generation.choose import choose_block
 from dflash_hf.generation.decode import begin_widths, keep_chooser, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.prefill import prefill
@@ -149,7 +148,9 @@ class CustomBlockRule(BlockRule):
     """
 
     def __init__(self, rule: BlockRule, accept: Accept) -> None:
-        super().__init__(rule.processors, rule.criteria, rule.is_recorded)
+        # Criteria see what the caller's function keeps: they are asked behind it.
+        super().__init__(rule.processors, [], rule.is_recorded)
+        self.own_criteria = rule.criteria
         self.accept = accept
         # [B, W]: the target's own tokens for the last block, for whoever looks at the step.
         self.tokens = torch.empty(0, dtype=torch.long, device="cpu")
@@ -159,8 +160,9 @@ class CustomBlockRule(BlockRule):
         """False: the caller's function may look at anything."""
         return False
 
-    def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor:
-        choose_block(state, logits_BWV, self.processors)
+    def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses as [`BlockRule.choose`]."""
+        scores, _ = super().choose(state, logits_BWV)
         tokens = state.tokens
         self.tokens = tokens.clone()
         # Copies: the caller's function may keep what it gets, and both are written again.
@@ -171,7 +173,9 @@ class CustomBlockRule(BlockRule):
         place = torch.arange(state.width - 1, device=tokens.device)
         is_kept = place < num_accepted[:, None]
         tokens[:, :-1] = torch.where(is_kept, state.proposals, tokens[:, :-1])
-        return num_accepted
+        if self.own_criteria:
+            stop_by_criteria(state, self.own_criteria, num_accepted)
+        return scores, num_accepted
 
 
 def _start(
