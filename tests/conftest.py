@@ -130,9 +130,10 @@ def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests that count or compare the steps of trees; those of chains have `helpers.whole_blocks`.
     """
-    from helpers.whole_blocks import widest
+    from helpers.whole_blocks import CHOOSING, widest
 
-    monkeypatch.setattr("dflash_hf.generation.decode.choose_widths", widest)
+    for module in CHOOSING:
+        monkeypatch.setattr(module, "choose_widths", widest)
 
 
 @pytest.fixture(autouse=True)

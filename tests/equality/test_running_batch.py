@@ -145,7 +145,7 @@ def test_widths_that_change_between_joins() -> None:
             return ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dflash_hf.generation.decode.choose_widths", lambda *given: Widths())
+        patch.setattr("dflash_hf.generation.joining.choose_widths", lambda *given: Widths())
         drive(batch, requests, 5, cancelled=0.2)
 
 

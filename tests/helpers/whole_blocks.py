@@ -10,8 +10,11 @@ import sys
 from typing import Any
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import decode
+from dflash_hf.generation import decode, iterate, joining
 from dflash_hf.generation.widths import FixedWidth
+
+# Who calls `choose_widths` of a run that is not captured in places.
+CHOOSING = (decode, iterate, joining)
 
 
 def widest(generator: Any, state: Any, is_captured: bool) -> FixedWidth:
@@ -34,5 +37,6 @@ def use_whole_blocks(draft: DFlashDraftModel) -> None:
 if __name__ == "__main__":
     from dflash_hf.cli.main import app
 
-    decode.choose_widths = widest
+    for module in CHOOSING:
+        module.choose_widths = widest
     app(["chat", "--web", *sys.argv[1:]])

@@ -64,28 +64,30 @@ def nothing_computed_in_vain() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifies chains of whole blocks where a test names neither trees nor a width: launches are counted by step."""
-    from dflash_hf.generation import decode, prefill
+    from dflash_hf.generation import options, prefill
     from dflash_hf.generation.widths import FixedWidth
+    from helpers.whole_blocks import CHOOSING
 
     resolve = prefill.resolve
-    choose = decode.choose_widths
+    choose = options.choose_widths
 
     def resolved(request: Any, *args: Any) -> Any:
-        options = request.draft.generation_config
-        nodes = options.num_tree_nodes
-        options.num_tree_nodes = 0 if nodes is None else nodes
+        asked = request.draft.generation_config
+        nodes = asked.num_tree_nodes
+        asked.num_tree_nodes = 0 if nodes is None else nodes
         try:
             return resolve(request, *args)
         finally:
-            options.num_tree_nodes = nodes
+            asked.num_tree_nodes = nodes
 
     def chooser(generator: Any, *args: Any) -> Any:
-        options = generator.draft.generation_config
-        is_named = options.verify_width is not None or options.num_tree_nodes is not None
+        asked = generator.draft.generation_config
+        is_named = asked.verify_width is not None or asked.num_tree_nodes is not None
         return choose(generator, *args) if is_named else FixedWidth(generator.verify_width)
 
     monkeypatch.setattr(prefill, "resolve", resolved)
-    monkeypatch.setattr(decode, "choose_widths", chooser)
+    for module in CHOOSING:
+        monkeypatch.setattr(module, "choose_widths", chooser)
 
 
 @pytest.fixture(scope="session", autouse=True)

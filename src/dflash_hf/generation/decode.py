@@ -56,18 +56,21 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
     target = request.target
     engine = choose_engine(target, draft)
     user_cache = user_cache_of(request)
-    # Compiled parts run as they were before torch.compile: they call no hooks, and every width is another shape.
+    # Three nested scopes: what is undone at the end or after an error; the target's fast layers; and gradients, which
+    # the prefill keeps on where its cache leaves the call.
     with (
+        # Compiled parts run as they were before torch.compile: they call no hooks, and every width is another shape.
         eagerly(target.parts, request.draft_parts),
         user_cache.restored_on_error(),
-        whole_run(request, engine),
+        fast_from_prefill(request, engine),
     ):
         # 1. The prompts: both caches are filled, and the first token is committed.
         with gradients_of_prefill(target, user_cache):
             run = prefill(request, inputs, user_cache, keeps_buffers=engine != "eager")
         # 2. The steps, until every row has ended: draft, verify, accept, report.
         try:
-            begin_widths(run)
+            run.chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
+            run.watch.lap("rest")  # the choice of widths is no step's time
             with no_gradients(target, request.runs_user_code):
                 advance(run, engine)
         finally:
@@ -76,7 +79,8 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
             keep_chooser(run)
         # 3. The texts, and the cache that the call leaves behind.
         sequences = sequences_of(run)
-        advance_user_cache(run, sequences)
+        if isinstance(user_cache, UserCache):
+            advance_user_cache(run, user_cache, sequences)
         # A rank that failed says so here, while the user's cache can still be put back.
         request.ranks.meet()
     # With the graphs over them. Buffers of a run that failed are not kept: a graph may have stopped in the middle.
@@ -85,16 +89,7 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
     # The streamer ends behind everything that may fail, as plain `generate` ends it.
     if request.streamer is not None:
         request.streamer.end()
-    sequences = cast(torch.LongTensor, sequences.to(request.given_on))
-    run.watch.lap("rest")
-    if not request.config.return_dict_in_generate:
-        return sequences
-    found = run.recorder.collected()
-    # As from plain `generate`; hidden states stay on the target's device there too.
-    for name in {"scores", "logits"}.intersection(found):
-        found[name] = tuple(token.to(request.given_on) for token in found[name])
-    cache: dict[str, Any] = {CACHE_NAME: user_cache.cache}
-    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **cache, **found)
+    return output_of(run, sequences)
 
 
 def advance(run: Run, engine: Engine) -> None:
@@ -105,16 +100,11 @@ def advance(run: Run, engine: Engine) -> None:
     with device_errors_explained():
         # Nothing is captured for an answer of one token.
         if engine != "eager" and not run.finished:
-            # Replays go to the stream of the device that ids are on.
-            with torch.cuda.device_of(run.state.ids):
-                captured = start_engine(run)
-                # A step that cannot be captured has said so in the log, and runs eagerly below.
-                if captured is not None:
-                    captured.advance()
-        # Fixed buffers may be full before the answer has ended: the rest of it is eager.
+            advance_captured(run)
+        # What is left of the answer is eager, mostly nothing or all of it.
         if run.finished:
             return
-        # Asked once: every part of the target is looked at.
+        # These two answers hold for the whole run.
         drops = drops_rows(run)
         may_change = run.request.calls_user_code
         with tapped_between_steps(run):
@@ -126,6 +116,16 @@ def advance(run: Run, engine: Engine) -> None:
                 # Code that was called with the new tokens may have changed modules and hooks.
                 if may_change:
                     look_at_models(run)
+
+
+def advance_captured(run: Run) -> None:
+    """Runs captured steps, if there are any, until every row has finished or the fixed buffers are full."""
+    # Replays go to the stream of the device that ids are on.
+    with torch.cuda.device_of(run.state.ids):
+        captured = start_engine(run)
+        # A step that cannot be captured has said so in the log.
+        if captured is not None:
+            captured.advance()
 
 
 def no_gradients(target: Target, runs_user_code: bool) -> AbstractContextManager[Any]:
@@ -159,15 +159,15 @@ def user_cache_of(request: Request) -> UserCache | NoUserCache:
     return NoUserCache()
 
 
-def whole_run(request: Request, engine: Engine) -> AbstractContextManager[None]:
-    """Has the target run in fewer operations from its prefill on, where nothing but the run's forwards uses it.
+def fast_from_prefill(request: Request, engine: Engine) -> AbstractContextManager[None]:
+    """Has the target run by fast layers from its prefill on, where nothing but the run's forwards uses it.
 
     Code of the user's between two forwards may call the target itself: it finds it as it left it.
     """
     # A cache of another kind may run code of its own in the prefill.
     is_usual_cache = request.cache is None or type(request.cache) is DynamicCache
-    is_ours = engine == "eager" and not request.calls_out and is_usual_cache
-    if is_ours:
+    nobody_else_uses_target = engine == "eager" and not request.calls_out and is_usual_cache
+    if nobody_else_uses_target:
         return fast_whole_run(request.target)
     return nullcontext()
 
@@ -190,8 +190,8 @@ def with_forwards(
 
 @contextmanager
 def tapped_between_steps(run: Run) -> Generator[None]:
-    """Leaves the target tapped from step to step, unless code of the user's runs between them."""
-    # What user code finds between two steps is the target as the user left it.
+    """Leaves the target tapped from step to step, unless something that runs between two steps may use the target."""
+    # It finds the target as the user left it.
     if run.request.calls_out:
         yield
         return
@@ -215,14 +215,11 @@ def sequences_of(run: Run) -> Tensor:
     return ids
 
 
-def advance_user_cache(run: Run, sequences: Tensor) -> None:
+def advance_user_cache(run: Run, user_cache: UserCache, sequences: Tensor) -> None:
     """Advances the cache that was passed in or asked for; the finished run cannot go on afterwards.
 
     `sequences` `[B, columns + longest answer]` are what `generate` returns.
     """
-    if not isinstance(run.user_cache, UserCache):
-        return
-
     request = run.request
 
     def verify_all(blocks: Iterator[RaggedBlock]) -> None:
@@ -235,20 +232,31 @@ def advance_user_cache(run: Run, sequences: Tensor) -> None:
     make_room(run)  # for padding behind rows that ended early
     # A chain as wide as a path: a width that the target has verified before, of one token after another.
     run.state.width = run.buffers.shape.path
-    run.stats.num_target_forwards += run.user_cache.finish(
+    run.stats.num_target_forwards += user_cache.finish(
         run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
     )
 
 
-def begin_widths(run: Run) -> None:
-    """Has a run choose its widths, by what an earlier one has kept; see [`keep_chooser`]."""
-    run.chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
-    # The time that it took is no step's.
+def output_of(run: Run, sequences: Tensor) -> DFlashGenerateOutput | torch.LongTensor:
+    """Returns what the call returns: the texts where the prompts were, or with them what was asked for."""
+    request = run.request
+    sequences = cast(torch.LongTensor, sequences.to(request.given_on))
     run.watch.lap("rest")
+    if not request.config.return_dict_in_generate:
+        return sequences
+    found = run.recorder.collected()
+    # As from plain `generate`; hidden states stay on the target's device there too.
+    for name in {"scores", "logits"}.intersection(found):
+        found[name] = tuple(token.to(request.given_on) for token in found[name])
+    cache: dict[str, Any] = {CACHE_NAME: run.user_cache.cache}
+    return DFlashGenerateOutput(sequences=sequences, speculative=run.stats, **cache, **found)
 
 
 def keep_chooser(run: Run) -> None:
-    """Keeps what a run's widths have shown; of captured steps the costs are kept with their graphs."""
+    """Keeps what a run's widths have shown for the next run of the pair, where `choose_widths` finds it.
+
+    Of captured steps the costs are kept with their graphs.
+    """
     request = run.request
     chooser = run.chooser
     # A run that was to be captured may have ended before.

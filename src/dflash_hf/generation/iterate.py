@@ -22,8 +22,9 @@ from dflash_hf.errors import require
 from dflash_hf.generation.accept import BlockRule, stop_by_criteria
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.checks import check_iterated, check_rules
-from dflash_hf.generation.decode import begin_widths, keep_chooser, no_gradients
+from dflash_hf.generation.decode import keep_chooser, no_gradients
 from dflash_hf.generation.generate import answer_with, unwrapped
+from dflash_hf.generation.options import choose_widths
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Run, look_at_models
@@ -199,7 +200,8 @@ def _start(
     # leaves the widths that an earlier run has kept.
     options = request.draft.generation_config
     if options.asked_width is not None or options.num_tree_nodes == "auto":
-        begin_widths(run)
+        run.chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
+        run.watch.lap("rest")  # no step's time
     return run
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from dflash_hf.errors import require
 from dflash_hf.generation.buffers import else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
-from dflash_hf.generation.decode import begin_widths
-from dflash_hf.generation.options import width_of_rows
+from dflash_hf.generation.options import choose_widths, width_of_rows
 from dflash_hf.generation.row_rules import RowBlockRule, RowPositionRule
 from dflash_hf.generation.run import Rows, Run, drop_finished, grow
 from dflash_hf.generation.sampling import BlockProcessors, RowProcessors
@@ -78,8 +77,9 @@ def begin_batch(run: Run, row: RowSettings) -> None:
     run.state.padded_eos_ids.fill_(-1)
     use_settings(run, [row])
     # At the end: an error before it leaves the widths that an earlier run has kept.
-    begin_widths(run)
-    run.chooser = _by_table(run.generator, run.chooser)
+    chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
+    run.chooser = _by_table(run.generator, chooser)
+    run.watch.lap("rest")  # no step's time
 
 
 def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> None:

@@ -20,7 +20,7 @@ from dflash_hf.devices import eagerly
 from dflash_hf.errors import require
 from dflash_hf.generation.choice_costs import CHAIN, candidate_widths
 from dflash_hf.generation.cost_table import CostTable, about_pair, write_table
-from dflash_hf.generation.decode import no_gradients, tapped_between_steps, whole_run
+from dflash_hf.generation.decode import fast_from_prefill, no_gradients, tapped_between_steps
 from dflash_hf.generation.generate import answer_with, unwrapped
 from dflash_hf.generation.options import choose_engine, computes_in_half
 from dflash_hf.generation.prefill import prefill
@@ -128,7 +128,7 @@ def _measure(request: Request, inputs: dict[str, Any]) -> _Measured:
     _check(request, engine)
     with (
         eagerly(target.parts, request.draft_parts),
-        whole_run(request, engine),
+        fast_from_prefill(request, engine),
         no_gradients(target, request.runs_user_code),
     ):
         run = prefill(request, inputs, NoUserCache())
