@@ -6,7 +6,7 @@ the host reads there, and in `static_step.py`, what a step has done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from dflash_hf.block.attention import RaggedBlock
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.devices import Inventory, device_errors_explained, eagerly
+from dflash_hf.devices import device_errors_explained, eagerly
 from dflash_hf.generation.buffers import give_buffers
 from dflash_hf.generation.choice_costs import StepTimes
 from dflash_hf.generation.cuda_graph import start_engine
@@ -39,7 +39,6 @@ from dflash_hf.generation_config import Engine
 from dflash_hf.target_model.fast_layers import fast_whole_run, in_whole_run
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import changing_ropes
-from dflash_hf.undo import calling
 
 
 def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | torch.LongTensor:
@@ -170,22 +169,6 @@ def fast_from_prefill(request: Request, engine: Engine) -> AbstractContextManage
     if nobody_else_uses_target:
         return fast_whole_run(request.target)
     return nullcontext()
-
-
-def with_forwards(
-    target: Target, draft_parts: Inventory, runs_user_code: bool, work: Callable[[], None]
-) -> None:
-    """Calls `work`, in which the forwards of a running batch run; callbacks are called outside of it."""
-    with (
-        calling(),
-        device_errors_explained(),
-        # Compiled parts run as they were before torch.compile: they call no hooks.
-        eagerly(target.parts, draft_parts),
-        # Before the fast forms, which have no gradients and ask for them.
-        no_gradients(target, runs_user_code),
-        fast_whole_run(target),
-    ):
-        work()
 
 
 @contextmanager

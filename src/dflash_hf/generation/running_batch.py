@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.cache.size import OutOfRoomError
-from dflash_hf.devices import Inventory
+from dflash_hf.devices import Inventory, device_errors_explained, eagerly
 from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
-from dflash_hf.generation.decode import keep_chooser, no_gradients, with_forwards
+from dflash_hf.generation.decode import keep_chooser, no_gradients
 from dflash_hf.generation.generate import unwrapped
 from dflash_hf.generation.joining import begin_batch, failed_of, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
@@ -41,8 +41,9 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fast_layers import has_user_code
+from dflash_hf.target_model.fast_layers import fast_whole_run, has_user_code
 from dflash_hf.target_model.parts import find_target
+from dflash_hf.undo import calling
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
@@ -279,10 +280,19 @@ class RunningBatch:
         return replace(request, target=self._target, draft_parts=self._draft_parts)
 
     def _with_forwards(self, work: Callable[[], None]) -> None:
-        """Calls `work`, in which forwards run."""
+        """Calls `work`, in which forwards run; callbacks are called outside of it."""
         calls_user_code = any(row.calls_user_code for row in self._rows())
         runs_user_code = calls_user_code or has_user_code(self._target)
-        with_forwards(self._target, self._draft_parts, runs_user_code, work)
+        with (
+            calling(),
+            device_errors_explained(),
+            # Compiled parts run as they were before torch.compile: they call no hooks.
+            eagerly(self._target.parts, self._draft_parts),
+            # Before the fast forms, which have no gradients and ask for them.
+            no_gradients(self._target, runs_user_code),
+            fast_whole_run(self._target),
+        ):
+            work()
 
     # ---- requests that wait
 
@@ -380,14 +390,12 @@ class RunningBatch:
         row.stats.first_token_seconds = time.perf_counter() - row.added
         is_last = bool(run.rows.reported.done[0])
         # An answer of one token joins nothing.
-        if is_last:
-            self._answers.add(row, [first], is_last)
-            return
-        try:
-            self._add_run(row, run)
-        except ValueError as error:
-            self._answers.fail(row, error)
-            return
+        if not is_last:
+            try:
+                self._add_run(row, run)
+            except ValueError as error:
+                self._answers.fail(row, error)
+                return
         self._answers.add(row, [first], is_last)
 
     def _add_run(self, row: Row, run: Run) -> None:
