@@ -114,8 +114,8 @@ class DFlashCandidateGenerator:
         """Writes the newest context if no forward of the draft will write it."""
         self.draft.write_context(self.newest.to_write(), self.draft_cache)
 
-    def pass_over(self, is_static: bool) -> None:
-        """Stands in for [`propose`] before a verify of one token: makes room for its context.
+    def keep_context(self, is_static: bool) -> None:
+        """Stands in for [`propose`] before a verify of one token: the newest context waits, or is written when full.
 
         Args:
             is_static (`bool`): Write the context of every token, so that each such step is the same.

@@ -246,7 +246,7 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             logits, committed = step(run)
         optional: dict[str, Tensor] = {}
         if output_logits:
-            optional["logits"] = logits.clone()
+            optional["logits"] = state.along_path(logits).clone()
             # A block of one token is not drafted.
             draft_logits = run.generator.iterated.logits
             if draft_logits is not None:

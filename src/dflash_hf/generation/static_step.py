@@ -14,7 +14,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.generation.buffers import buckets_between, reads_lengths_on_device, round_up
 from dflash_hf.generation.run import Run, has_room
-from dflash_hf.generation.step import accept, accept_and_report, begin, draft, report, verify
+from dflash_hf.generation.step import (
+    accept,
+    begin,
+    draft,
+    logits_of,
+    record,
+    report,
+    verify,
+)
 from dflash_hf.layer_configs import caches_latents
 
 
@@ -60,7 +68,15 @@ class StaticStep:
             begin(run)
             outputs = self.launch(self.bound(0))
             assert outputs is not None
-            accept_and_report(run, outputs)
+            run.watch.lap("verify")
+            logits = logits_of(run, outputs)
+            scores = accept(run, logits)
+            # The one wait of such a step.
+            outcome = run.state.outcome.to("cpu")
+            run.watch.lap("accept")
+            committed = report(run, outcome, run.state.width)
+            if run.recorder.is_on:
+                record(run, scores, logits, outputs, committed)
 
     def _run_ahead(self) -> None:
         """Runs steps that accept by themselves, the host one step behind."""
@@ -104,10 +120,8 @@ class StaticStep:
         outputs = verify(self.run, block)
         if not self.accepts:
             return outputs
-        assert outputs.logits is not None
-        logits = outputs.logits.to(self.run.state.ids.device)
         # Nobody asks for scores of a step that accepts by itself.
-        accept(self.run, logits)
+        accept(self.run, logits_of(self.run, outputs))
         return None
 
     def bound(self, num_unread: int) -> int:

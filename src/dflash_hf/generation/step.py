@@ -1,8 +1,8 @@
 """One step of decoding: draft a block, verify it, accept what stands, report it to the host.
 
 [`draft`], [`verify`] and [`accept`] read nothing on the host where the run's rule does not; [`report`] is the host's
-part. [`step`] runs them one after the other, over exactly as many keys as there are. [`StaticStep`] (`static_step.py`)
-runs the same functions with lengths rounded up, which is what a CUDA graph replays.
+part, once it has read the outcome. [`step`] runs them one after the other, over exactly as many keys as there are.
+[`StaticStep`] (`static_step.py`) runs the same functions with lengths rounded up, which is what a CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from dflash_hf.block.attention import RaggedBlock, TreeBlock
 from dflash_hf.block.cache_name import CACHE_NAME
-from dflash_hf.block.tree import is_in_place
+from dflash_hf.block.tree import DraftTree, is_in_place
 from dflash_hf.generation.accept import commit
 from dflash_hf.generation.run import Run, make_room, tapped
 from dflash_hf.generation.state import NUM_REPORTED, Reported, ReportedTree
@@ -26,7 +26,10 @@ logger: Any = logging.get_logger(__name__)
 
 
 def step(run: Run) -> tuple[Tensor, list[int]]:
-    """Runs one step eagerly; returns the target's logits `[B, W, V]`, and how many tokens each row has committed."""
+    """Runs one step eagerly; returns the target's logits `[B, W, V]`, and how many tokens each row has committed.
+
+    Logits of a tree are in the order of its nodes; see [`DecodeState.along_path`].
+    """
     # 1. Begin: room in the buffers, and how many tokens are verified.
     make_room(run)
     begin(run)
@@ -36,8 +39,18 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
         run.watch.lap("draft")
         # 3. Verify: the only forward of the target.
         outputs = verify(run, block)
-    # 4. Accept and commit; 5. the host reads what has happened.
-    return accept_and_report(run, outputs)
+    run.watch.lap("verify")
+    # 4. Accept: the target's own tokens; the matching prefix and one token more are committed.
+    logits = logits_of(run, outputs)
+    scores = accept(run, logits)
+    # The one wait of an eager step: all that the host has to know is in one tensor.
+    outcome = run.state.outcome.to("cpu")
+    run.watch.lap("accept")
+    # 5. Report: the streamer, the statistics, and what chooses the next width.
+    committed = report(run, outcome, run.state.width)
+    if run.recorder.is_on:
+        record(run, scores, logits, outputs, committed)
+    return logits, committed
 
 
 def begin(run: Run) -> None:
@@ -63,30 +76,36 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
         `RaggedBlock`: Where the tokens to be verified stand.
     """
     state = run.state
-    width = state.width
-    positions = state.next_positions
-    # With one row the longest row is the row.
-    is_exact = bound is None and state.ids.shape[0] == 1
-    longest = run.longest
-    tree = state.tree
     generator = run.generator
-    indices = positions[:, :width]
-    last = bound or longest + width
-    verified = RaggedBlock(indices, last, is_exact)
-    if tree is not None:
-        verified = TreeBlock(indices, last, is_exact, tree=tree)
-    if width == 1:
-        generator.pass_over(is_static=bound is not None)
+    is_static = bound is not None
+    tree = state.tree
+    # The block to verify: a chain, or the nodes of a tree.
+    verified = next_block(run, state.width, bound, tree)
+    if state.width == 1:
+        # Nothing is drafted; the newest context waits, or is written when its columns are full.
+        generator.keep_context(is_static)
         return verified
     # The draft's block is as long as in its training, however many of its proposals are verified.
-    size = generator.block_size
     drafted = verified
-    if width != size or tree is not None:
-        drafted = RaggedBlock(positions[:, :size], bound or longest + size, is_exact)
-    generator.propose(state, drafted, is_static=bound is not None)
+    if tree is not None or state.width != generator.block_size:
+        drafted = next_block(run, generator.block_size, bound)
+    generator.propose(state, drafted, is_static)
     # Ranks may round differently: all of them verify the first one's proposals.
     run.request.ranks.share(state.proposals, state.nodes)
     return verified
+
+
+def next_block(
+    run: Run, num_tokens: int, bound: int | None, tree: DraftTree | None = None
+) -> RaggedBlock:
+    """Returns the next tokens of every row, a chain or the nodes of a `tree`; `bound` as of [`draft`]."""
+    positions = run.state.next_positions[:, :num_tokens]
+    last = bound or run.longest + num_tokens
+    # With one row the longest row is the row.
+    is_exact = bound is None and positions.shape[0] == 1
+    if tree is not None:
+        return TreeBlock(positions, last, is_exact, tree=tree)
+    return RaggedBlock(positions, last, is_exact)
 
 
 def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
@@ -113,14 +132,22 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
         )
         # A target that attends elsewhere would give another text without any error.
         cache.check_passed()
+        # What the tapped layers said of these tokens is the draft's next context.
         run.generator.newest.add(taps.take(), block)
     return outputs
+
+
+def logits_of(run: Run, outputs: CausalLMOutputWithPast) -> Tensor:
+    """Returns the target's logits `[B, W, V]` where ids go in, which need not be where the head is."""
+    assert outputs.logits is not None
+    return outputs.logits.to(run.state.ids.device)
 
 
 def accept(run: Run, logits_BWV: Tensor) -> Tensor:
     """Chooses the target's tokens and commits what stands; returns scores `[B, W, V]` for the recorder."""
     state = run.state
-    # 1. The target's own token behind each verified one, in the order of the path that they take.
+    # 1. The target's own token behind each verified one, in the order of the path that they take. `num_accepted` may
+    # be None: as many as equal the target's tokens, which the commit counts.
     scores, num_accepted = run.rule.choose(state, logits_BWV)
     num_accepted = run.request.ranks.decided(state, num_accepted, run.rule)
     # 2. What the path's nodes left behind moves where a chain's would stand, before `lengths` moves on.
@@ -136,35 +163,13 @@ def keep_path(run: Run, path_BN: Tensor) -> None:
     """Has the caches and the newest context keep a tree's accepted path, as if it had been a chain."""
     state = run.state
     state.report_nodes()
-    # To look costs nothing where nothing has to be waited for.
+    # On a CPU a look is free: often the path already stands where a chain would.
     may_look = path_BN.device.type == "cpu" and not run.keeps_buffers
     stays = may_look and is_in_place(path_BN)
     # Nodes stand in the caches in their own order; the path's are copied to the slots behind the anchor.
     if not stays:
         run.cache.keep_path(path_BN, state.lengths)
     run.generator.newest.add_path(path_BN, stays)
-
-
-def accept_and_report(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[int]]:
-    """Ends a step whose forwards have run, with the host waiting for it; returns as [`step`]."""
-    run.watch.lap("verify")
-    state = run.state
-    assert outputs.logits is not None
-    logits = outputs.logits.to(state.ids.device)  # where the head is need not be where ids go in
-    scores = accept(run, logits)
-    # The one read of an eager step: all that the host has to know is in one tensor.
-    outcome = state.outcome.to("cpu")
-    run.watch.lap("accept")
-    committed = report(run, outcome, state.width)
-    states: Any = outputs.get("hidden_states")
-    is_looked_at = run.recorder.is_on or run.generator.iterated.keeps_logits
-    if state.is_tree and is_looked_at:
-        # Whoever looks at a step sees the path as if it had been a chain.
-        logits = state.along_path(logits)
-        if states is not None:
-            states = [state.along_path(layer.to(logits.device)) for layer in states]
-    run.recorder.add(scores, logits, states, committed)
-    return logits, committed
 
 
 def report(run: Run, outcome: Tensor, width: int) -> list[int]:
@@ -187,7 +192,8 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     tree: ReportedTree | None = None
     if run.state.is_tree_of(width):
         tree = ReportedTree(*run.state.tree_parts(outcome, width).tolist())
-        stream_tree(run, tree, reported)
+        if run.request.streamer is not None:
+            stream_tree(run, tree, reported)
     # 2. Where the rows stand now, and the new tokens for the streamer.
     tokens = outcome[NUM_REPORTED : NUM_REPORTED + width].T
     take_report(run, reported, tokens)
@@ -235,3 +241,25 @@ def stream_tree(run: Run, tree: ReportedTree, reported: Reported) -> None:
         # Copies: a streamer may change what it gets, and the statistics are still to be counted.
         of_first_row = {name: part[0].copy() for name, part in tree._asdict().items()}
         put_tree(**of_first_row)
+
+
+def record(
+    run: Run, scores: Tensor, logits: Tensor, outputs: CausalLMOutputWithPast, committed: list[int]
+) -> None:
+    """Has the recorder keep of a step what the call has asked for.
+
+    Args:
+        run (`Run`): The run, behind the step.
+        scores (`torch.Tensor` of shape `[B, W, V]`): What [`accept`] has returned.
+        logits (`torch.Tensor` of shape `[B, W, V]`): The target's.
+        outputs (`CausalLMOutputWithPast`): The target's, of which hidden states are kept.
+        committed (`list[int]`): Tokens that each row has committed.
+    """
+    state = run.state
+    states: Any = outputs.get("hidden_states")
+    if state.is_tree:
+        # Whoever looks at a step sees the path as if it had been a chain.
+        logits = state.along_path(logits)
+        if states is not None:
+            states = [state.along_path(layer.to(logits.device)) for layer in states]
+    run.recorder.add(scores, logits, states, committed)
