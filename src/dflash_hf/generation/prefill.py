@@ -31,7 +31,6 @@ from dflash_hf.generation.step import accept, take_report
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.support import check_length, check_takes_positions, check_windows
 
 # New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `run.make_room`.
@@ -178,6 +177,12 @@ class Prefill:
             for name, value in self.filling.inputs.items()
             if name not in OF_PREFILL and value is not None
         }
+        # Few targets have a table of positions.
+        reach: list[int] = []
+        num_positions = request.target.facts.num_positions
+        if num_positions is not None:
+            # Such targets have one position per token: `position_delta` is [B].
+            reach = (num_positions - prompts.position_delta).tolist()
         run = Run(
             generator=generator,
             rule=rule,
@@ -193,7 +198,7 @@ class Prefill:
             keeps_buffers=self.keeps_buffers,
             rows=Rows(
                 numbers=list(range(num_rows)),
-                reach=_reach_of(request.target, prompts),
+                reach=reach,
                 reported=Reported.before(prompts.row_lengths, state.host.columns),
             ),
         )
@@ -235,15 +240,6 @@ def _start_stats(
     stats.cache_bytes = sum(cache.num_bytes() for cache in generator.buffers.caches())
     if generator.drafter is not request.draft:
         stats.float8_bytes = float8_bytes(generator.drafter)
-
-
-def _reach_of(target: Target, prompts: Prompts) -> list[int]:
-    """Returns, per row, the length at which a target with a table of positions has used all; else nothing."""
-    num_positions = target.facts.num_positions
-    if num_positions is None:
-        return []
-    # Such targets have one position per token: `position_delta` is [B].
-    return (num_positions - prompts.position_delta).tolist()
 
 
 def _devices_to_wait_for(request: Request) -> tuple[torch.device, ...]:
@@ -361,7 +357,8 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     reported = Reported(*state.outcome[:NUM_REPORTED].tolist())
     run.watch.lap("prefill")
     take_report(run, reported, state.tokens)
-    run.recorder.add(scores, logits, None, reported.committed)
+    if run.recorder.is_on:
+        run.recorder.add(scores, logits, None, reported.committed)
     state.width = run.generator.verify_width
     run.watch.lap("rest")
 
