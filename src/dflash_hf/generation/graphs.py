@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from dflash_hf.target_model.user_code import Code
 
 Settings = tuple[object, ...]
 Size = tuple[int, int]  # slots that are read, tokens that are verified
+NO_CODE = Code(())  # of no classes: nothing was captured yet
 
 
 class Captured(NamedTuple):
@@ -39,8 +39,7 @@ class Graphs:
     """The graphs captured over one set of buffers, per settings, or the reason why nothing can be captured."""
 
     fingerprint: int = 0  # of the models at the time; nothing is captured under this one
-    # What the classes of their modules computed by at the time.
-    code: Code = field(default_factory=partial(Code, ()))
+    code: Code = NO_CODE  # what the classes of their modules computed by at the time
     pool: Any = None  # of memory, which all graphs share; replays never overlap
     captured: dict[Settings, Kept] = field(default_factory=dict[Settings, Kept])
     reason: str = ""
