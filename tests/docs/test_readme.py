@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from dflash_hf.cli.main import app
@@ -29,6 +28,7 @@ from helpers.examples import (
     run_in_shell,
     split,
 )
+from helpers.widths import use_tables_in
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -125,7 +125,7 @@ def test_python_examples_run(path: Path, linked_root: Path) -> None:
 def test_shell_examples_run(path: Path, linked_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = environment_of_tree(linked_root)
     # Where a command of this process writes the table of `dflash-hf tune`, too.
-    monkeypatch.setattr(constants, "HF_HOME", environment["HF_HOME"])
+    use_tables_in(Path(environment["HF_HOME"]) / "dflash_hf" / "step_costs", monkeypatch)
     for block in blocks_to_run(read(path), SHELLS):
         place = f"{name(path)}:{block.line}"
         commands = plain_commands(block.code)

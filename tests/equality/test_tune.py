@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 import dflash_hf
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.main import app
-from dflash_hf.generation import cost_table, options
+from dflash_hf.generation import options
 from dflash_hf.generation import tune as tuning
 from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.cost_table import CostTable, read_table, table_path, write_table
+from helpers.widths import use_tables_in
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
@@ -32,7 +33,7 @@ NEW = 40
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache folder of Hugging Face is one of the test's own."""
-    monkeypatch.setattr(cost_table.constants, "HF_HOME", str(tmp_path))
+    use_tables_in(tmp_path / "dflash_hf" / "step_costs", monkeypatch)
     return tmp_path
 
 
@@ -54,7 +55,7 @@ def about_of(target: Any, draft: DFlashDraftModel, monkeypatch: pytest.MonkeyPat
     """Returns what a call looks for a table by."""
     seen: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(options, "has_tables", lambda: True)
+        patch.setattr(options, "TABLES", Path.cwd())
         patch.setattr(options, "read_table", seen.append)
         widths_of(target, draft, [5])
     (about,) = seen
@@ -104,7 +105,7 @@ def test_a_table_that_lies_changes_no_text(
         read.append(about)
         return table
 
-    monkeypatch.setattr(options, "has_tables", lambda: True)
+    monkeypatch.setattr(options, "TABLES", Path.cwd())
     monkeypatch.setattr(options, "read_table", lying)
     drafted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(drafted, plain)

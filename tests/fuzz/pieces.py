@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def on_engine(turn: Turn, context: str | None, draft: DFlashDraftModel) -> Gener
             table = lying_table(turn.costs)
             # As in half precision, in the dtype in which texts are equal at all widths.
             patches.setattr(options, "computes_in_half", lambda target: True)
-            patches.setattr(options, "has_tables", lambda: True)
+            patches.setattr(options, "TABLES", Path.cwd())
             patches.setattr(options, "read_table", lambda about: table)
         set_engine(draft, "cuda_graph" if engine == "tape" else engine)
         try:

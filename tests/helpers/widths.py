@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_hf.generation import options
+from dflash_hf.generation import cost_table, options
 from dflash_hf.generation.choice_costs import CHAIN, KnownCosts, StepTimes
 from dflash_hf.generation.widths import WidthChooser
 
@@ -20,6 +21,12 @@ def known_in_half(generator: Any, may_be_modelled: bool) -> Any:
     """Returns the known costs of a pair's steps, modelled ones in half precision alone."""
     is_half = options.computes_in_half(generator.request.target)
     return known_costs(generator, may_be_modelled and is_half)
+
+
+def use_tables_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has tables of measured costs be in a folder, which need not exist."""
+    monkeypatch.setattr(cost_table, "TABLES", folder)
+    monkeypatch.setattr(options, "TABLES", folder)
 
 
 class SteadyTimes(StepTimes):

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +23,7 @@ from dflash_hf.generation.cost_table import (
 )
 from dflash_hf.generation.step_costs import StepCosts
 from dflash_hf.target_model.parts import find_target
+from helpers.widths import known_costs, use_tables_in
 from tiny import DFLASH2, tiny_draft, tiny_target
 
 ABOUT = {"version": 1, "device": "this one"}
@@ -35,7 +36,7 @@ TABLE = CostTable(
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache folder of Hugging Face is one of the test's own."""
-    monkeypatch.setattr(cost_table.constants, "HF_HOME", str(tmp_path))
+    use_tables_in(tmp_path / "dflash_hf" / "step_costs", monkeypatch)
     return tmp_path
 
 
@@ -143,7 +144,7 @@ def test_a_cache_folder_of_another_user(cache_folder: Path, warnings: list[str])
     cache_folder.chmod(0o700)
     os.seteuid(65534)
     try:
-        assert not cost_table.has_tables()
+        assert known_costs(cast(Any, "not asked"), may_be_modelled=False) is None
         assert read_table(ABOUT) is None
     finally:
         os.seteuid(0)
@@ -199,21 +200,16 @@ def test_a_cache_folder_that_is_a_file(cache_folder: Path) -> None:
         write_table(TABLE, ABOUT)
 
 
-def _write_often(home: str, seconds: float) -> None:
+def _write_often(seconds: float) -> None:
     """Writes a table of equal numbers a few hundred times."""
-    cost_table.constants.HF_HOME = home
     for _ in range(300):
         write_table(CostTable({1: {1: seconds, 8: seconds}}, {1: seconds}), ABOUT)
 
 
-def test_processes_that_write_at_once_leave_whole_files(
-    cache_folder: Path, warnings: list[str]
-) -> None:
+def test_processes_that_write_at_once_leave_whole_files(warnings: list[str]) -> None:
+    # Forked: they have the folder of this test.
     context = multiprocessing.get_context("fork")
-    writers = [
-        context.Process(target=_write_often, args=(str(cache_folder), seconds))
-        for seconds in (1.0, 2.0)
-    ]
+    writers = [context.Process(target=_write_often, args=(seconds,)) for seconds in (1.0, 2.0)]
     for writer in writers:
         writer.start()
     found: set[float] = set()

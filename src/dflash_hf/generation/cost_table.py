@@ -34,6 +34,8 @@ from dflash_hf.target_model.parts import Target
 
 logger: Any = logging.get_logger(__name__)
 
+# The folder of all tables, in the cache folder of Hugging Face (`HF_HOME`).
+TABLES = Path(constants.HF_HOME) / "dflash_hf" / "step_costs"
 # Raised when the same numbers would mean something else.
 VERSION = 1
 # A file of a few kB; one that is larger was not written here.
@@ -128,21 +130,10 @@ def _autocast_dtype(device_type: str) -> str:
     return str(torch.get_autocast_dtype(device_type))
 
 
-def has_tables() -> bool:
-    """Returns True if costs of some pair were measured on this machine."""
-    # No error where the folder above it may not be entered, as a path's own method raises.
-    return os.path.isdir(_folder())
-
-
-def _folder() -> Path:
-    """Returns the folder of all tables, in the cache folder of Hugging Face (`HF_HOME`)."""
-    return Path(constants.HF_HOME) / "dflash_hf" / "step_costs"
-
-
 def table_path(about: Mapping[str, Any]) -> Path:
     """Returns the file of a pair's table."""
     key = hashlib.sha256(_sorted_json(about).encode()).hexdigest()[:32]
-    return _folder() / f"{key}.json"
+    return TABLES / f"{key}.json"
 
 
 def _sorted_json(about: Mapping[str, Any]) -> str:

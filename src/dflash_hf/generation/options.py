@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from dflash_hf.block.tree import max_nodes
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
 from dflash_hf.generation.choice_costs import KnownCosts, StepTimes
-from dflash_hf.generation.cost_table import CostTable, about_pair, has_tables, read_table
+from dflash_hf.generation.cost_table import TABLES, CostTable, about_pair, read_table
 from dflash_hf.generation.cuda_graph import EAGER, why_not
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
@@ -210,7 +211,8 @@ def _known_costs(
     generator: DFlashCandidateGenerator, may_be_modelled: bool
 ) -> CostTable | StepCosts | None:
     """Returns the measured costs of a pair's steps, for all that may be chosen; else modelled ones, else `None`."""
-    was_tuned = has_tables()
+    # No error where the folder above it may not be entered, as a path's own method raises.
+    was_tuned = os.path.isdir(TABLES)
     if not may_be_modelled and not was_tuned:
         return None
     target = generator.request.target
