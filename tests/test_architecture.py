@@ -49,6 +49,7 @@ LEVELS = {
     "dflash_hf.data": 2,
     "dflash_hf.draft_model": 2,
     "dflash_hf.cache": 3,
+    "dflash_hf.draft_model.dflash2": 3,
     "dflash_hf.draft_model.gemma4": 3,
     "dflash_hf.draft_model.laguna": 3,
     "dflash_hf.draft_model.layers": 3,

@@ -25,7 +25,12 @@ from dflash_hf.cache.size import LayerShape
 from dflash_hf.checkpoints.loading import DFlashPreTrainedModel
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
 from dflash_hf.devices import execution_device, raw_embeddings
-from dflash_hf.draft_model.dflash2 import CandidateSelector, GroupedDynamicConvolution, follow_path
+from dflash_hf.draft_model.dflash2 import (
+    CandidateSelector,
+    DFlash2Layer,
+    GroupedDynamicConvolution,
+    follow_path,
+)
 from dflash_hf.draft_model.dspark import MarkovHead, likeliest_transitions, walk
 from dflash_hf.draft_model.gemma4 import DFlashGemma4Layer, DFlashGemma4Norm
 from dflash_hf.draft_model.laguna import DFlashLagunaLayer
@@ -63,6 +68,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         context_size = len(config.target_layer_ids) * config.target_hidden_size
         layer_class: type[DFlashDecoderLayer | DFlashGemma4Layer] = DFlashDecoderLayer
         norm_class = DFlashRMSNorm
+        # The config is checked: other families have no convolutions.
+        if config.conv_kernel_size is not None:
+            layer_class = DFlash2Layer
         if config.layer_family == "gemma4":
             layer_class = DFlashGemma4Layer
             norm_class = DFlashGemma4Norm

@@ -97,6 +97,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
     ]
     _no_split_modules = [  # noqa: RUF012  (Transformers' own form)
         "DFlashDecoderLayer",
+        "DFlash2Layer",
         "DFlashGemma4Layer",
         "DFlashLagunaLayer",
     ]

@@ -15,6 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dflash_hf.configuration_dflash import DFlashConfig
+from dflash_hf.draft_model.layers import DFlashDecoderLayer, Projector
+
 
 class GroupedDynamicConvolution(nn.Module):
     """Convolves the slots of a block before and after a sublayer, with kernels that depend on the slot.
@@ -86,6 +89,53 @@ class GroupedDynamicConvolution(nn.Module):
             of_slot = dynamic[..., tap, :, None]
             out = out + base[tap] * earlier + of_slot * earlier
         return out.flatten(-2)
+
+
+class DFlash2Layer(DFlashDecoderLayer):
+    """A layer with a convolution around each sublayer."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        size = config.hidden_size
+        # The config is checked: where a draft has these layers, it states both sizes.
+        kernel_size = config.conv_kernel_size or 1
+        group_size = config.conv_group_size or 1
+        self.attention_conv = GroupedDynamicConvolution(size, kernel_size, group_size)
+        self.mlp_conv = GroupedDynamicConvolution(size, kernel_size, group_size)
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None, projector: Projector, block_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer on the states `[B, N * K, D]` of blocks, as [`DFlashDecoderLayer`] does.
+
+        Convolutions touch the block's states alone: the context's keys and values are projected from features that no
+        layer changes.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, N * K, D]`): Output of the layer before, or the embeddings.
+            residual (`torch.Tensor`, *optional*): Residual stream that `hidden_states` are not yet added to; `None` in
+                the first layer.
+            projector (`Projector`): Makes the operands of attention.
+            block_size (`int`): `K`; nothing crosses from one block into the next.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Output of the MLP's convolution, and the residual stream that it is
+            not yet added to.
+        """
+
+        def attention(states: Tensor) -> Tensor:
+            return self.self_attn(states, projector)
+
+        if residual is None:
+            stream = hidden_states
+            normed = self.input_layernorm(hidden_states)
+        else:
+            normed, stream = self.input_layernorm(hidden_states, residual)
+        # The convolution takes the sublayer, because it works on both its input and its output.
+        hidden_states = self.attention_conv(normed, attention, block_size)
+        normed, stream = self.post_attention_layernorm(hidden_states, stream)
+        hidden_states = self.mlp_conv(normed, self.mlp, block_size)
+        return hidden_states, stream
 
 
 class CandidateSelector(nn.Module):

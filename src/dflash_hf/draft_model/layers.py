@@ -1,4 +1,4 @@
-"""The layers of a DFlash draft: attention over context and block, a gated MLP, DFlash 2's convolutions around both.
+"""The layers of a DFlash draft: attention over context and block, and a gated MLP.
 
 Norm and RoPE are here too: the draft has its own, and the target has Transformers'.
 
@@ -23,7 +23,6 @@ from dflash_hf import joint_products, ops
 from dflash_hf.block.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
-from dflash_hf.draft_model.dflash2 import GroupedDynamicConvolution
 
 # Not a public name: where a build of torch has none, `rms_norm` does.
 _fused_rms_norm: Any = getattr(torch, "_fused_rms_norm", None)
@@ -421,26 +420,6 @@ class CombinedProjector(Projector):
         return query, key, value, mask
 
 
-class WithoutConvolution:
-    """The plain form of a draft without convolutions: sublayers see their states as they are."""
-
-    def __call__(
-        self, states: Tensor, sublayer: Callable[[Tensor], Tensor], block_size: int
-    ) -> Tensor:
-        """Returns `sublayer(states)`."""
-        return sublayer(states)
-
-
-def convolution_of(config: DFlashConfig) -> GroupedDynamicConvolution | WithoutConvolution:
-    """Returns a new convolution for a sublayer of a draft, of the kind that its config asks for."""
-    # Both sizes or neither: the config is checked.
-    if config.conv_kernel_size and config.conv_group_size:
-        return GroupedDynamicConvolution(
-            config.hidden_size, config.conv_kernel_size, config.conv_group_size
-        )
-    return WithoutConvolution()
-
-
 class DFlashDecoderLayer(GradientCheckpointingLayer):
     """Attention and MLP with pre-norms."""
 
@@ -451,42 +430,31 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = DFlashMLP(config)
         self.input_layernorm = DFlashRMSNorm(size, config.rms_norm_eps)
         self.post_attention_layernorm = DFlashRMSNorm(size, config.rms_norm_eps)
-        # Convolutions are a part of DFlash 2; in other drafts a sublayer sees its states as they are.
-        self.attention_conv = convolution_of(config)
-        self.mlp_conv = convolution_of(config)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, projector: Projector, block_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Runs the layer on the states `[B, K, D]` of one block, or of several of `block_size` slots each.
-
-        Convolutions touch the block's states alone: the context's keys and values are projected from features that no
-        layer changes.
+        """Runs the layer on the states `[B, K, D]` of blocks.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, K, D]`): Output of the layer before, or the embeddings.
             residual (`torch.Tensor`, *optional*): Residual stream that `hidden_states` are not yet added to; `None` in
                 the first layer.
             projector (`Projector`): Makes the operands of attention.
-            block_size (`int`): Slots of a block.
+            block_size (`int`): Slots of a block, of which these layers need not know.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Output of the MLP, and the residual stream that it is not yet added
             to: the next norm adds and norms both in one kernel.
         """
-
-        def attention(states: Tensor) -> Tensor:
-            return self.self_attn(states, projector)
-
         # The embeddings are the stream of the first layer; all later sums are taken within a norm.
         if residual is None:
             stream = hidden_states
             normed = self.input_layernorm(hidden_states)
         else:
             normed, stream = self.input_layernorm(hidden_states, residual)
-        # The convolution takes the sublayer, because it works on both its input and its output.
-        hidden_states = self.attention_conv(normed, attention, block_size)
+        hidden_states = self.self_attn(normed, projector)
         normed, stream = self.post_attention_layernorm(hidden_states, stream)
-        hidden_states = self.mlp_conv(normed, self.mlp, block_size)
+        hidden_states = self.mlp(normed)
         # Not added up here: the next norm takes both and gives sum and norm at once.
         return hidden_states, stream

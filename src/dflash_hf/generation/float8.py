@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf.devices import free_memory, num_writes, plain_tensors
+from dflash_hf.draft_model.dflash2 import DFlash2Layer
 from dflash_hf.draft_model.gemma4 import DFlashGemma4Attention, DFlashGemma4Layer
 from dflash_hf.draft_model.laguna import DFlashLagunaAttention, DFlashLagunaLayer
 from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DFlashMLP
@@ -44,6 +45,7 @@ NUM_ROWS = 4096
 COPIED = (
     nn.ModuleList,
     DFlashDecoderLayer,
+    DFlash2Layer,
     DFlashAttention,
     DFlashGemma4Layer,
     DFlashGemma4Attention,
