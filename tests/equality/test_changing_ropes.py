@@ -18,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.target_model.support import changing_ropes
 from helpers.changing_ropes import BOUNDARY, DEFAULT, TARGETS, check, draw, flat, per_layer
 from helpers.static import tensor_oracle
 from tiny import prompts, tiny_draft, tiny_target, truth_of
@@ -84,7 +83,7 @@ def test_every_kind_of_layer_has_a_boundary_of_its_own() -> None:
 
 def test_what_each_type_compares_with() -> None:
     found = {
-        name: [tuple(rope) for rope in changing_ropes(find_target(built(name)))] for name in TARGETS
+        name: [tuple(rope) for rope in find_target(built(name)).facts.ropes] for name in TARGETS
     }
     dynamic, long = ("dynamic", BOUNDARY, False), ("longrope", BOUNDARY, True)
     assert found == {
@@ -92,14 +91,14 @@ def test_what_each_type_compares_with() -> None:
         "gemma3-longrope-default": [long],
         "gemma3-longrope-longrope": [("longrope", 48, True), long],
     }
-    assert not changing_ropes(find_target(per_layer(DEFAULT, DEFAULT, 256)))
+    assert not find_target(per_layer(DEFAULT, DEFAULT, 256)).facts.ropes
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
         "original_max_position_embeddings": 32,
     }
-    assert not changing_ropes(find_target(flat("llama", yarn, 128)))
+    assert not find_target(flat("llama", yarn, 128)).facts.ropes
 
 
 def with_cache(

@@ -19,7 +19,17 @@ from dflash_hf.generation.arguments import Settings
 from dflash_hf.target_model import parts, support
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import unsupported_code
-from tiny import oracle_draft, prompts, tiny_target, truth_of
+from tiny import (
+    DEPTH,
+    FAMILIES,
+    HYBRIDS,
+    oracle_draft,
+    prompts,
+    shallow_target,
+    tiny_draft,
+    tiny_target,
+    truth_of,
+)
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -137,6 +147,54 @@ def test_a_target_that_has_changed_is_looked_at_again(
     assert list(now.layers) == list(target.model.layers)
     assert now.embedding is target.get_input_embeddings()
     assert now.parts.modules != before.parts.modules or change is change_class
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+def test_a_call_leaves_the_facts_as_they_are(family: str) -> None:
+    target: Any = shallow_target(family)
+    facts = find_target(target).facts
+    draft = tiny_draft(target)
+    target.generate(**prompts([5, 9], 0), **GREEDY, assistant_model=draft)
+    assert find_target(target).facts is facts
+
+
+def cut_into_chunks(config: Any) -> None:
+    config.layer_types[1] = "chunked_attention"
+
+
+def cut_each_layer_into_chunks(config: Any) -> None:
+    config.per_layer_config = {index: {"attention_chunk_size": 4} for index in range(DEPTH)}
+
+
+def change_the_rope(config: Any) -> None:
+    config.rope_parameters["rope_type"] = "dynamic"
+
+
+def change_the_rope_of_some_layers(config: Any) -> None:
+    config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+
+
+IN_PLACE: list[tuple[str, Callable[[Any], None], str]] = [
+    ("qwen3", cut_into_chunks, "chunked attention"),
+    ("qwen3", cut_each_layer_into_chunks, "chunked attention"),
+    ("qwen3", change_the_rope, "stays within 16 positions"),
+    ("gemma3", change_the_rope_of_some_layers, "stays within 16 positions"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "refusal"), IN_PLACE)
+def test_a_config_that_was_changed_in_place_is_refused(
+    family: str, change: Callable[[Any], None], refusal: str
+) -> None:
+    target: Any = tiny_target(family, max_position_embeddings=16)
+    draft = tiny_draft(target)
+    inputs = prompts([5, 9], 0)
+    target.generate(**inputs, **GREEDY, assistant_model=draft)
+    change(target.config)
+    # Also at the second try: what is refused is not kept.
+    for _ in range(2):
+        with pytest.raises(ValueError, match=refusal):
+            target.generate(**inputs, **GREEDY, assistant_model=draft)
 
 
 class WithAMethod(Wrapped):

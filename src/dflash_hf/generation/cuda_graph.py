@@ -39,7 +39,6 @@ from dflash_hf.generation.widths import WidthChooser
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_by_kernels import multiplies_in_tf32
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.target_model.user_code import Code, has_own_forward, is_harmless
 from dflash_hf.undo import held
 
@@ -77,9 +76,9 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
         return (
             "weights that are no plain tensors (quantised or sharded); engine='cuda_graph' tries it"
         )
-    rope = changing_ropes(target)
-    if rope:
-        return f"a RoPE of type {rope[0].kind}, which looks at positions on the host"
+    if target.facts.ropes:
+        rope = target.facts.ropes[0]
+        return f"a RoPE of type {rope.kind}, which looks at positions on the host"
     # The copies live as long as the context of autocast, and a graph longer.
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"

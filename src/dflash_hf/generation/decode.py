@@ -38,7 +38,6 @@ from dflash_hf.generation.widths import WidthChooser, give_chooser
 from dflash_hf.generation_config import Engine
 from dflash_hf.target_model.fast_layers import fast_whole_run, in_whole_run
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.support import changing_ropes
 
 
 def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | torch.LongTensor:
@@ -143,7 +142,7 @@ def gradients_of_prefill(
 ) -> AbstractContextManager[Any]:
     """Turns gradients off where what a prefill makes stays here, and nothing of the user's sees a part of it."""
     # A RoPE that changes writes its frequencies into the model, which a user may train afterwards.
-    stays_here = not user_cache.is_kept and in_whole_run(target) and not changing_ropes(target)
+    stays_here = not user_cache.is_kept and in_whole_run(target) and not target.facts.ropes
     if stays_here:
         return no_gradients(target, runs_user_code=False)
     return nullcontext()

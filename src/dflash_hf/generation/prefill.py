@@ -295,7 +295,8 @@ def _start_draft(
     # A verify also looks at proposals, up to a path behind the last token of the answer.
     next_positions = prompts.lengths + prompts.position_delta
     furthest = prompts.limit + shape.path - 1
-    check_length(target, next_positions, furthest, prompts.num_columns, user_cache.past)
+    if target.facts.ropes:
+        check_length(target, next_positions, furthest, prompts.num_columns, user_cache.past)
     if isinstance(user_cache, UserCache):
         # The last new token is in no cache.
         num_columns = prompts.num_columns + prompts.limit - 1

@@ -31,7 +31,6 @@ from dflash_hf.generation.request_stats import NewTokens, RequestStats
 from dflash_hf.generation.sampling import new_seed
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
-from dflash_hf.target_model.support import changing_ropes
 
 # What a running batch says by itself, or what cannot be one row's.
 NOT_SETTINGS = (
@@ -299,7 +298,7 @@ def _check_joins(request: Request) -> None:
     name = type(target.model).__name__
     alone = "generate it alone"
     what = "a target whose RoPE does not follow the length of the batch"
-    require(not changing_ropes(target), what, name, alone)
+    require(not target.facts.ropes, what, name, alone)
     require(request.ranks.is_alone, "a target on one process", request.ranks.size, alone)
     num_rows = len(request.input_ids)
     require(num_rows == 1, "one row", num_rows, "add a request for every answer")

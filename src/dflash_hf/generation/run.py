@@ -31,7 +31,6 @@ from dflash_hf.target_model.fast_layers import fast_layers, has_user_code
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
-from dflash_hf.target_model.support import changing_ropes
 from dflash_hf.undo import hooked
 
 
@@ -192,7 +191,7 @@ def drops_rows(run: Run) -> bool:
     # Graphs have their rows baked in.
     is_bound = run.keeps_buffers
     # Such a RoPE goes by the longest row of the batch, also where that has ended.
-    follows_longest = bool(changing_ropes(target))
+    follows_longest = bool(target.facts.ropes)
     is_one = len(run.rows.numbers) == 1
     is_alone = run.request.ranks.is_alone
     if is_one or is_seen_whole or is_bound or follows_longest or not is_alone:

@@ -5,6 +5,7 @@ Everything is found from the model, never from its name or a key path.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Target:
 
     model: PreTrainedModel  # the model `generate` was called on
     parts: Inventory  # its modules, and what is on them
-    facts: Facts  # the same one as long as the modules and their classes are
+    facts: Facts  # the same one as long as the modules, their classes and the config are
     config: PreTrainedConfig  # its text config
     layers: tuple[nn.Module, ...]  # decoder layers; layer `i` is the `i`-th
     embedding: nn.Module  # input embedding of text tokens
@@ -80,12 +81,21 @@ class Target:
         return int(weight.shape[0])
 
 
+class ChangingRope(NamedTuple):
+    """A RoPE whose frequencies follow the largest position of a call, in one kind of a target's layers."""
+
+    kind: str  # its type
+    boundary: int  # calls whose positions all lie below have its first frequencies
+    is_settled: bool  # whether the frequencies beyond are the same for all calls
+
+
 class Facts(NamedTuple):
-    """What the modules of a model are, and that it need not be found out again as long as they are the same."""
+    """What the modules and the config of a model are: found out again as soon as one of them is another one."""
 
     modules: list[weakref.ref[nn.Module]]  # all of them, in order
     kinds: list[type]  # their classes, which may be changed in place (FSDP does)
     config: PreTrainedConfig  # the text config
+    config_values: dict[str, Any]  # a copy of what it said: a config may be changed in place
     # Which of them are decoder layers, which one runs these, and which ones are the target's embedding and head.
     layers: list[int]
     decoder: int
@@ -94,6 +104,7 @@ class Facts(NamedTuple):
     path: list[int]  # the modules from the model down to the decoder
     recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the module that it is of
     num_positions: int | None  # how many positions there are, where they are rows of a table
+    ropes: list[ChangingRope]  # those of its RoPEs that change with the length of a call
     # Weights of the layers. Embeddings are looked up, not read, and a vision tower runs in the prefill alone.
     num_weights: int
 
@@ -105,8 +116,8 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, Facts] = weakref.WeakKeyDicti
 def find_target(model: PreTrainedModel) -> Target:
     """Finds the parts of a causal or vision-language model; raises `ValueError` if one cannot be found.
 
-    What follows from its modules is found once, and again when one of them is another one: wrapped, replaced, with an
-    adapter.
+    What follows from its modules and its text config is found once, and again when a module is another one (wrapped,
+    replaced, with an adapter), or when the config says something else.
     """
     config = model.config.get_text_config(decoder=True)
     parts = Inventory.of(model)
@@ -117,6 +128,7 @@ def find_target(model: PreTrainedModel) -> Target:
     if (
         facts is None
         or facts.config is not config
+        or facts.config_values != vars(config)
         or facts.kinds != kinds
         or [module() for module in facts.modules] != modules
     ):
@@ -189,6 +201,7 @@ def _find_facts(
         modules=[weakref.ref(module) for module in modules],
         kinds=list(map(type, modules)),
         config=config,
+        config_values=copy.deepcopy(vars(config)),
         layers=[places[layer] for layer in layers],
         decoder=places[decoder],
         embedding=places[embedding],
@@ -196,6 +209,7 @@ def _find_facts(
         path=[places[module] for module in path_to(model, decoder)],
         recurrences={layer: (one.rule, places[one.module]) for layer, one in recurrences.items()},
         num_positions=_num_positions(decoder, config, embedding),
+        ropes=_changing_ropes(config),
         num_weights=sum(map(num_weights, layers)),
     )
 
@@ -249,6 +263,27 @@ def _num_positions(
             if num == getattr(config, "max_position_embeddings", None):
                 return num
     return None
+
+
+def _changing_ropes(config: PreTrainedConfig) -> list[ChangingRope]:
+    """Returns the RoPEs of a target's layers whose frequencies follow the largest position of a call.
+
+    Each kind of layer may have its own. "dynamic" compares that position with `max_position_embeddings`, whatever else
+    the config says, "longrope" with the original length. PhiMoE scales its RoPE by one of two numbers in the same way.
+    """
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    of_layers = [one for one in rope.values() if isinstance(one, dict)]
+    found: list[ChangingRope] = []
+    for parameters in (rope, *of_layers):
+        kind = parameters.get("rope_type") or "default"
+        if "dynamic" in kind:
+            found.append(ChangingRope(kind, int(config.max_position_embeddings), is_settled=False))
+        elif kind == "longrope" or (kind != "default" and "long_mscale" in parameters):
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            boundary = int(original or config.max_position_embeddings)
+            found.append(ChangingRope(kind, boundary, is_settled=True))
+    return found
 
 
 def _text_config_of(layers: nn.ModuleList) -> object:

@@ -11,7 +11,6 @@ import inspect
 import re
 import sys
 import weakref
-from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -23,11 +22,11 @@ from dflash_hf.cache.recurrence import supported
 from dflash_hf.configuration_dflash import LAYER_TYPES, DFlashConfig
 from dflash_hf.errors import require
 from dflash_hf.layer_configs import layer_values
-from dflash_hf.target_model.parts import Facts, Target, path_to
+from dflash_hf.target_model.parts import ChangingRope, Facts, Target, path_to
 from dflash_hf.target_model.user_code import is_library_function
 
-# The facts of each model whose code was found to be supported, because to read source code takes longer than a short
-# answer. Other facts are made where a module changes. Weak: a model is freed as soon as the user lets go of it.
+# The facts of each model that was found to be supported, because to read source code takes longer than a short answer.
+# Other facts are made where a module or the config changes. Weak: a model is freed as soon as the user lets go of it.
 _supported: weakref.WeakKeyDictionary[PreTrainedModel, Facts] = weakref.WeakKeyDictionary()
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
 
@@ -37,40 +36,39 @@ KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of
 
 def check_target(target: Target) -> None:
     """Refuses targets whose attention the ragged cache cannot reproduce exactly: `ValueError` names why."""
-    config = target.config
-    name = type(target.model).__name__
-    # Older Transformers choose "sdpa" for such targets, and plain `generate` then has another text.
-    loses_soft_cap = (
-        getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa"
-    )
-    if loses_soft_cap:
-        raise ValueError(
-            f"expected {name} under an attention implementation that knows its soft cap, got 'sdpa', which older "
-            "Transformers choose and which leaves it out; call target.set_attn_implementation('eager')"
-        )
-    _check_attention(config)
-    # A config may be changed in place, and an adapter may leave the modules as they are: each call looks at both.
-    _check_recurrences(target)
-    # The config comes first, because its words say more than those about the code.
-    reason = (
-        _reason_in_layers(target)
-        or _reason_in_config(config)
-        or _reason_in_adapters(target.model)
-        or _reason_in_inputs(target.model)
-    )
+    _check_attention(target)
     is_known = _supported.get(target.model) is target.facts
+    # Recurrent modules may be changed in place, and an adapter may leave the modules as they are: each call looks at
+    # both.
+    if target.recurrences or not is_known:
+        _check_recurrences(target)
+    reason = _reason_in_adapters(target.model)
     if reason is None and not is_known:
-        reason = unsupported_code(target)
+        # The config comes first, because its words say more than those about the code.
+        reason = (
+            _reason_in_layers(target)
+            or _reason_in_config(target.config)
+            or _reason_in_inputs(target.model)
+            or unsupported_code(target)
+        )
     if reason:
+        name = type(target.model).__name__
         raise ValueError(
             f"expected a target with full or sliding attention, got {name} with {reason}; drop the draft"
         )
     _supported[target.model] = target.facts
 
 
-def _check_attention(config: PreTrainedConfig) -> None:
-    """Refuses attention functions of the user's: a verify has one of its own in their place."""
-    name = config._attn_implementation
+def _check_attention(target: Target) -> None:
+    """Refuses attention functions of the user's, which a verify replaces, and one that leaves out the soft cap."""
+    name = target.config._attn_implementation
+    # Older Transformers choose "sdpa" for such targets, and plain `generate` then has another text.
+    if name == "sdpa" and getattr(target.config, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"expected {type(target.model).__name__} under an attention implementation that knows its soft cap, got "
+            "'sdpa', which older Transformers choose and which leaves it out; call "
+            "target.set_attn_implementation('eager')"
+        )
     # A kernel of the Hub has the name of its repository, and computes attention as Transformers does.
     is_hub_kernel = "/" in str(name)
     # "eager" is in no table: each file of Transformers' models has its own.
@@ -343,36 +341,6 @@ def check_takes_positions(target: Target, position_ids: Tensor | None) -> None:
     )
 
 
-class ChangingRope(NamedTuple):
-    """A RoPE whose frequencies follow the largest position of a call, in one kind of a target's layers."""
-
-    kind: str  # its type
-    boundary: int  # calls whose positions all lie below have its first frequencies
-    is_settled: bool  # whether the frequencies beyond are the same for all calls
-
-
-def changing_ropes(target: Target) -> list[ChangingRope]:
-    """Returns the RoPEs of a target's layers whose frequencies follow the largest position of a call.
-
-    Each kind of layer may have its own. "dynamic" compares that position with `max_position_embeddings`, whatever else
-    the config says, "longrope" with the original length. PhiMoE scales its RoPE by one of two numbers in the same way.
-    """
-    config = target.config
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    of_layers = [one for one in rope.values() if isinstance(one, dict)]
-    found: list[ChangingRope] = []
-    for parameters in (rope, *of_layers):
-        kind = parameters.get("rope_type") or "default"
-        if "dynamic" in kind:
-            found.append(ChangingRope(kind, int(config.max_position_embeddings), is_settled=False))
-        elif kind == "longrope" or (kind != "default" and "long_mscale" in parameters):
-            original = parameters.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            boundary = int(original or config.max_position_embeddings)
-            found.append(ChangingRope(kind, boundary, is_settled=True))
-    return found
-
-
 def check_length(
     target: Target, next_positions: Tensor, num_more: int, columns: int, past: int
 ) -> None:
@@ -383,19 +351,16 @@ def check_length(
     prompt shift it.
 
     Args:
-        target (`Target`): The target.
+        target (`Target`): The target, which has such a RoPE (`Facts.ropes`).
         next_positions (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position of the first new token.
         num_more (`int`): Tokens behind the prompt that a verify may reach: what is generated and a block.
         columns (`int`): Columns of the prompts, cached ones and padding included.
         past (`int`): How many of them are cached.
     """
-    ropes = changing_ropes(target)
-    if not ropes:
-        return
     # Where a token has several positions they may not all go into the RoPE: every one of them has to lie beyond.
     first = int(next_positions.amax(dim=-1).min())
     last = int(next_positions.max()) + num_more
-    for rope in ropes:
+    for rope in target.facts.ropes:
         _check_side(rope, "positions", first, last)
         # Phi-3 counts columns too: it computes its cache anew at the one behind the boundary.
         if rope.is_settled and hasattr(target.config, "original_max_position_embeddings"):
