@@ -26,7 +26,7 @@ from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.packed_weights import PackedWeights
-from dflash_hf.target_model.fast_layers import has_user_code, in_whole_run
+from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import outermost
 from dflash_hf.target_model.user_code import is_library
@@ -84,7 +84,7 @@ class Filling:
         is_on = (
             ops.use_short_forwards(weight)
             and not self.request.calls_user_code
-            and not has_user_code(target)
+            and target.is_unmodified
         )
         models = [target.parts]
         if not _may_change(self.request.draft_parts):

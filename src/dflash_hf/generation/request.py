@@ -23,7 +23,6 @@ from dflash_hf.devices import Inventory
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fast_layers import has_user_code
 from dflash_hf.target_model.parts import Target
 
 # Criteria that the commit itself decides.
@@ -74,7 +73,7 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether code that is neither torch's, Transformers' nor this package's runs in a forward or between two."""
-        return self.calls_user_code or has_user_code(self.target)
+        return self.calls_user_code or not self.target.is_unmodified
 
     @property
     def calls_out(self) -> bool:

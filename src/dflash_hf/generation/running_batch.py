@@ -41,7 +41,7 @@ from dflash_hf.generation.static_step import StaticStep
 from dflash_hf.generation.step import step
 from dflash_hf.generation.user_cache import NoUserCache
 from dflash_hf.modeling_dflash import DFlashDraftModel
-from dflash_hf.target_model.fast_layers import fast_whole_run, has_user_code
+from dflash_hf.target_model.fast_layers import fast_whole_run
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.undo import calling
 
@@ -282,7 +282,7 @@ class RunningBatch:
     def _with_forwards(self, work: Callable[[], None]) -> None:
         """Calls `work`, in which forwards run; callbacks are called outside of it."""
         calls_user_code = any(row.calls_user_code for row in self._rows())
-        runs_user_code = calls_user_code or has_user_code(self._target)
+        runs_user_code = calls_user_code or not self._target.is_unmodified
         with (
             calling(),
             device_errors_explained(),

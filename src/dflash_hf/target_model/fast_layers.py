@@ -33,7 +33,7 @@ from dflash_hf.target_model.fast_on_cpu import (
     prepare,
 )
 from dflash_hf.target_model.parts import Target
-from dflash_hf.target_model.user_code import MARK, Code, has_own_forward, is_harmless, is_unmodified
+from dflash_hf.target_model.user_code import MARK, Code, has_own_forward, is_harmless
 from dflash_hf.undo import Current, shared, undoing
 
 # A forward for a module, to be bound to it.
@@ -198,7 +198,7 @@ def fast_whole_run(target: Target) -> AbstractContextManager[None]:
     weight: Any = target.embedding.weight
     # In the prefill the layers go over Transformers' cache by SDPA, and under no other attention.
     has_fast_prompts = ops.use_short_forwards(weight) and by_sdpa(target.config)
-    if has_fast_prompts and is_unmodified(target.parts):
+    if has_fast_prompts and target.is_unmodified:
         return fast_layers(target, is_whole_run=True)
     return nullcontext()
 
@@ -211,14 +211,6 @@ def in_whole_run(target: Target) -> bool:
     running: _Running = scope[0]
     # Another model may run inside: a target of its own, in a callback.
     return running.is_whole_run and running.model is target.model
-
-
-def has_user_code(target: Target) -> bool:
-    """Returns True if code of the user's may run in a forward of a target.
-
-    A whole run has asked this at its beginning.
-    """
-    return not in_whole_run(target) and not is_unmodified(target.parts)
 
 
 def _plan_of(target: Target, dtype: torch.dtype, by_kernels: bool) -> Plan:

@@ -19,6 +19,7 @@ from dflash_hf.cache.recurrence import Recurrence, Rule, find_recurrence
 from dflash_hf.checkpoints.fresh import vocabulary_of
 from dflash_hf.devices import Inventory, execution_device
 from dflash_hf.errors import require
+from dflash_hf.target_model import user_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,11 @@ class Target:
         tensors = [*self.parts.weights, *self.parts.buffers]
         kinds = set(map(type, tensors))
         return kinds <= {torch.Tensor, nn.Parameter, type(None)}
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Returns True if no code of the user's runs in the forwards of its modules as they were found."""
+        return user_code.is_unmodified(self.parts)
 
     @property
     def has_layers(self) -> bool:
