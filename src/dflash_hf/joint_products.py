@@ -1,4 +1,4 @@
-"""Products of linear layers with one input: on GPUs in one launch, where that was measured faster; on CPUs by copies.
+"""Products of linear layers with one input: on GPUs in one launch, where that was measured faster.
 
 cuBLAS multiplies by one weight after the other, and for few tokens it cuts a product into parts that it sums in a
 launch of their own. The kernels `linears` and `gated_linear` read the weights of queries, keys and values, or of both
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_hf import ops
-from dflash_hf.packed_weights import LINEAR_PARAMETERS, are_large, is_packing, linear
+from dflash_hf.packed_weights import LINEAR_CLASSES, LINEAR_PARAMETERS
 from dflash_hf.target_model.user_code import runs_its_class
 
 # Numbers of rows that are measured. A launch makes room for the next larger one.
@@ -62,26 +62,7 @@ def linears(states: Tensor, *layers: Any) -> list[Tensor]:
     if _is_joint(states, layers, is_gated=False):
         weights = [layer.weight for layer in layers]
         return ops.linears(states, weights, biases_of(layers), None)
-    return each_linear(states, *layers)
-
-
-def each_linear(states: Tensor, *layers: Any) -> list[Tensor]:
-    """Returns the products of linear layers with states `[..., K]`, `[..., N]` each, one after the other.
-
-    On a CPU a run multiplies by copies of weights (`packed_weights.py`). Otherwise each layer is called as the module
-    that it is.
-    """
-    # Sizes are asked first: small layers are called at once.
-    if is_packing() and all(map(_is_large, layers)) and all(map(is_a_product, layers)):
-        # A copy for each: the same layer is called with others in another forward.
-        return [linear(states, **layer._parameters) for layer in layers]
     return [layer(states) for layer in layers]
-
-
-def _is_large(layer: Any) -> bool:
-    """Returns True if a copy of a layer's weight is worth its making."""
-    weight: Tensor | None = layer._parameters.get("weight")
-    return weight is not None and are_large([weight])
 
 
 def is_gated_jointly(states: Tensor, gate_proj: Any, up_proj: Any) -> bool:
@@ -125,9 +106,9 @@ def can_be_joint(states: Tensor, layers: Sequence[Any], is_gated: bool) -> bool:
 
 def is_a_product(layer: Any) -> bool:
     """Returns True if a call of a layer is a product with its weight and nothing else."""
-    # Exact types: an adapter's or a quantised layer computes something else, and so does a sharded weight.
-    if type(layer) is not nn.Linear or layer._parameters.keys() != LINEAR_PARAMETERS:
+    if type(layer) not in LINEAR_CLASSES or layer._parameters.keys() != LINEAR_PARAMETERS:
         return False
+    # A sharded weight computes something else.
     if not all(map(_is_plain, layer._parameters.values())):
         return False
     has_hooks = bool(layer._forward_hooks)

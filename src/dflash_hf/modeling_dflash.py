@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from dflash_hf import joint_products, ops
+from dflash_hf import ops
 from dflash_hf.block.attention import CombinedMasks, Mask
 from dflash_hf.block.cache_name import CACHE_NAME, one_cache
 from dflash_hf.cache.context import ContextWeights, NewContext, stack_weights
@@ -46,6 +46,7 @@ from dflash_hf.draft_model.layers import (
     Projector,
 )
 from dflash_hf.generation_config import DFlashGenerationConfig
+from dflash_hf.packed_weights import DFlashLinear
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
@@ -82,7 +83,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 self.aux_hidden_norms.append(
                     norm_class(config.target_hidden_size, config.rms_norm_eps)
                 )
-        self.fc = nn.Linear(context_size, size, bias=False)
+        self.fc = DFlashLinear(context_size, size, bias=False)
         self.hidden_norm = norm_class(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
             layer_class(config, index) for index in range(config.num_hidden_layers)
@@ -124,7 +125,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             self.embed_tokens = nn.Embedding(num_tokens, hidden_size)
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
-            self.lm_head = nn.Linear(hidden_size, num_ids, bias=False)
+            self.lm_head = DFlashLinear(hidden_size, num_ids, bias=False)
         # A buffer and no parameter: offsets are read from the checkpoint and never trained.
         offsets = None
         if config.draft_vocab_size:
@@ -167,8 +168,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             taps = context_hidden_states.chunk(len(self.aux_hidden_norms), dim=-1)
             normed = [norm(tap) for norm, tap in zip(self.aux_hidden_norms, taps, strict=True)]
             context_hidden_states = torch.cat(normed, dim=-1)
-        [features] = joint_products.each_linear(context_hidden_states, self.fc)
-        return self.hidden_norm(features)
+        return self.hidden_norm(self.fc(context_hidden_states))
 
     def stack_weights(
         self, cache: RaggedCache, into: ContextWeights | None = None
@@ -353,7 +353,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             a reduced draft vocabulary leaves out.
         """
         if self.lm_head is not None:
-            [logits] = joint_products.each_linear(hidden_states, self.lm_head)
+            logits = self.lm_head(hidden_states)
         else:
             logits = head(hidden_states)
         # A product by 1 would copy the largest tensor of a step.

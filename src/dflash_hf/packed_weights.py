@@ -202,11 +202,6 @@ def _forget_replaced(copies: dict[_Key, _Packed], weights: dict[int, Tensor]) ->
 _current = Current()
 
 
-def is_packing() -> bool:
-    """Returns True within [`packing`], in this thread."""
-    return _current.scope is not None
-
-
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns what `torch.nn.functional.linear` does; within [`packing`] by copies of weights."""
     scope = _current.scope
@@ -214,6 +209,18 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(states, weight, bias)
     packed: PackedWeights = scope[0]
     return packed.linear(states, weight, bias)
+
+
+class DFlashLinear(nn.Linear):
+    """A linear layer of a draft: within [`packing`] it multiplies by the copy of its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns `input @ weight.T + bias`, `[..., N]` of `input` `[..., K]`."""
+        return linear(input, self.weight, self.bias)
+
+
+# Whose calls are a product and nothing else. Exact types: adapters and quantised layers compute something else.
+LINEAR_CLASSES = (nn.Linear, DFlashLinear)
 
 
 def linears(states: Tensor, layers: Sequence[Parameters]) -> Sequence[Tensor]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dflash_hf import joint_products
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.draft_model.layers import (
@@ -59,14 +58,12 @@ class DFlashGemma4Attention(DFlashAttention):
 
     def project_kv(self, hidden_states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values (normed), token-major `[B, C, G, E]`."""
-        [projected_keys] = joint_products.each_linear(hidden_states, self.k_proj)
-        projected = self._by_head(projected_keys)
+        projected = self._by_head(self.k_proj(hidden_states))
         key = rotate(self.k_norm(projected), angles)
         # Values are not rotated, so they begin from the projection and not from the keys.
         value = projected
         if not self.keys_are_values:
-            [projected_values] = joint_products.each_linear(hidden_states, self.v_proj)
-            value = self._by_head(projected_values)
+            value = self._by_head(self.v_proj(hidden_states))
         # The norm of the values has no weight in Gemma 4.
         return key, rms_norm(value, None, self.k_norm.eps)
 

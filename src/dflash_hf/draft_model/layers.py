@@ -23,6 +23,7 @@ from dflash_hf import joint_products, ops
 from dflash_hf.block.attention import CombinedMasks, Mask, RaggedBlock, RaggedMask, attend
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
+from dflash_hf.packed_weights import DFlashLinear
 
 # Not a public name: where a build of torch has none, `rms_norm` does.
 _fused_rms_norm: Any = getattr(torch, "_fused_rms_norm", None)
@@ -167,9 +168,9 @@ class DFlashMLP(nn.Module):
         size = config.hidden_size
         inner = config.intermediate_size
         # Linear layers without biases, as in published drafts; only attention's may have one.
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.gate_proj = DFlashLinear(size, inner, bias=False)
+        self.up_proj = DFlashLinear(size, inner, bias=False)
+        self.down_proj = DFlashLinear(inner, size, bias=False)
         self.act_fn: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
         self.is_silu = config.hidden_act == "silu"
 
@@ -185,7 +186,8 @@ class DFlashMLP(nn.Module):
         )
         if is_joint:
             return ops.gated_linear(hidden_states, self.gate_proj.weight, self.up_proj.weight)
-        gate, up = joint_products.each_linear(hidden_states, self.gate_proj, self.up_proj)
+        gate = self.gate_proj(hidden_states)
+        up = self.up_proj(hidden_states)
         if self.is_silu and ops.use_kernel(ops.silu_mul, gate, up):
             return ops.silu_mul(gate, up)
         return self.act_fn(gate) * up
@@ -211,10 +213,10 @@ class DFlashAttention(nn.Module):
         key_size = config.num_key_value_heads * config.head_dim
         # Query heads that share a key head.
         self.repeats = config.num_attention_heads // config.num_key_value_heads
-        self.q_proj = nn.Linear(size, query_size, bias=bias)
-        self.k_proj = nn.Linear(size, key_size, bias=bias)
-        self.v_proj = nn.Linear(size, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, size, bias=bias)
+        self.q_proj = DFlashLinear(size, query_size, bias=bias)
+        self.k_proj = DFlashLinear(size, key_size, bias=bias)
+        self.v_proj = DFlashLinear(size, key_size, bias=bias)
+        self.o_proj = DFlashLinear(query_size, size, bias=bias)
         # Each head is normed by itself, with one weight for all of them, as in Qwen3.
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
@@ -232,14 +234,13 @@ class DFlashAttention(nn.Module):
 
     def project_q(self, hidden_states: Tensor, angles: Angles) -> Tensor:
         """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
-        [projected] = joint_products.each_linear(hidden_states, self.q_proj)
-        query = self._by_head(projected)
+        query = self._by_head(self.q_proj(hidden_states))
         return rotate(self.q_norm(query), angles)
 
     def project_kv(self, hidden_states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
-        projected = joint_products.each_linear(hidden_states, self.k_proj, self.v_proj)
-        key, value = map(self._by_head, projected)
+        key = self._by_head(self.k_proj(hidden_states))
+        value = self._by_head(self.v_proj(hidden_states))
         key = rotate(self.k_norm(key), angles)
         return key, value
 

@@ -29,6 +29,7 @@ from dflash_hf.draft_model.laguna import DFlashLagunaAttention, DFlashLagunaLaye
 from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DFlashMLP
 from dflash_hf.errors import one_line, require
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.packed_weights import LINEAR_CLASSES
 from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.user_code import has_own_forward
 
@@ -230,8 +231,9 @@ def _linear_layers(module: nn.Module, device: torch.device) -> list[nn.Linear]:
     """Returns the layers of a part that can be rounded: on this device, within modules that nobody has changed."""
     if _is_altered(module):
         return []
-    if type(module) is nn.Linear:
-        if _is_plain(module.weight) and _fits(module.weight, device):
+    if isinstance(module, nn.Linear):
+        is_product = type(module) in LINEAR_CLASSES
+        if is_product and _is_plain(module.weight) and _fits(module.weight, device):
             return [module]
         return []
     found: list[nn.Linear] = []
