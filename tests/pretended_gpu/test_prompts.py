@@ -102,6 +102,9 @@ def test_positions_of_images_are_computed_on_the_targets_device(
     def prepared(request: Request, inputs: dict[str, Any]) -> None:
         assert request.given_on == ids.device
 
+    # As if images came with the prompt.
+    monkeypatch.setattr(generate, "is_given", lambda arguments, name: True)
+    monkeypatch.setattr(generate, "check_images", lambda target, arguments: None)
     monkeypatch.setattr(generate, "keep_new_images", noted)
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
     with Answers(PROMPT - 1):

@@ -144,7 +144,9 @@ class RaggedBlock:
             else:
                 is_hidden = ~self._seen(num_slots, kind)
                 mask = additive_mask(is_hidden, dtype)[:, None]
-            self._masks[key] = _repeated(mask, repeats)
+            if repeats > 1:
+                mask = mask.repeat(1, 1, repeats, 1)
+            self._masks[key] = mask
         return self._masks[key]
 
     def _holds_all(self, num_slots: int, kind: AttentionKind) -> bool:
@@ -243,13 +245,6 @@ def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(hidden, -math.inf)
 
 
-def _repeated(mask: Tensor, repeats: int) -> Tensor:
-    """Returns a mask `[B, 1, K, R]` with its rows repeated: `[B, 1, repeats * K, R]`."""
-    if repeats == 1:
-        return mask
-    return mask.repeat(1, 1, repeats, 1)
-
-
 class CombinedMasks:
     """Masks of a forward over context and blocks together, made once per kind of layer.
 
@@ -296,7 +291,9 @@ class CombinedMasks:
         num_keys = mask.shape[-1]
         repeats = mask_repeats(heads_per_key, num_queries, num_keys, mask.device, dtype)
         additive = additive_mask(~mask, dtype)
-        return _repeated(additive, repeats)
+        if repeats > 1:
+            additive = additive.repeat(1, 1, repeats, 1)
+        return additive
 
     def _built(
         self,

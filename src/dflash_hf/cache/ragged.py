@@ -410,7 +410,8 @@ class RaggedCache(Cache):
         # What the last forward has used says nothing of this one; no layer has 0 slots.
         self._attended.clear()
         self._num_slots = 0
-        self.advance(block)
+        if self.groups:
+            self.advance(block)
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
                 layer.begin(block.width)

@@ -91,8 +91,7 @@ def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
     past = cached_columns(given_cache(arguments))
     goes_on = past > 0 and isinstance(ids, Tensor)
     # A first turn has all of its images in the prefill, and another family says nothing of token types.
-    has_images = is_given(arguments, "mm_token_type_ids") and is_given(arguments, "image_grid_thw")
-    if not goes_on or not has_images:
+    if not goes_on or not is_given(arguments, "mm_token_type_ids"):
         return
     model: Any = target.model
     # Before anything is dropped: they follow from all images.

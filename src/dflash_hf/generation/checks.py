@@ -116,15 +116,16 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
         type(target.model).__name__,
         "recurrent states follow one path, leave num_tree_nodes out",
     )
-    check_float8(draft)
-    check_capturable(target, draft)
+    if options.draft_dtype:
+        check_float8(draft)
+    # Under "auto" the steps run eagerly where none can be captured, and the log says why.
+    if options.engine == "cuda_graph":
+        check_capturable(target)
 
 
 def check_float8(draft: DFlashDraftModel) -> None:
-    """Refuses FP8 where the draft's device has no products in it."""
+    """Refuses drafting in FP8 where the draft's device has no products in it."""
     dtype = draft.generation_config.draft_dtype
-    if not dtype:
-        return
     # Checked here and not when the copy is made: by then the prefill would have run.
     capability = ".".join(map(str, float8.MIN_CAPABILITY))
     what = f"a draft on CUDA of compute capability {capability} or more under draft_dtype={dtype!r}"
@@ -132,15 +133,11 @@ def check_float8(draft: DFlashDraftModel) -> None:
     require(not lacking, what, lacking, "leave draft_dtype out")
 
 
-def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
-    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
+def check_capturable(target: Target) -> None:
+    """Refuses targets of which no step can be captured, where one setting would change that.
 
     That is a target that is not on CUDA, or whose experts are counted on the host.
     """
-    # Under "auto" the steps run eagerly then, and the log says why.
-    is_asked_for = draft.generation_config.engine == "cuda_graph"
-    if not is_asked_for:
-        return
     device = target.device
     what = "a target on CUDA under engine='cuda_graph'"
     require(device.type == "cuda", what, str(device), "leave engine at 'auto'")
@@ -410,7 +407,7 @@ def check_images(target: Target, arguments: Mapping[str, Any]) -> None:
     """Refuses images that do not fit the tokens of a prompt or conversation, before anything looks at them."""
     ids = given_ids(arguments)
     past = cached_columns(given_cache(arguments))
-    if not isinstance(ids, Tensor) or not is_given(arguments, "image_grid_thw"):
+    if not isinstance(ids, Tensor):
         return
     if not past and not is_given(arguments, "inputs_embeds"):
         _check_images_of_prompt(target, ids, arguments)
@@ -489,12 +486,9 @@ def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str
 # ---- what Transformers has prepared of a call
 
 
-def check_request(request: Request) -> None:
+def check_drawn_proposals(request: Request) -> None:
     """Refuses drawn proposals that cannot be accepted by rejection; processors are known only once they are made."""
     options = request.draft.generation_config
-    is_drawn = request.config.do_sample and options.proposal == "sample"
-    if not is_drawn:
-        return
     processors = request.processors
     # Rejection compares the distributions of all places at once; others need the text in front of each.
     require(

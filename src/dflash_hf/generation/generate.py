@@ -26,12 +26,18 @@ from dflash_hf.block.cache_name import given_cache
 from dflash_hf.checkpoints.formats import check_is_no_draft, explain_foreign_draft
 from dflash_hf.devices import Inventory
 from dflash_hf.errors import require
-from dflash_hf.generation.arguments import Settings, given_ids, keep_new_images, use_tokenizer
+from dflash_hf.generation.arguments import (
+    Settings,
+    given_ids,
+    is_given,
+    keep_new_images,
+    use_tokenizer,
+)
 from dflash_hf.generation.checks import (
     check_draft,
+    check_drawn_proposals,
     check_images,
     check_inputs,
-    check_request,
     check_settings,
     check_stock,
 )
@@ -154,14 +160,17 @@ def answer_with(
         settings = Settings(model, arguments)
         check_settings(settings)
         check_inputs(target, settings)
-        check_images(target, arguments)
+        has_images = is_given(arguments, "image_grid_thw")
+        if has_images:
+            check_images(target, arguments)
         given = given_ids(arguments)
         # Transformers makes processors on the device of the ids, and moves positions and masks only where the ids are
         # not on the model's. This comes before the positions of images, which the model keeps for the next turn.
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 arguments[name] = value.to(target.device)
-        keep_new_images(target, arguments)
+        if has_images:
+            keep_new_images(target, arguments)
         use_tokenizer(model, settings, arguments)
         # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an
         # argument and says here that it is the caller's, not one that `generate` prepared.
@@ -195,8 +204,10 @@ def answer_with(
                 criteria=stopping_criteria,
                 config=generation_config,
             )
+            is_drawn = generation_config.do_sample and draft.generation_config.proposal == "sample"
             # What could not be known before: the processors are made by now.
-            check_request(request)
+            if is_drawn:
+                check_drawn_proposals(request)
             return answer(request, model_kwargs)
 
         arguments["custom_generate"] = answer_prepared
