@@ -40,7 +40,12 @@ from dflash_hf.pair.loading import load_processor
 from dflash_hf.target_model.parts import end_tokens, find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
-from dflash_hf.training.arguments import MUON, DFlashTrainingArguments
+from dflash_hf.training.arguments import (
+    MUON,
+    DFlashTrainingArguments,
+    check_one_gpu,
+    loader_options,
+)
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.chat_template import ChatTemplate
 from dflash_hf.training.checkpoints import whole_checkpoints
@@ -51,7 +56,7 @@ from dflash_hf.training.optimizer import MuonAndAdamW
 from dflash_hf.training.served_answers import has_images
 from dflash_hf.training.served_features import ServedFeatures
 from dflash_hf.training.server import ServerCheck, check_servers
-from dflash_hf.training.trainer import DFlashTrainer, check_one_gpu, loader_options, num_likely
+from dflash_hf.training.trainer import DFlashTrainer, num_likely
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate import PartialState
@@ -339,3 +339,26 @@ class DFlashTrainingArguments(TrainingArguments):
             is_meant = item.name in MAY_BE_INFINITE and value > 0
             what = f"a finite number as {item.name}"
             require(is_meant, what, value, "give another one")
+
+
+def loader_options(args: DFlashTrainingArguments) -> dict[str, Any]:
+    """Returns which workers a `DataLoader` is made with."""
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+    }
+
+
+def check_one_gpu(args: DFlashTrainingArguments) -> None:
+    """Refuses several GPUs in one process, over which Transformers would spread each batch.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"expected one GPU per process, got {args.n_gpu} in this one; start it with `accelerate launch`, or set "
+            "CUDA_VISIBLE_DEVICES=0"
+        )

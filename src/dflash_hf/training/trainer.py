@@ -34,7 +34,13 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target, find_target
 from dflash_hf.target_model.support import check_pair
 from dflash_hf.training.anchors import Anchors, sample_anchors, valid_anchors
-from dflash_hf.training.arguments import MUON, DFlashTrainingArguments, default_gamma
+from dflash_hf.training.arguments import (
+    MUON,
+    DFlashTrainingArguments,
+    check_one_gpu,
+    default_gamma,
+    loader_options,
+)
 from dflash_hf.training.checkpoints import (
     STATE_FILE,
     Records,
@@ -571,26 +577,3 @@ def num_likely(args: DFlashTrainingArguments) -> int:
     if args.loss in DISTILLATION:
         return LIKELY_TOKENS
     return int(args.labels == "target")
-
-
-def loader_options(args: DFlashTrainingArguments) -> dict[str, Any]:
-    """Returns which workers a `DataLoader` is made with."""
-    return {
-        "num_workers": args.dataloader_num_workers,
-        "persistent_workers": args.dataloader_persistent_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-    }
-
-
-def check_one_gpu(args: DFlashTrainingArguments) -> None:
-    """Refuses several GPUs in one process, over which Transformers would spread each batch.
-
-    Raises:
-        ValueError: If there are several.
-    """
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"expected one GPU per process, got {args.n_gpu} in this one; start it with `accelerate launch`, or set "
-            "CUDA_VISIBLE_DEVICES=0"
-        )
