@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, TrainerCallback
 
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training import (
@@ -151,6 +151,73 @@ def test_the_best_draft_is_the_one_that_accepts_most(target, make_draft, tmp_pat
     assert lengths[-1] < max(lengths)
     assert trainer.state.best_metric == max(lengths)
     assert walked_acceptance(draft, trainer.target, data).acceptance_length == max(lengths)
+
+
+class Averaging(torch.optim.SGD):
+    """As optimizers of `schedulefree` do, it has other weights while it trains: all of them are greater by 1."""
+
+    has_averages = True
+
+    def train(self) -> None:
+        if self.has_averages:
+            self._add(1.0)
+        self.has_averages = False
+
+    def eval(self) -> None:
+        if not self.has_averages:
+            self._add(-1.0)
+        self.has_averages = True
+
+    @torch.no_grad()
+    def _add(self, number: float) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight += number
+
+
+class EndsAtStep3(TrainerCallback):
+    """Ends a run early."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+@pytest.mark.parametrize("keeps_best", [False, True])
+def test_the_averages_of_an_optimizer_are_measured_and_left(
+    keeps_best: bool, target, make_draft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that is ended behind a step without an evaluation."""
+    draft = make_draft()
+    optimizer = Averaging(draft.parameters(), lr=1e-6)
+    measured: list[bool] = []
+
+    def walk(*args: Any, **kwargs: Any) -> Any:
+        measured.append(optimizer.has_averages)
+        return walked_acceptance(*args, **kwargs)
+
+    monkeypatch.setattr("dflash_hf.training.trainer.walked_acceptance", walk)
+    args = options(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        load_best_model_at_end=keeps_best,
+    )
+    trainer = DFlashTrainer(
+        model=draft,
+        target=target,
+        args=args,
+        train_dataset=draws(10),
+        eval_dataset=draws(3),
+        callbacks=[EndsAtStep3()],
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert measured == [True]
+    assert optimizer.has_averages
+    checkpoint = DFlashDraftModel.from_pretrained(tmp_path / "checkpoint-2")
+    near = 1e-9 if keeps_best else 1e-2
+    torch.testing.assert_close(draft.fc.weight, checkpoint.fc.weight, rtol=0, atol=near)
 
 
 def test_epochs_give_the_number_of_steps(target, make_draft, tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ class DFlashTrainer(Trainer):
         try:
             return super().train(checkpoint, *args, **kwargs)
         finally:
+            self._take_averages()
             self.draft.eval()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -246,7 +247,15 @@ class DFlashTrainer(Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Overrides: makes the evaluation first that the checkpoint lacks, where no epoch was left."""
         self._make_up_evaluation()
+        # Behind the loading of the best draft they would be made of its weights
+        self._take_averages()
         return super()._finalize_training(*args, **kwargs)
+
+    def _take_averages(self) -> None:
+        """Has a schedule-free optimizer put its averages into the draft; the next step takes them out again."""
+        optimizer: Any = self.optimizer
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
 
     def _make_up_evaluation(self) -> None:
         """Evaluates a draft that was saved, but not evaluated before the run was ended."""
@@ -456,6 +465,7 @@ class DFlashTrainer(Trainer):
         examples: Any = dataloader.dataset
         handler: Any = self.callback_handler
         handler.eval_dataloader = dataloader
+        self._take_averages()
         cache = None
         if not self.target.has_layers:
             cache = FeatureCache(str(self.args.feature_cache), self.args.feature_dtype)
