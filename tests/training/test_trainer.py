@@ -363,6 +363,20 @@ def test_a_loss_that_is_no_number_is_told_with_its_line(target, make_draft, tmp_
         trainer.train()
 
 
+def test_float16_leaves_out_steps_but_no_bad_rows(target, make_draft, tmp_path: Path) -> None:
+    """No scale of the loss makes a number of a loss that is none; gradients alone may overflow."""
+    trainer = DFlashTrainer(
+        model=make_draft(), target=target, args=options(tmp_path), train_dataset=draws(3)
+    )
+    trainer.args.fp16 = True
+    overflown = torch.tensor(torch.inf)
+    trainer._losses = [([0], torch.tensor([True]))]
+    assert trainer._get_grad_norm(trainer.model, overflown) == torch.inf
+    trainer._losses = [([0], torch.tensor([True])), ([2], torch.tensor([False]))]
+    with pytest.raises(FloatingPointError, match="no numbers in rows 2 of train_dataset; look"):
+        trainer._get_grad_norm(trainer.model, overflown)
+
+
 def test_misfits_are_refused(target, make_draft, tmp_path: Path) -> None:
     def make(draft: Any, data: Any, **changes: object) -> DFlashTrainer:
         return DFlashTrainer(

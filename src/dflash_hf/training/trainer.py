@@ -212,7 +212,8 @@ class DFlashTrainer(Trainer):
 
         Raises:
             ValueError: If there is nothing to train on, no such checkpoint, or one whose steps have other rows.
-            NotFiniteError: At a step whose gradients are not finite, before it changes anything.
+            NotFiniteError: At a step whose gradients are not finite, before it changes anything. With `fp16` only where
+                a loss is no number: steps whose gradients alone overflow are left out.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
         asked = resume_from_checkpoint
@@ -399,20 +400,23 @@ class DFlashTrainer(Trainer):
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        # That one's scaler leaves such steps out
-        if not math.isfinite(norm) and not self.args.fp16:
-            bad = [
-                row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())
-            ]
-            what = "finite losses here"
-            if bad:
-                what = f"losses that are no numbers in {self._places(bad)}"
-            step = self.state.global_step + 1
-            raise NotFiniteError(
-                f"expected finite gradients at step {step}, got a norm of {float(norm)} and {what}",
-                "look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True",
-            )
-        return norm
+        if math.isfinite(norm):
+            return norm
+        bad = [row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())]
+        if self.args.fp16:
+            # Its scaler leaves out steps whose gradients overflow, and can do nothing for these rows
+            count = torch.tensor(len(bad), device=self.args.device)
+            num_bad: Any = self.accelerator.reduce(count, reduction="sum")
+            if not num_bad.item():
+                return norm
+        what = "finite losses here"
+        if bad:
+            what = f"losses that are no numbers in {self._places(bad)}"
+        step = self.state.global_step + 1
+        raise NotFiniteError(
+            f"expected finite gradients at step {step}, got a norm of {float(norm)} and {what}",
+            "look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True",
+        )
 
     def _places(self, rows: Sequence[int]) -> str:
         """What to call some examples; of a file their lines, which are others where rows of it have no example."""
