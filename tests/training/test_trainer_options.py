@@ -200,3 +200,11 @@ def test_a_feature_dtype_without_a_cache_is_refused(tmp_path: Path) -> None:
     message = r"expected feature_dtype 'auto' or 'float8', got 'float16'; use one of them"
     with pytest.raises(ValueError, match=message):
         options(tmp_path, feature_dtype="float16", feature_cache=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["lomo", "adalomo", "galore_adamw_layerwise"])
+def test_steps_within_the_backward_pass_are_refused(name: str, tmp_path: Path) -> None:
+    """Their gradients would be gone before anybody has checked them."""
+    message = f"expected an optim whose steps come behind the backward pass, got '{name}'; use"
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, optim=name)

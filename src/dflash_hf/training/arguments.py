@@ -30,6 +30,8 @@ CHOICES = {
 NO_DEEPSPEED = (
     "leave DeepSpeed out: it makes a step before its gradients are checked; FSDP2 divides a draft"
 )
+# Optimizers that make their steps within the backward pass, as those do whose names end in `_layerwise`.
+STEPS_IN_BACKWARD = ("lomo", "adalomo")
 MEASURES_ALONE = "leave it out: an evaluation measures the acceptance length, and keeps no logits"
 # Transformers' arguments that a draft's training has no use for: the value that asks for nothing, and what to do.
 WITHOUT_USE = {
@@ -80,7 +82,8 @@ class DFlashTrainingArguments(TrainingArguments):
     The defaults are those of the paper (arXiv 2602.06036, section 4): AdamW at 6e-4, 4 % of the steps warm-up, a
     cosine to zero, 6 epochs, gradients of norm 1 at most, 512 anchors. The loss is another one: with D-PACE's loss,
     drafts accept more after the same number of steps (docs/log-archive.md). `optim="muon"` is Muon for the matrices of
-    the layers and AdamW for the rest (torch >= 2.9); every optimizer of Transformers works too. With
+    the layers and AdamW for the rest (torch >= 2.9); Transformers' optimizers work too, except those that step within
+    the backward pass. With
     `load_best_model_at_end` the best draft is the one with the largest `eval_acceptance_length`.
 
     Args:
@@ -231,18 +234,7 @@ class DFlashTrainingArguments(TrainingArguments):
         for name, allowed in CHOICES.items():
             what = f"{name} {' or '.join(map(repr, allowed))}"
             require(getattr(self, name) in allowed, what, getattr(self, name), "use one of them")
-        known = [MUON, *(name.value for name in OptimizerNames)]
-        named = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
-        require(
-            named in known,
-            f"optim {', '.join(known[:3])} or another of Transformers'",
-            named,
-            "use one of them",
-        )
-        if self.optim == MUON and not hasattr(torch.optim, "Muon"):
-            raise ValueError(
-                f"expected torch >= 2.9 for optim='muon', got {torch.__version__}; use another optim"
-            )
+        self._check_optimizer()
         require(
             self.learning_rate > 0, "learning_rate > 0", self.learning_rate, "6e-4 is the paper's"
         )
@@ -303,6 +295,25 @@ class DFlashTrainingArguments(TrainingArguments):
         )
         steps = (self.max_steps, self.num_train_epochs)
         require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")
+
+    def _check_optimizer(self) -> None:
+        """Refuses optimizers that nobody knows, that are not there, or whose steps cannot be checked first."""
+        known = [MUON, *(name.value for name in OptimizerNames)]
+        named = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
+        require(
+            named in known,
+            f"optim {', '.join(known[:3])} or another of Transformers'",
+            named,
+            "use one of them",
+        )
+        makes_steps_early = named in STEPS_IN_BACKWARD or named.endswith("_layerwise")
+        what = "an optim whose steps come behind the backward pass"
+        action = "use another one: gradients are checked before a step is made"
+        require(not makes_steps_early, what, named, action)
+        if self.optim == MUON and not hasattr(torch.optim, "Muon"):
+            raise ValueError(
+                f"expected torch >= 2.9 for optim='muon', got {torch.__version__}; use another optim"
+            )
 
     def _check_launch(self) -> None:
         """Refuses DeepSpeed that `accelerate launch` asks for."""
