@@ -391,6 +391,10 @@ LESS: dict[str, tuple[dict[str, Any], str]] = {
         {"per_device_train_batch_size": 1, "arguments": {CHECKPOINTING: True}},
         "--chunk-blocks 64",
     ),
+    "an evaluation of more rows than a step": (
+        {"arguments": {"eval_strategy": "epoch", "per_device_eval_batch_size": 8}},
+        "true --per-device-eval-batch-size 1",
+    ),
 }
 
 
@@ -410,6 +414,13 @@ def test_a_step_that_does_not_fit_names_what_takes_less(name: str, tmp_path: Pat
         assert advice in sentence
     other = RuntimeError("shapes differ")
     assert explained(other, settings, "run", advice) is other
+
+
+def test_an_evaluation_has_as_many_rows_at_once_as_a_step(tmp_path: Path) -> None:
+    settings = TrainSettings(target="org/x", output_dir=tmp_path, per_device_train_batch_size=1)
+    assert make_arguments(settings).per_device_eval_batch_size == 1
+    asked = replace(settings, arguments={"per_device_eval_batch_size": 3})
+    assert make_arguments(asked).per_device_eval_batch_size == 3
 
 
 def test_a_run_of_several_processes_is_continued_by_as_many(
@@ -443,6 +454,10 @@ def test_a_run_of_several_processes_is_continued_by_as_many(
 # Options of a run that has a checkpoint -> options that take less.
 LESS_LATER: dict[str, tuple[dict[str, Any], str]] = {
     "a batch": ({}, f"{flag(CHECKPOINTING)} true --chunk-blocks 64"),
+    "an evaluation": (
+        {"arguments": {"eval_strategy": "epoch"}},
+        f"--per-device-eval-batch-size 1 {flag(CHECKPOINTING)} true --chunk-blocks 64",
+    ),
     "activations made again": (
         {"arguments": {CHECKPOINTING: True}},
         "--chunk-blocks 64",
@@ -463,7 +478,10 @@ def test_less_memory_behind_a_checkpoint_is_of_the_same_run(name: str, tmp_path:
     assert less_memory(settings, make_arguments(settings), "run") == advice
     state = RunState(settings, STAGES, redo=False)
     state.write("run")
-    lighter = {"chunk_blocks": 64, "arguments": {CHECKPOINTING: True}}
+    lighter: dict[str, Any] = {
+        "chunk_blocks": 64,
+        "arguments": {CHECKPOINTING: True, "per_device_eval_batch_size": 1},
+    }
     RunState(replace(settings, **lighter), STAGES, redo=False).check()
     with pytest.raises(ValueError, match="per_device_train_batch_size was 4 and is 2"):
         RunState(replace(settings, per_device_train_batch_size=2), STAGES, redo=False).check()

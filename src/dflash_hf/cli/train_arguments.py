@@ -26,6 +26,8 @@ def make_arguments(settings: TrainSettings, **others: Any) -> DFlashTrainingArgu
         # Without it Transformers takes bfloat16 for a request for a GPU.
         "use_cpu": not torch.accelerator.is_available(),
         **{name: getattr(settings, name) for name in OF_THE_TRAINER},
+        # Transformers' eight rows might not fit where the rows of a step do
+        "per_device_eval_batch_size": settings.per_device_train_batch_size,
         **settings.arguments,
         **others,
         # The trainer would upload `run`; the draft is, behind the last stage

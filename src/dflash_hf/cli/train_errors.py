@@ -6,6 +6,7 @@ import errno
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from dflash_hf.cli.train_settings import Stage, TrainSettings, flag
 from dflash_hf.cli.train_state import continuing
@@ -89,12 +90,20 @@ def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, sta
 
 def _of_the_same_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
     """Options that take less and change no result: all that a run with a checkpoint goes on with."""
-    options: dict[str, Any] = {}
+    options = _of_evaluations(arguments, 1)
     if not getattr(arguments, CHECKPOINTING):
         options[CHECKPOINTING] = "true"
     if arguments.chunk_blocks > 16:
         options["chunk_blocks"] = arguments.chunk_blocks // 2
     return options
+
+
+def _of_evaluations(arguments: DFlashTrainingArguments, num_rows: int) -> dict[str, Any]:
+    """Options under which an evaluation of more than so many rows at once takes less; none without evaluations."""
+    is_evaluated = arguments.eval_strategy != IntervalStrategy.NO
+    if is_evaluated and arguments.per_device_eval_batch_size > num_rows:
+        return {"per_device_eval_batch_size": 1}
+    return {}
 
 
 def _of_a_new_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
@@ -112,4 +121,5 @@ def _of_a_new_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
         options["chunk_blocks"] = arguments.chunk_blocks // 2
     if not options:
         options = {"num_anchors": max(1, arguments.num_anchors // 2), "optim": "muon"}
-    return options
+    # By default it has as many rows as a step
+    return options | _of_evaluations(arguments, rows)

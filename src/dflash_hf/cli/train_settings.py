@@ -542,9 +542,10 @@ HOW_IT_IS_RUN = (
     "dataloader_pers",
     "gradient_checkpointing",
     "activation_checkpointing",
+    "per_device_eval_batch_size",
 )
 # A measurement in between changes nothing, unless the best draft so far is the one that is kept.
-WHEN_IT_IS_MEASURED = ("eval_", "per_device_eval_")
+WHEN_IT_IS_MEASURED = ("eval_",)
 # Training arguments that are JSON or a file with it.
 MAY_BE_FILES = ("accelerator_config", "fsdp_config")
 OPTIONS = tuple(item for item in fields(TrainSettings) if item.name != "arguments")
