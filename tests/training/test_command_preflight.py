@@ -107,7 +107,17 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "an evaluation of nothing": (
         ["--eval-strategy", "epoch", "--num-eval", 0],
         "expected conversations that are held out for --eval-strategy epoch, got 0; give --num-eval "
-        "64, or leave --eval-strategy out",
+        "64, or --eval-strategy no",
+    ),
+    "an evaluation of nothing at the start": (
+        ["--eval-on-start", "true", "--num-eval", 0],
+        "expected conversations that are held out for --eval-on-start true, got 0; give --num-eval "
+        "64, or --eval-on-start false",
+    ),
+    "the best draft of no evaluation": (
+        ["--save-strategy", "best", "--num-eval", 0],
+        "expected conversations that are held out for --save-strategy best, got 0; give --num-eval "
+        "64, or --save-strategy steps",
     ),
     "a server that is not there": (
         ["--server", "http://127.0.0.1:9", "--server-model", "x"],
@@ -280,6 +290,8 @@ def test_the_target_is_told_by_weights_template_and_vocabulary() -> None:
 EVALUATIONS: list[list[object]] = [
     ["--eval-strategy", "epoch"],
     ["--load-best-model-at-end", "true", "--save-strategy", "epoch"],
+    ["--eval-on-start", "true"],
+    ["--save-strategy", "best"],
 ]
 
 
@@ -293,8 +305,8 @@ def test_an_evaluation_of_too_few_rows_is_refused(words: list[object], tmp_path:
     assert result.exit_code == 2, result.output
     assert f"expected conversations that are held out in {out / 'prepared'} for" in said(result)
     assert not (out / "answered").exists()
-    less = ["--eval-strategy", "no", "--load-best-model-at-end", "false"]
-    result = train(*given, *less)
+    less = said(result).partition("other conversations or more, or add ")[2].split()
+    result = train("--output-dir", out, "--stages", "prepare,regenerate,run", *less)
     assert result.exit_code == 0, result.output
 
 

@@ -55,6 +55,22 @@ def evaluation(settings: TrainSettings, has_held_out: bool) -> dict[str, Any]:
     return {}
 
 
+def asked_evaluations(settings: TrainSettings) -> dict[str, str]:
+    """Returns the options that were given and need held-out conversations, each with the one that needs none."""
+    asked = settings.arguments
+    found: dict[str, str] = {}
+    strategy = asked.get("eval_strategy", "no")
+    if strategy != "no":
+        found[f"--eval-strategy {strategy}"] = "--eval-strategy no"
+    if asked.get("load_best_model_at_end"):
+        found["--load-best-model-at-end true"] = "--load-best-model-at-end false"
+    if asked.get("eval_on_start"):
+        found["--eval-on-start true"] = "--eval-on-start false"
+    if asked.get("save_strategy") == "best":
+        found["--save-strategy best"] = "--save-strategy steps"
+    return found
+
+
 def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:
     """Returns how many workers make a process's batches, where images are decoded while an accelerator would wait."""
     sees_images = tokenizer_of(processor) is not processor

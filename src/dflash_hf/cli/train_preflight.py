@@ -17,14 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, SchedulerType, get_scheduler
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-from transformers.trainer_utils import IntervalStrategy
 
 from dflash_hf.bench.sets import load_questions
 from dflash_hf.checkpoints.files import read_config, stored_tensors
 from dflash_hf.checkpoints.formats import detect_format
 from dflash_hf.checkpoints.fresh import fresh_config
 from dflash_hf.checkpoints.mapping import make_config
-from dflash_hf.cli.train_arguments import arguments_for
+from dflash_hf.cli.train_arguments import arguments_for, asked_evaluations
 from dflash_hf.cli.train_errors import is_out_of_memory
 from dflash_hf.cli.train_processes import by_the_first
 from dflash_hf.cli.train_settings import Stage, TrainSettings
@@ -167,7 +166,7 @@ def _check_before_loading(
         ChatTemplate(load_processor(settings.target), settings.chat_template_kwargs).check_options()
     if "run" in pending:
         check_one_gpu(arguments)
-        _check_evaluation(settings, arguments)
+        _check_evaluation(settings)
         _check_reporters(arguments)
         _check_optimizer(arguments)
         _check_schedule(arguments)
@@ -238,19 +237,17 @@ def check_held_out(settings: TrainSettings, folder: Path) -> None:
     Args:
         folder (`Path`): Of `prepare` or `regenerate`.
     """
-    asked = settings.arguments
-    is_evaluated = asked.get("eval_strategy", "no") != "no"
-    keeps_best = bool(asked.get("load_best_model_at_end"))
+    asked = asked_evaluations(settings)
     file = folder / HELD_OUT
     has_held_out = file.is_file() and file.stat().st_size > 0
-    what = f"conversations that are held out in {folder} for --eval-strategy or --load-best-model-at-end"
+    what = f"conversations that are held out in {folder} for {listed(asked, ' and ')}"
     # The folder keeps the options, and would give them again
-    without = "add --eval-strategy no --load-best-model-at-end false"
+    without = f"add {' '.join(asked.values())}"
     action = f"take 5 other conversations or more, or {without}"
     errors = file.with_suffix(".errors.jsonl")
     if errors.is_file():
         action = f"see in {errors.name} why the prompts got no answer, or {without}"
-    require(has_held_out or not (is_evaluated or keeps_best), what, 0, action)
+    require(has_held_out or not asked, what, 0, action)
 
 
 def _check_packed_rows(rows: Path) -> None:
@@ -337,13 +334,12 @@ def _stored_config(draft: str) -> DFlashConfig:
     return make_config(form.read_config(raw, frozenset(names)))
 
 
-def _check_evaluation(settings: TrainSettings, arguments: DFlashTrainingArguments) -> None:
+def _check_evaluation(settings: TrainSettings) -> None:
     """Refuses evaluations for which nothing is held out."""
-    strategy = IntervalStrategy(arguments.eval_strategy)
-    has_rows = strategy is IntervalStrategy.NO or settings.num_eval > 0
-    what = f"conversations that are held out for --eval-strategy {strategy.value}"
-    action = "give --num-eval 64, or leave --eval-strategy out"
-    require(has_rows, what, settings.num_eval, action)
+    asked = asked_evaluations(settings)
+    what = f"conversations that are held out for {listed(asked, ' and ')}"
+    action = f"give --num-eval 64, or {' '.join(asked.values())}"
+    require(settings.num_eval > 0 or not asked, what, settings.num_eval, action)
 
 
 def _check_reporters(arguments: DFlashTrainingArguments) -> None:
