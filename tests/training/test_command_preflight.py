@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf.cli import train_preflight
-from dflash_hf.cli.train_arguments import make_arguments
+from dflash_hf.cli.train_arguments import evaluation, make_arguments
 from dflash_hf.cli.train_errors import CHECKPOINTING, explained, less_memory
 from dflash_hf.cli.train_settings import STAGES, TrainSettings, flag
 from dflash_hf.cli.train_state import RunState
@@ -113,6 +113,11 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--eval-on-start", "true", "--num-eval", 0],
         "expected conversations that are held out for --eval-on-start true, got 0; give --num-eval "
         "64, or --eval-on-start false",
+    ),
+    "evaluations of nothing after steps": (
+        ["--eval-steps", 50, "--num-eval", 0],
+        "expected conversations that are held out for --eval-steps 50, got 0; give --num-eval "
+        "64, or --eval-strategy no",
     ),
     "the best draft of no evaluation": (
         ["--save-strategy", "best", "--num-eval", 0],
@@ -289,6 +294,7 @@ def test_the_target_is_told_by_weights_template_and_vocabulary() -> None:
 # Options of an evaluation, of which one of the two is given.
 EVALUATIONS: list[list[object]] = [
     ["--eval-strategy", "epoch"],
+    ["--eval-steps", 2],
     ["--load-best-model-at-end", "true", "--save-strategy", "epoch"],
     ["--eval-on-start", "true"],
     ["--save-strategy", "best"],
@@ -426,6 +432,17 @@ def test_a_step_that_does_not_fit_names_what_takes_less(name: str, tmp_path: Pat
         assert advice in sentence
     other = RuntimeError("shapes differ")
     assert explained(other, settings, "run", advice) is other
+
+
+def test_steps_of_evaluations_ask_for_evaluations_after_steps(tmp_path: Path) -> None:
+    for asked, strategy in (
+        ({}, {"eval_strategy": "epoch"}),
+        ({"eval_steps": 50.0}, {"eval_strategy": "steps"}),
+        ({"eval_steps": 50.0, "eval_strategy": "no"}, {}),
+    ):
+        settings = TrainSettings(target="org/x", output_dir=tmp_path, arguments=asked)
+        assert evaluation(settings, has_held_out=True) == strategy
+        assert evaluation(settings, has_held_out=False) == {}
 
 
 def test_an_evaluation_has_as_many_rows_at_once_as_a_step(tmp_path: Path) -> None:

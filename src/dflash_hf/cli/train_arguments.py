@@ -50,9 +50,12 @@ def arguments_for(
 
 def evaluation(settings: TrainSettings, has_held_out: bool) -> dict[str, Any]:
     """Returns when the draft is measured while it is trained: after each epoch, unless another time is asked for."""
-    if has_held_out and "eval_strategy" not in settings.arguments:
-        return {"eval_strategy": "epoch"}
-    return {}
+    asked = settings.arguments
+    if not has_held_out or "eval_strategy" in asked:
+        return {}
+    if "eval_steps" in asked:
+        return {"eval_strategy": "steps"}
+    return {"eval_strategy": "epoch"}
 
 
 def asked_evaluations(settings: TrainSettings) -> dict[str, str]:
@@ -62,6 +65,8 @@ def asked_evaluations(settings: TrainSettings) -> dict[str, str]:
     strategy = asked.get("eval_strategy", "no")
     if strategy != "no":
         found[f"--eval-strategy {strategy}"] = "--eval-strategy no"
+    if "eval_steps" in asked and "eval_strategy" not in asked:
+        found[f"--eval-steps {asked['eval_steps']:g}"] = "--eval-strategy no"
     if asked.get("load_best_model_at_end"):
         found["--load-best-model-at-end true"] = "--load-best-model-at-end false"
     if asked.get("eval_on_start"):
