@@ -426,6 +426,10 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         "expected no --resume-from-checkpoint, got 'run/checkpoint-2'; leave it out: the run "
         "in the folder continues from its last complete checkpoint",
     ),
+    "dtype": (
+        ["--save-dtype", "auto"],
+        "expected no --save-dtype, got 'auto'; leave it out: the draft is saved in the target's dtype",
+    ),
     "template": (
         ["--template", "{q}", "--self-prompts", 2],
         "expected --template without --self-prompts",

@@ -51,6 +51,10 @@ IDLE: dict[str, tuple[list[object], str]] = {
         ["--feature-dtype", "float8"],
         "expected --feature-dtype with --feature-cache, got 'float8'",
     ),
+    "epochs beside steps": (
+        ["--num-train-epochs", 2, "--max-steps", 8],
+        "expected --num-train-epochs without --max-steps, got 2.0; leave one of them out",
+    ),
     "folder of no sets": (["--bench-data-dir", TOY], "expected --bench-data-dir with --bench-data"),
 }
 

@@ -208,3 +208,9 @@ def test_steps_within_the_backward_pass_are_refused(name: str, tmp_path: Path) -
     message = f"expected an optim whose steps come behind the backward pass, got '{name}'; use"
     with pytest.raises(ValueError, match=message):
         options(tmp_path, optim=name)
+
+
+def test_options_that_muon_does_not_read_are_refused(tmp_path: Path) -> None:
+    message = "expected no optim_args with optim 'muon', got 'momentum=0.9'; leave them out"
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, optim="muon", optim_args="momentum=0.9")

@@ -20,7 +20,7 @@ from dflash_hf.cli.train_algorithms import with_algorithm
 from dflash_hf.cli.train_reading import (
     as_text,
     as_words,
-    check_resumption,
+    check_of_python,
     check_upload,
     read_arguments,
     read_yaml,
@@ -183,7 +183,7 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
     settings = TrainSettings(**values)
     settings.check()
     settings = replace(settings, arguments=read_arguments(words))
-    check_resumption(settings.arguments)
+    check_of_python(settings.arguments)
     check_upload(settings.arguments)
     return settings
 

@@ -12,6 +12,11 @@ from dflash_hf.cli.train_settings import OPTIONS, flag
 from dflash_hf.errors import listed, one_line, require
 
 UPLOAD = ("hub_model_id", "hub_private_repo")
+# Training arguments that the command has no use for -> what to do.
+OF_PYTHON = {
+    "resume_from_checkpoint": "leave it out: the run in the folder continues from its last complete checkpoint",
+    "save_dtype": "leave it out: the draft is saved in the target's dtype",
+}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -125,15 +130,14 @@ def check_upload(arguments: Mapping[str, Any]) -> None:
     require(is_named, what, repo, "name the draft's repository")
 
 
-def check_resumption(arguments: Mapping[str, Any]) -> None:
-    """Refuses `--resume-from-checkpoint`: a run goes on from the last whole checkpoint in its folder.
+def check_of_python(arguments: Mapping[str, Any]) -> None:
+    """Refuses training arguments that say something to a trainer in Python, and nothing to the command.
 
     Raises:
-        ValueError: If it was given.
+        ValueError: If one was given.
     """
-    name = "resume_from_checkpoint"
-    action = "leave it out: the run in the folder continues from its last complete checkpoint"
-    require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
+    for name, action in OF_PYTHON.items():
+        require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
 
 
 def _refuse_name(name: str, arguments: Sequence[str]) -> NoReturn:

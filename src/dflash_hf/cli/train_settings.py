@@ -361,6 +361,7 @@ class TrainSettings:
             (("num_prompts",), bool(self.dataset), "with --dataset"),
             (("gamma",), self.loss != "dpace", "with another --loss than dpace"),
             (("feature_dtype",), self.feature_cache is not None, "with --feature-cache"),
+            (("num_train_epochs",), self.arguments.get("max_steps", 0) <= 0, "without --max-steps"),
             (("bench_data_dir",), bool(self.bench_data), "with --bench-data"),
             (
                 ("template",),

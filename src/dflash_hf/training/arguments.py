@@ -310,6 +310,10 @@ class DFlashTrainingArguments(TrainingArguments):
         what = "an optim whose steps come behind the backward pass"
         action = "use another one: gradients are checked before a step is made"
         require(not makes_steps_early, what, named, action)
+        # Nobody reads them where Transformers does not make the optimizer
+        has_options = self.optim == MUON and bool(self.optim_args)
+        what = f"no optim_args with optim {MUON!r}"
+        require(not has_options, what, self.optim_args, "leave them out: it has none of its own")
         if self.optim == MUON and not hasattr(torch.optim, "Muon"):
             raise ValueError(
                 f"expected torch >= 2.9 for optim='muon', got {torch.__version__}; use another optim"
