@@ -45,7 +45,8 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
         patch.setitem(stages.RUNNERS, "run", killed(stages.RUNNERS["run"]))
         result = train("--dataset", data, "--output_dir", out, *SMALL)
     assert result.exit_code == 130, result.output
-    assert f"dflash-hf train --output-dir {out} continues the run" in said(result)
+    ended = f"dflash-hf train --output-dir {out} continues the run. It goes on from checkpoint-2."
+    assert ended in said(result)
     assert not (out / "draft").exists()
     assert [path.name for path in (out / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     result = train("--output-dir", out)

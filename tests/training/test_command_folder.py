@@ -367,3 +367,22 @@ def test_a_disk_without_a_checkpoint_says_how_to_go_on(
     result = train(*words)
     assert result.exit_code == 2, result.output
     assert f"{advice}, which goes on from checkpoint-2" in said(result)
+
+
+def test_a_run_ended_before_its_first_checkpoint_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are lost, and the answers are not; in a stage behind the training nothing is."""
+    out = tmp_path / "out"
+    settings = TrainSettings(target="org/x", output_dir=out)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_stages, "run_stages", interrupted)
+    words = ["--dataset", write_rows(tmp_path / "rows.jsonl"), "--output-dir", out, *SMALL]
+    ended = f"Ended; dflash-hf train --output-dir {out} continues the run."
+    RunState(settings, STAGES, redo=False).write("run")
+    assert said(train(*words)) == f"{ended} It begins the training again and keeps the answers."
+    (out / "draft").mkdir()
+    assert said(train(*words)) == ended

@@ -34,7 +34,7 @@ from dflash_hf.cli.train_settings import (
     flag,
     process_index,
 )
-from dflash_hf.cli.train_state import SETTINGS_FILE, continuing
+from dflash_hf.cli.train_state import SETTINGS_FILE
 from dflash_hf.errors import require
 
 # Of the parser: it takes `_` in the name of an option for `-`, and leaves training arguments to Transformers' own.
@@ -110,8 +110,10 @@ def train(
         run_stages(settings, wanted, redo, typer.echo)
     except KeyboardInterrupt as error:
         if process_index() == 0:
-            command = continuing(settings.output_dir)
-            typer.secho(f"Ended; {command} continues the run.", err=True)
+            # With torch, which is loaded by now
+            from dflash_hf.cli.train_errors import interruption
+
+            typer.secho(interruption(settings.output_dir), err=True)
         raise typer.Exit(130) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
@@ -33,12 +34,9 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
     """
     goes_on = continuing(settings.output_dir)
     if isinstance(error, CheckpointError):
-        way = "which begins the training again and keeps the answers"
-        whole = whole_checkpoints(settings.output_dir / "run")
-        if whole:
-            way = f"which goes on from {whole[0].name}"
+        way = _continuation(settings.output_dir)
         return ValueError(
-            f"{error.found}; make room on the disk or make it writable, and continue with {goes_on}, {way}"
+            f"{error.found}; make room on the disk or make it writable, and continue with {goes_on}, which {way}"
         )
     is_full_disk = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     if is_full_disk:
@@ -60,6 +58,23 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
             f"training again, or name a new --output-dir; the rows are those of {rows}"
         )
     return error
+
+
+def interruption(folder: Path) -> str:
+    """Returns what to say of a run that its user has ended: how it is continued, and where its training is then."""
+    said = f"Ended; {continuing(folder)} continues the run."
+    is_in_training = (folder / "run").is_dir() and not (folder / "draft").is_dir()
+    if is_in_training:
+        said = f"{said} It {_continuation(folder)}."
+    return said
+
+
+def _continuation(folder: Path) -> str:
+    """What the same command does with a training that has not ended: the steps behind a checkpoint are done again."""
+    whole = whole_checkpoints(folder / "run")
+    if whole:
+        return f"goes on from {whole[0].name}"
+    return "begins the training again and keeps the answers"
 
 
 def is_out_of_memory(error: Exception) -> bool:
