@@ -21,8 +21,10 @@ import yaml
 import dflash_hf.cli.train_stages as stages
 from dflash_hf import load_draft
 from dflash_hf.cli.train_arguments import make_arguments
+from dflash_hf.cli.train_card import card_facts
 from dflash_hf.cli.train_reading import as_words, read_arguments
 from dflash_hf.cli.train_settings import OF_THE_TRAINER, OPTIONS, STAGES, TrainSettings
+from dflash_hf.cli.train_state import RunState
 from dflash_hf.cli.train_target import TargetOnce
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.training import DFlashTrainingArguments, export
@@ -183,6 +185,19 @@ def test_the_card_says_what_it_is(done: tuple[Path, str], data: Path) -> None:
             assert words in body
     assert "sglang.launch_server" in body
     assert "vllm serve" in body
+
+
+def test_the_card_says_how_many_batches_a_step_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a step are as many batches of --per-device-train-batch-size."""
+    told: list[Any] = []
+    for num_processes, arguments in ((1, {}), (2, {"gradient_accumulation_steps": 32})):
+        monkeypatch.setenv("WORLD_SIZE", str(num_processes))
+        settings = TrainSettings(target="org/x", output_dir=tmp_path, arguments=arguments)
+        training = card_facts(settings, RunState(settings, STAGES, redo=False)).training
+        told.append(training.get("processes x gradient_accumulation_steps"))
+    assert told == [None, 64]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from dflash_hf.bench.provenance import versions
-from dflash_hf.cli.train_settings import STAGES, TrainSettings
+from dflash_hf.cli.train_settings import BATCHES_PER_STEP, STAGES, TrainSettings
 from dflash_hf.cli.train_state import RunState
 from dflash_hf.training.export import CardFacts
 
@@ -53,9 +53,12 @@ def _training(settings: TrainSettings, state: RunState) -> dict[str, Any]:
                 training[name.replace("_", " ")] = value
     if settings.chat_template_kwargs:
         training["chat template reads"] = json.dumps(settings.chat_template_kwargs)
-    of_the_run = settings.made_from("run").keys()
+    of_the_run = settings.made_from("run")
     asked = settings.asked()
     training |= {name: asked[name] for name in asked if name in of_the_run and name != "draft"}
+    batches = of_the_run[BATCHES_PER_STEP]
+    if batches > 1:
+        training[BATCHES_PER_STEP] = batches
     return training
 
 
