@@ -180,6 +180,10 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         ["--load-best-model-at-end", "true", "--save-strategy", "no"],
         "expected a save_strategy with load_best_model_at_end, got 'no'",
     ),
+    "a best draft of a set that is not there": (
+        ["--metric-for-best-model", "eval_gsm8k_acceptance_length"],
+        "expected eval_acceptance_length as metric_for_best_model, got 'eval_gsm8k_acceptance_length'",
+    ),
     "a device that is not there": (["--device", "cuda:99"], "as --device, got 'cuda:99'"),
 }
 

@@ -135,6 +135,13 @@ def test_the_best_draft_is_the_one_that_accepts_most(target, make_draft, tmp_pat
         load_best_model_at_end=True,
     )
     assert (args.metric_for_best_model, args.greater_is_better) == ("eval_acceptance_length", True)
+    with pytest.raises(ValueError, match="expected eval_held_acceptance_length as metric_for_best"):
+        DFlashTrainer(model=draft, target=target, args=args, eval_dataset={"held": data})
+    args.metric_for_best_model = "eval_held_acceptance_length"
+    with pytest.raises(
+        ValueError, match="expected eval_acceptance_length as metric_for_best_model"
+    ):
+        DFlashTrainer(model=draft, target=target, args=args, eval_dataset=data)
     trainer = DFlashTrainer(
         model=draft,
         target=target,
@@ -143,7 +150,6 @@ def test_the_best_draft_is_the_one_that_accepts_most(target, make_draft, tmp_pat
         eval_dataset={"held": data},
         callbacks=[AtStep(45, lambda model: torch.nn.init.zeros_(model.fc.weight))],
     )
-    args.metric_for_best_model = "eval_held_acceptance_length"
     trainer.train()
     lengths = [
         r["eval_held_acceptance_length"] for r in records(trainer, "eval_held_acceptance_length")

@@ -42,6 +42,7 @@ from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import (
     MUON,
     DFlashTrainingArguments,
+    check_metric,
     check_one_gpu,
     loader_options,
 )
@@ -167,6 +168,7 @@ def _check_before_loading(
     if "run" in pending:
         check_one_gpu(arguments)
         _check_evaluation(settings)
+        check_metric(arguments, ["eval"])
         _check_reporters(arguments)
         _check_optimizer(arguments)
         _check_schedule(arguments)

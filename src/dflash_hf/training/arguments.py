@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -377,3 +378,20 @@ def check_one_gpu(args: DFlashTrainingArguments) -> None:
             f"expected one GPU per process, got {args.n_gpu} in this one; start it with `accelerate launch`, or set "
             "CUDA_VISIBLE_DEVICES=0"
         )
+
+
+def check_metric(args: DFlashTrainingArguments, held_out: Collection[str]) -> None:
+    """Refuses a `metric_for_best_model` that no evaluation gives: the run would end at its first one.
+
+    Args:
+        args ([`DFlashTrainingArguments`]): Options of the run.
+        held_out (collection of `str`): How the metrics of each held-out set begin: `eval`; `eval_<name>` of several.
+
+    Raises:
+        ValueError: If it is another one; with those that there are.
+    """
+    measured = [f"{beginning}_acceptance_length" for beginning in held_out]
+    metric = args.metric_for_best_model
+    is_measured = metric is None or f"eval_{metric.removeprefix('eval_')}" in measured
+    what = f"{' or '.join(measured)} as metric_for_best_model"
+    require(is_measured or not measured, what, metric, "an evaluation measures nothing else")

@@ -37,6 +37,7 @@ from dflash_hf.training.anchors import Anchors, sample_anchors, valid_anchors
 from dflash_hf.training.arguments import (
     MUON,
     DFlashTrainingArguments,
+    check_metric,
     check_one_gpu,
     default_gamma,
     loader_options,
@@ -94,8 +95,9 @@ class DFlashTrainer(Trainer):
         optimizers (`tuple`, *optional*): As in `Trainer`, instead of `args.optim`.
 
     Raises:
-        ValueError: If draft and target do not fit, there is nothing to train on, one process has several GPUs, or the
-            target is held by another number of processes than `args.tensor_parallel_size`.
+        ValueError: If draft and target do not fit, there is nothing to train on, one process has several GPUs, the
+            target is held by another number of processes than `args.tensor_parallel_size`, or no evaluation gives
+            `args.metric_for_best_model`: of several held-out sets it is `eval_<name>_acceptance_length`.
     """
 
     # The loss is divided by the labels of a whole step: `get_batch_samples`.
@@ -116,10 +118,9 @@ class DFlashTrainer(Trainer):
     ) -> None:
         draft = _check_kinds(model, target, args)
         check_pair(find_target(target), draft.config)
-        for examples in (
-            train_dataset,
-            *(eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]),
-        ):
+        held_out = _held_out_sets(eval_dataset)
+        check_metric(args, held_out)
+        for examples in (train_dataset, *held_out.values()):
             if examples is not None and not any(_has_anchor(example) for example in examples):
                 raise ValueError(
                     "expected examples with answer tokens, got none that another one follows; give prompts with the "
@@ -558,6 +559,15 @@ def _has_anchor(example: Example) -> bool:
     """Whether a block can begin in an example: the first token of an answer predicts the next ones."""
     loss_mask = torch.tensor([example.loss_mask], dtype=torch.bool, device="cpu")
     return bool(valid_anchors(loss_mask).any())
+
+
+def _held_out_sets(given: Dataset | Mapping[str, Dataset] | None) -> dict[str, Dataset]:
+    """The held-out sets, by how the names of their metrics begin."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {f"eval_{name}": examples for name, examples in given.items()}
+    return {"eval": given}
 
 
 def _not_finite(rows: list[int], finite: list[bool]) -> list[int]:
