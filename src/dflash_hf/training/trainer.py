@@ -213,8 +213,8 @@ class DFlashTrainer(Trainer):
 
         Raises:
             ValueError: If there is nothing to train on, no such checkpoint, or one whose steps have other rows.
-            NotFiniteError: At a step whose gradients are not finite, before it changes anything. With `fp16` only where
-                a loss is no number: steps whose gradients alone overflow are left out.
+            NotFiniteError: At a step whose gradients are not finite, before it changes anything. With `fp16` only if a
+                loss is no number: steps whose gradients alone overflow are left out.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
         asked = resume_from_checkpoint
