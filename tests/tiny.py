@@ -233,12 +233,10 @@ class OracleDraft(DFlashDraftModel):
         self.random = torch.Generator().manual_seed(seed)
         return self
 
-    def write_prompt(
-        self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache
-    ) -> None:
+    def write_prompt(self, *args: Any, **kwargs: Any) -> None:
         """Begins a run, with all rows."""
         self.rows = []
-        super().write_prompt(context_hidden_states, positions, cache)
+        super().write_prompt(*args, **kwargs)
 
     def rows_of(self, batch: int) -> list[int]:
         """Returns the call's rows that a batch consists of."""

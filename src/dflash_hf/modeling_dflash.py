@@ -214,21 +214,26 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             layer.write(key, value, context.block)
 
     def write_prompt(
-        self, context_hidden_states: Tensor, positions: Tensor, cache: RaggedCache
+        self,
+        context_hidden_states: Tensor,
+        positions: Tensor,
+        cache: RaggedCache,
+        rows: list[int] | None = None,
     ) -> None:
         """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
 
         Args:
-            context_hidden_states (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the prompt.
-            positions (`torch.Tensor` of shape `[B, S]`, int64): Index of each token in its row; negative for padding.
+            context_hidden_states (`torch.Tensor` of shape `[n, S, L * D]`): Tapped states of the prompts.
+            positions (`torch.Tensor` of shape `[n, S]`, int64): Index of each token in its row; negative for padding.
                 They may be on any device; they are read on the host.
             cache (`RaggedCache`): The draft's cache.
+            rows (`list[int]`, *optional*): The cache's rows that these prompts are of, by default the first ones.
         """
         features = self.project_context(context_hidden_states)
         # Padding is computed along with the rest and written nowhere; any position will do for it.
         positions_of_angles = positions.clamp_min(0).to(features.device)
         angles = Angles.of(self.rotary_emb(positions_of_angles, features))
-        prompts = PromptSlots(positions)
+        prompts = PromptSlots(positions, rows)
         for attention in self._attentions():
             states = attention.context_states(features)
             key, value = attention.project_kv(states, angles)

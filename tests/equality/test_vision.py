@@ -187,10 +187,10 @@ def test_a_prefill_holds_tapped_layers_and_images_once(
             (place, sum(storages.values()), [index for index, ref in states if ref() is not None])
         )
 
-    def observe(self: Any, taps: Tensor, positions: Tensor) -> None:
+    def observe(self: Any, taps: Tensor, positions: Tensor, rows: list[int]) -> None:
         assert taps.shape == (*inputs["input_ids"].shape, 2 * width)
         count("taps")
-        original(self, taps, positions)
+        original(self, taps, positions, rows)
 
     gc.collect()
     gc.freeze()  # neither what other tests have left

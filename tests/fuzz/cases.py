@@ -167,6 +167,8 @@ def texts(targets: Sequence[str] = TEXT) -> st.SearchStrategy[Case]:
                         None,
                         None,
                         "room",
+                        "groups",
+                        "groups",
                         "hooks",
                         "inference",
                         "autocast",

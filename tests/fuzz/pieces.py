@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import options, prefill
+from dflash_hf.generation import options, prefill, row_groups
 from dflash_hf.generation.cost_table import CostTable
 from dflash_hf.target_model.parts import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
@@ -164,6 +164,8 @@ def on_engine(turn: Turn, context: str | None, draft: DFlashDraftModel) -> Gener
         if context == "room":
             patches.setattr(prefill, "FIRST_ROOM", 2)
             patches.setattr(prefill, "FIXED_ROOM", 5)
+        if context == "groups":
+            patches.setattr(row_groups, "TOKENS_OF_A_FORWARD", 0)
         if turn.costs is not None:
             table = lying_table(turn.costs)
             # As in half precision, in the dtype in which texts are equal at all widths.

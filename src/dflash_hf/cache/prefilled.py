@@ -120,14 +120,16 @@ def layer_window(layer: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """One run of slots that every row's columns go to: a plain copy."""
+    """One run of slots that the columns of rows side by side go to: a plain copy."""
 
-    first: int
+    first_row: int
+    first_slot: int
 
     def write(self, buffer_BRGE: Tensor, states_BSGE: Tensor) -> None:
         """Writes the states of all columns in place."""
-        num_columns = states_BSGE.shape[1]
-        slots = buffer_BRGE.narrow(1, self.first, num_columns)
+        num_rows, num_columns = states_BSGE.shape[:2]
+        rows = buffer_BRGE.narrow(0, self.first_row, num_rows)
+        slots = rows.narrow(1, self.first_slot, num_columns)
         slots.copy_(states_BSGE)
 
 
@@ -179,11 +181,15 @@ class PromptSlots:
     Args:
         positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each token in its row; a column with a
             negative one is padding and goes nowhere.
+        rows (`list[int]`, *optional*): The buffers' rows that these are, by default the first ones.
     """
 
-    def __init__(self, positions_BS: Tensor) -> None:
+    def __init__(self, positions_BS: Tensor, rows: list[int] | None = None) -> None:
         # One read of the device for all layers: where tokens go is decided on the host.
         self.positions = positions_BS.cpu()
+        self.rows = list(range(len(positions_BS)))
+        if rows is not None:
+            self.rows = rows
         # Layers with rings of one size, on one device, have one destination.
         self._found: dict[_Kind, Destination] = {}
 
@@ -202,16 +208,18 @@ class PromptSlots:
         ring, num_columns, device = kind
         first_column = self.positions.shape[1] - num_columns
         positions = self.positions[:, first_column:]
-        if _is_run(positions, ring):
+        first_row = self.rows[0]
+        are_side_by_side = self.rows == list(range(first_row, first_row + len(self.rows)))
+        if are_side_by_side and _is_run(positions, ring):
             first_position = int(positions[0, 0])
-            return RowRun(first_position % ring)
+            return RowRun(first_row, first_position % ring)
         is_padding = positions < 0
         # Two tokens of one row must not share a slot: `index_copy_` writes in no certain order.
         newest = positions.amax(dim=1, keepdim=True)
         is_newest = positions > newest - ring
         is_kept = ~is_padding & is_newest
         # The buffers of all rows are taken as one: row `b` begins at slot `b * ring`.
-        rows = torch.arange(len(positions), device="cpu")
+        rows = torch.tensor(self.rows, device="cpu")
         first_slots = rows[:, None] * ring
         slots = first_slots + positions % ring
         if bool(is_kept.all()):

@@ -84,16 +84,19 @@ class DFlashCandidateGenerator:
         self.ahead = int(self.draft.config.sample_from_anchor)
         self.iterated = Iterated()
 
-    def observe_prompt(self, context_hidden_states: Tensor, positions: Tensor) -> None:
-        """Turns the taps `[B, S, L * D]` of (a chunk of) the prompts straight into context K/V.
+    def observe_prompt(
+        self, context_hidden_states: Tensor, positions: Tensor, rows: list[int]
+    ) -> None:
+        """Turns the taps `[n, S, L * D]` of (a chunk of) the prompts of these rows straight into context K/V.
 
-        `positions` `[B, S]`, on the host, are each token's index in its row, negative for padding.
+        `positions` `[n, S]`, on the host, are each token's index in its row, negative for padding.
         """
         states = self._as_draft(context_hidden_states)
         # Tokens before the offset get negative positions and go nowhere.
         if self.newest.has_offset:
-            positions = positions - self.newest.offset.to(positions.device)[:, None]
-        self.draft.write_prompt(states, positions, self.draft_cache)
+            offset = self.newest.offset.to(positions.device)
+            positions = positions - offset[rows, None]
+        self.draft.write_prompt(states, positions, self.draft_cache, rows)
 
     def take_context(self, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies context of the first tokens of a single prompt in: keys and values `[1, G, n, E]` of each layer."""

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from dflash_hf.errors import require
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.prompt_images import PromptImages
 from dflash_hf.generation.request import Request
+from dflash_hf.generation.row_groups import OF_COLUMNS, RowGroup, groups_of, merged, takes_groups
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.target_model.fast_layers import in_whole_run
@@ -72,6 +73,8 @@ class Filling:
         self.user_cache = user_cache
         # Columns that the draft has, or that the cache had before.
         self.seen = user_cache.past
+        # The rows that the target's next forward is about.
+        self.rows = list(range(len(positions)))
         if user_cache.is_given:
             inputs[CACHE_NAME] = user_cache.cache
         else:
@@ -128,8 +131,12 @@ class Filling:
         past = self.seen
         is_cut_by_prefill = self.inputs.get("inputs_embeds") is not None
         if past == 0 or is_cut_by_prefill:
-            model: Any = request.target.model
+            groups = self._groups()
             with self._tapped():
+                if len(groups) > 1:
+                    self._run_groups(groups)
+                    return
+                model: Any = request.target.model
                 # Transformers cuts the prompt into chunks where the call asks for them.
                 self._outputs = model._prefill(request.input_ids, request.config, self.inputs)
             return
@@ -141,6 +148,46 @@ class Filling:
         with self._tapped():
             for end in range(past + chunk_size, self.num_columns + chunk_size, chunk_size):
                 self._forward(min(end, self.num_columns))
+
+    def _groups(self) -> list[RowGroup]:
+        """Returns the rows that go through the target together; one group where all do."""
+        # Whoever sees the cache gets it as one forward fills it.
+        is_kept = not isinstance(self.user_cache, NoUserCache)
+        if is_kept or not takes_groups(self.request, self.inputs):
+            return [RowGroup(self.rows, self.num_columns)]
+        is_padding = self.positions < 0
+        num_padding = is_padding.long().cumprod(dim=1).sum(dim=1)
+        return groups_of((self.num_columns - num_padding).tolist())
+
+    def _run_groups(self, groups: list[RowGroup]) -> None:
+        """Runs the target over one group of rows after the other, and puts together what comes out."""
+        request = self.request
+        target = request.target
+        model: Any = target.model
+        caches: list[Cache] = []
+        rows: list[int] = []
+        last_logits: list[Tensor] = []
+        for group in groups:
+            self.rows = group.rows
+            self.seen = self.num_columns - group.num_columns
+            inputs = dict(self.inputs)
+            for name in OF_COLUMNS.intersection(inputs):
+                if inputs[name] is not None:
+                    inputs[name] = group.cut(inputs[name])
+            inputs[CACHE_NAME] = DynamicCache(config=target.config)
+            outputs = model._prefill(group.cut(request.input_ids), request.config, inputs)
+            # The taps did not fire: `filled` says so.
+            if not self.is_done:
+                return
+            caches.append(self._cache_of(outputs))
+            rows.extend(group.rows)
+            last_logits.append(outputs.logits[:, -1:])
+        places = torch.tensor(rows).argsort()
+        logits = torch.cat(last_logits)[places]
+        cache = merged(caches, groups, self.num_columns, target.config)
+        self.inputs[CACHE_NAME] = cache
+        named: dict[str, Any] = {CACHE_NAME: cache}
+        self._outputs = CausalLMOutputWithPast(logits=cast(torch.FloatTensor, logits), **named)
 
     def go_on_from(
         self,
@@ -184,7 +231,6 @@ class Filling:
             RuntimeError: If the taps did not fire, or there is no cache.
             ValueError: If the target did not go on with a cache that was passed in.
         """
-        target = self.request.target
         past = self.user_cache.past
         if not self.is_done:
             raise RuntimeError(
@@ -194,6 +240,11 @@ class Filling:
         # Of the last chunk: its logits give the first token of the answer.
         outputs = self._outputs
         assert outputs is not None, "there is a column at least"
+        return outputs, self._cache_of(outputs)
+
+    def _cache_of(self, outputs: CausalLMOutputWithPast) -> Cache:
+        """Returns the cache that a forward has filled; errors as [`filled`]."""
+        target = self.request.target
         # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
         filled = outputs.get(CACHE_NAME)
         if filled is None:
@@ -205,7 +256,7 @@ class Filling:
         # Nothing tells it before: the target's own forward decides.
         what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
         require(goes_on, what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
-        return outputs, filled
+        return filled
 
     @contextmanager
     def _tapped(self) -> Generator[None]:
@@ -232,7 +283,8 @@ class Filling:
         """Takes the tapped states `[B, S, L * D]` of a forward."""
         # A chunk's columns follow those of the chunk before: no chunk says which ones it has.
         end = self.seen + states.shape[1]
-        self.generator.observe_prompt(states, self.positions[:, self.seen : end])
+        positions = self.positions[self.rows, self.seen : end]
+        self.generator.observe_prompt(states, positions, self.rows)
         self.seen = end
 
     def _forward(self, end: int, images: Mapping[str, Any] = NOTHING) -> None:
