@@ -184,6 +184,6 @@ def use_tapes(monkeypatch: pytest.MonkeyPatch, smallest_bucket: int = 8) -> None
     monkeypatch.setattr(decode, "choose_engine", choose)
     monkeypatch.setattr(places, "choose_engine", choose)
     monkeypatch.setattr(cuda_graph, "GraphStep", TapeStep)
-    monkeypatch.setattr(checks, "check_capturable", lambda target: None)
+    monkeypatch.setattr(checks, "check_capturable", lambda target, draft: None)
     TapeStep.captured, TapeStep.widths = [], []
     Tape.num_replays = 0

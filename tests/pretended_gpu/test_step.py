@@ -490,10 +490,10 @@ def test_experts_counted_on_the_host_are_known_early(
         why = why_not(found, draft)
         if why:
             with pytest.raises(ValueError, match=r"^expected experts that need no host") as refused:
-                check_capturable(found)
+                check_capturable(found, draft)
             assert why.partition(";")[0] in str(refused.value)
         else:
-            check_capturable(found)
+            check_capturable(found, draft)
         return why
 
     assert reason() == ""

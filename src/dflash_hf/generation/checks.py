@@ -118,9 +118,7 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
     )
     if options.draft_dtype:
         check_float8(draft)
-    # Under "auto" the steps run eagerly where none can be captured, and the log says why.
-    if options.engine == "cuda_graph":
-        check_capturable(target)
+    check_capturable(target, draft)
 
 
 def check_float8(draft: DFlashDraftModel) -> None:
@@ -133,11 +131,15 @@ def check_float8(draft: DFlashDraftModel) -> None:
     require(not lacking, what, lacking, "leave draft_dtype out")
 
 
-def check_capturable(target: Target) -> None:
-    """Refuses targets of which no step can be captured, where one setting would change that.
+def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
+    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
 
     That is a target that is not on CUDA, or whose experts are counted on the host.
     """
+    # Under "auto" the steps run eagerly then, and the log says why.
+    is_asked_for = draft.generation_config.engine == "cuda_graph"
+    if not is_asked_for:
+        return
     device = target.device
     what = "a target on CUDA under engine='cuda_graph'"
     require(device.type == "cuda", what, str(device), "leave engine at 'auto'")

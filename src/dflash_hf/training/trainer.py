@@ -203,8 +203,7 @@ class DFlashTrainer(Trainer):
         """Trains to the last step; the draft is trained in place and left in eval mode.
 
         Overrides: `args.resume_from_checkpoint` counts too. Incomplete checkpoints are passed over.
-        `args.eval_on_start` holds only for a run that begins. The seed is set again, so that earlier calls change
-        nothing.
+        `args.eval_on_start` holds only for a run that begins. The seed is set again: earlier calls change nothing.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): A `checkpoint-<step>` folder, or `True` for the
@@ -213,8 +212,7 @@ class DFlashTrainer(Trainer):
 
         Raises:
             ValueError: If there is nothing to train on, no such checkpoint, or one whose steps have other rows.
-            NotFiniteError: At a step whose gradients are not finite, before it changes anything. With `fp16` only if a
-                loss is no number: steps whose gradients alone overflow are left out.
+            NotFiniteError: At a step whose gradients (with `fp16`: losses) are not finite, before it changes anything.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
         asked = resume_from_checkpoint
@@ -413,9 +411,8 @@ class DFlashTrainer(Trainer):
         what = "finite losses here"
         if bad:
             what = f"losses that are no numbers in {self._places(bad)}"
-        step = self.state.global_step + 1
         raise NotFiniteError(
-            f"expected finite gradients at step {step}, got a norm of {float(norm)} and {what}",
+            f"expected finite gradients at step {self.state.global_step + 1}, got a norm of {float(norm)} and {what}",
             "look at these rows or lower learning_rate, and go on with resume_from_checkpoint=True",
         )
 
