@@ -197,6 +197,40 @@ def test_a_config_that_was_changed_in_place_is_refused(
             target.generate(**inputs, **GREEDY, assistant_model=draft)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2), object(), float("nan"), threading.Lock(), {"of": [torch.ones(2)]}],
+    ids=["tensor", "object", "nan", "lock", "nested"],
+)
+def test_anything_may_stand_in_a_config(value: Any) -> None:
+    target: Any = tiny_target("qwen3")
+    find_target(target)
+    target.config.note = value
+    facts = find_target(target).facts
+    assert find_target(target).facts is facts
+    # Another tensor of the same name: whether they are equal is not asked.
+    target.config.note = torch.ones(2)
+    assert find_target(target).facts is not facts
+
+
+def test_changes_inside_of_a_configs_values_are_seen() -> None:
+    target: Any = tiny_target("qwen3")
+    inner: list[Any] = [1]
+    target.config.note = {"of": (inner, {2})}
+    found = [find_target(target).facts]
+    inner[0] = 2
+    found.append(find_target(target).facts)
+    inner.append(3)
+    found.append(find_target(target).facts)
+    target.config.note["of"][1].add(3)
+    found.append(find_target(target).facts)
+    target.config.note["more"] = target.config.note.pop("of")
+    found.append(find_target(target).facts)
+    assert len(set(map(id, found))) == 5
+    target.config.note = {"more": ([2, 3], {2, 3})}
+    assert find_target(target).facts is found[-1], "equal values are the same"
+
+
 class WithAMethod(Wrapped):
     """As torch's quantised embeddings are: what has the name of the tensor is a method."""
 

@@ -5,7 +5,6 @@ Everything is found from the model, never from its name or a key path.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ def find_target(model: PreTrainedModel) -> Target:
     if (
         facts is None
         or facts.config is not config
-        or facts.config_values != vars(config)
+        or not _is_same(facts.config_values, vars(config))
         or facts.kinds != kinds
         or [module() for module in facts.modules] != modules
     ):
@@ -207,7 +206,7 @@ def _find_facts(
         modules=[weakref.ref(module) for module in modules],
         kinds=list(map(type, modules)),
         config=config,
-        config_values=copy.deepcopy(vars(config)),
+        config_values=_copied(vars(config)),
         layers=[places[layer] for layer in layers],
         decoder=places[decoder],
         embedding=places[embedding],
@@ -218,6 +217,38 @@ def _find_facts(
         ropes=_changing_ropes(config),
         num_weights=sum(map(num_weights, layers)),
     )
+
+
+def _copied(value: Any) -> Any:
+    """Returns a value of a config with copies of its containers, as those may be changed in place."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(one) for one in value]
+    if isinstance(value, set):
+        return set(value)
+    return value
+
+
+def _is_same(kept: Any, value: Any) -> bool:
+    """Returns True if a value of a config says what its copy, as of [`_copied`], said.
+
+    An object of another kind than plain values is the same only as itself: a tensor's `==` is no answer.
+    """
+    # Never of containers, which were copied.
+    if kept is value:
+        return True
+    if isinstance(value, dict):
+        return (
+            isinstance(kept, dict)
+            and kept.keys() == value.keys()
+            and all(_is_same(kept[key], one) for key, one in value.items())
+        )
+    if isinstance(value, list | tuple):
+        return (
+            isinstance(kept, list) and len(kept) == len(value) and all(map(_is_same, kept, value))
+        )
+    return isinstance(value, str | int | float | set) and kept == value
 
 
 def num_weights(module: nn.Module) -> int:
