@@ -27,6 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflash_hf import DFlashDraftModel, RunningBatch, packed_weights
 from dflash_hf.generation import decode, running_batch
 from dflash_hf.generation.run import Run
+from dflash_hf.target_model import user_code
 from dflash_hf.target_model.fast_layers import Plan, in_whole_run
 from dflash_hf.target_model.fast_on_cpu import FastLayer
 from helpers.vision import shallow_vision_target, vision_prompts
@@ -376,6 +377,20 @@ def test_families_of_other_layers(family: str, seen: Seen) -> None:
         target.generate(**ROWS, **GREEDY, assistant_model=own_draft)
         assert seen.steps == {ON._replace(num_fast_layers=0)}
         record(target)
+
+
+def test_a_whole_run_looks_for_changes_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[None] = []
+    look = user_code.is_unmodified
+
+    def counted(parts: Any) -> bool:
+        looks.append(None)
+        return look(parts)
+
+    monkeypatch.setattr(user_code, "is_unmodified", counted)
+    target, draft = pair_of()
+    assert steps_of(seen, target, draft) == {ON}
+    assert len(looks) == 1
 
 
 def test_rows_of_a_running_batch(seen: Seen) -> None:

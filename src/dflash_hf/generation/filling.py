@@ -87,7 +87,7 @@ class Filling:
         is_on = (
             ops.use_short_forwards(weight)
             and not self.request.calls_user_code
-            and target.is_unmodified
+            and (in_whole_run(target) or target.is_unmodified)
         )
         models = [target.parts]
         if not _may_change(self.request.draft_parts):

@@ -23,6 +23,7 @@ from dflash_hf.devices import Inventory
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.sampling import BlockProcessors
 from dflash_hf.modeling_dflash import DFlashDraftModel
+from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.parts import Target
 
 # Criteria that the commit itself decides.
@@ -73,7 +74,8 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether code that is neither torch's, Transformers' nor this package's runs in a forward or between two."""
-        return self.calls_user_code or not self.target.is_unmodified
+        # A whole run has looked at the target's modules at its beginning.
+        return self.calls_user_code or not (in_whole_run(self.target) or self.target.is_unmodified)
 
     @property
     def calls_out(self) -> bool:

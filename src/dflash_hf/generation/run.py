@@ -27,7 +27,7 @@ from dflash_hf.generation.stats import Recorder, SpeculativeStats, Stopwatch
 from dflash_hf.generation.user_cache import NoUserCache, UserCache
 from dflash_hf.generation.widths import FixedWidth, WidthChooser
 from dflash_hf.packed_weights import PackedWeights
-from dflash_hf.target_model.fast_layers import fast_layers
+from dflash_hf.target_model.fast_layers import fast_layers, in_whole_run
 from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import KEYWORD, ragged_attention
@@ -197,7 +197,7 @@ def drops_rows(run: Run) -> bool:
     if is_one or is_seen_whole or is_bound or follows_longest or not is_alone:
         return False
     # Code of the user's in the model may count rows.
-    return target.is_unmodified
+    return in_whole_run(target) or target.is_unmodified
 
 
 def drop_finished(run: Run) -> None:
