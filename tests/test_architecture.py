@@ -143,10 +143,10 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.places": {"run_captured"},
     "dflash_hf.generation.run": set(),
     "dflash_hf.generation.state": set(),
-    "dflash_hf.generation.static_step": {"advance"},
+    "dflash_hf.generation.static_step": set(),
     "dflash_hf.generation.step": {
+        "finish",
         "report",
-        "step",
         "take_report",
     },
 }

@@ -18,8 +18,8 @@ from dflash_hf.generation.step import (
     accept,
     begin,
     draft,
+    finish,
     logits_of,
-    record,
     report,
     verify,
 )
@@ -68,15 +68,7 @@ class StaticStep:
             begin(run)
             outputs = self.launch(self.bound(0))
             assert outputs is not None
-            run.watch.lap("verify")
-            logits = logits_of(run, outputs)
-            scores = accept(run, logits)
-            # The one wait of such a step.
-            outcome = run.state.outcome.to("cpu")
-            run.watch.lap("accept")
-            committed = report(run, outcome, run.state.width)
-            if run.recorder.is_on:
-                record(run, scores, logits, outputs, committed)
+            finish(run, outputs)
 
     def _run_ahead(self) -> None:
         """Runs steps that accept by themselves, the host one step behind."""

@@ -1,7 +1,8 @@
 """One step of decoding: draft a block, verify it, accept what stands, report it to the host.
 
 [`draft`], [`verify`] and [`accept`] read nothing on the host where the run's rule does not; [`report`] is the host's
-part, once it has read the outcome. [`step`] runs them one after the other, over exactly as many keys as there are.
+part, once it has read the outcome. [`step`] runs them one after the other, over exactly as many keys as there are;
+[`finish`] is its second half.
 [`StaticStep`] (`static_step.py`) runs the same functions with lengths rounded up, which is what a CUDA graph replays.
 """
 
@@ -39,18 +40,9 @@ def step(run: Run) -> tuple[Tensor, list[int]]:
         run.watch.lap("draft")
         # 3. Verify: the only forward of the target.
         outputs = verify(run, block)
-    run.watch.lap("verify")
-    # 4. Accept: the target's own tokens; the matching prefix and one token more are committed.
-    logits = logits_of(run, outputs)
-    scores = accept(run, logits)
-    # The one wait of an eager step: all that the host has to know is in one tensor.
-    outcome = run.state.outcome.to("cpu")
-    run.watch.lap("accept")
-    # 5. Report: the streamer, the statistics, and what chooses the next width.
-    committed = report(run, outcome, run.state.width)
-    if run.recorder.is_on:
-        record(run, scores, logits, outputs, committed)
-    return logits, committed
+    # 4. Finish: [`accept`] commits the matching prefix and one token of the target's more, then [`report`] tells the
+    # host, after the one wait of the step.
+    return finish(run, outputs)
 
 
 def begin(run: Run) -> None:
@@ -135,6 +127,22 @@ def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
         # What the tapped layers said of these tokens is the draft's next context.
         run.generator.newest.add(taps.take(), block)
     return outputs
+
+
+def finish(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[int]]:
+    """Accepts and reports what a step has verified, on the host's side; returns what [`step`] returns."""
+    run.watch.lap("verify")
+    # 1. Accept: the target's own tokens; the matching prefix and one token more are committed.
+    logits = logits_of(run, outputs)
+    scores = accept(run, logits)
+    # The one wait of such a step: all that the host has to know is in one tensor.
+    outcome = run.state.outcome.to("cpu")
+    run.watch.lap("accept")
+    # 2. Report: the streamer, the statistics, and what chooses the next width.
+    committed = report(run, outcome, run.state.width)
+    if run.recorder.is_on:
+        record(run, scores, logits, outputs, committed)
+    return logits, committed
 
 
 def logits_of(run: Run, outputs: CausalLMOutputWithPast) -> Tensor:
