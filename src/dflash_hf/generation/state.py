@@ -104,11 +104,6 @@ class Reported(NamedTuple):
         nothing = [0] * len(lengths)
         return cls(nothing, nothing, lengths, nothing, [num_columns] * len(lengths))
 
-    @property
-    def running(self) -> list[int]:
-        """The rows that the step was for: one that had ended before has committed nothing."""
-        return [row for row, num in enumerate(self.committed) if num]
-
 
 class ReportedTree(NamedTuple):
     """What the host knows of the last step's tree, one list per row: the fields of a [`TreeReport`]."""
@@ -117,10 +112,6 @@ class ReportedTree(NamedTuple):
     node_ids: list[list[int]]
     parents: list[list[int]]
     sources: list[list[int]]
-
-    def accepted_nodes(self, row: int, num_accepted: int) -> list[int]:
-        """Returns the nodes of a row that has accepted so many; node 0 is the anchor, which was no proposal."""
-        return self.path[row][1 : num_accepted + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

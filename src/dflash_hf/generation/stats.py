@@ -99,18 +99,26 @@ class SpeculativeStats:
     num_accepted_from_text: int = 0
 
     def count(
-        self, numbers: Sequence[int], reported: Reported, width: int, tree: ReportedTree | None
+        self,
+        numbers: Sequence[int],
+        reported: Reported,
+        running: Sequence[int],
+        width: int,
+        tree: ReportedTree | None,
+        nodes: Sequence[Sequence[int]],
     ) -> None:
         """Counts a verify; rows that had ended before are in no count.
 
         Args:
             numbers (`list[int]`): The number in the request of each row of the state.
             reported (`Reported`): What the verify has done.
+            running (`list[int]`): The rows of the state that it was for.
             width (`int`): Tokens that it has verified.
             tree (`ReportedTree`, *optional*): The tree that it has verified; a chain has none.
+            nodes (`list[list[int]]`): The nodes of the tree that each of these rows has accepted; empty for a chain.
         """
         self.verify_widths.append(width)
-        for row in reported.running:
+        for row in running:
             num_accepted = reported.accepted[row]
             # Of a chain every proposal is checked.
             num_checked = width - 1
@@ -121,11 +129,16 @@ class SpeculativeStats:
             self.num_accepted[number].append(num_accepted)
             self.num_checked[number].append(num_checked)
         if tree is not None:
-            self._count_nodes(reported, width, tree)
+            self._count_nodes(running, width, tree, nodes)
 
-    def _count_nodes(self, reported: Reported, width: int, tree: ReportedTree) -> None:
+    def _count_nodes(
+        self,
+        running: Sequence[int],
+        width: int,
+        tree: ReportedTree,
+        nodes: Sequence[Sequence[int]],
+    ) -> None:
         """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
-        running = reported.running
         # Node 0 is the anchor, and stands in no count. Lists grow with the widest verify so far.
         num_missing = width - 1 - len(self.num_tried_by_node)
         missing = [0] * num_missing
@@ -133,10 +146,10 @@ class SpeculativeStats:
         self.num_accepted_by_node.extend(missing)
         for node in range(1, width):
             self.num_tried_by_node[node - 1] += len(running)
-        for row in running:
+        for row, accepted in zip(running, nodes, strict=True):
             sources = tree.sources[row]
             self.num_tried_from_text += sum(sources)
-            for node in tree.accepted_nodes(row, reported.accepted[row]):
+            for node in accepted:
                 self.num_accepted_by_node[node - 1] += 1
                 self.num_accepted_from_text += sources[node]
 

@@ -197,9 +197,14 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     """
     # 1. The numbers per row, and the tree, which a streamer gets before the tokens that were taken of it.
     reported = Reported(*outcome[:NUM_REPORTED].tolist())
+    # The rows that the step was for: one that had ended before has committed nothing.
+    running = [row for row, num in enumerate(reported.committed) if num]
     tree: ReportedTree | None = None
+    nodes: list[list[int]] = []
     if run.state.is_tree_of(width):
         tree = ReportedTree(*run.state.tree_parts(outcome, width).tolist())
+        # Node 0 is the anchor, which was no proposal.
+        nodes = [tree.path[row][1 : reported.accepted[row] + 1] for row in running]
         if run.request.streamer is not None:
             stream_tree(run, tree, reported)
     # 2. Where the rows stand now, and the new tokens for the streamer.
@@ -207,11 +212,11 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
     take_report(run, reported, tokens)
     # 3. The statistics, by the request's rows.
     stats = run.stats
-    stats.count(run.rows.numbers, reported, width, tree)
+    stats.count(run.rows.numbers, reported, running, width, tree, nodes)
     # 4. What chooses the width of the next step.
     # Without the rest: how long a streamer takes does not depend on the width.
     seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
-    run.chooser.observe(width, reported, seconds, tree)
+    run.chooser.observe(width, reported, running, seconds, tree, nodes)
     if run.finished:
         verdict = run.chooser.verdict()
         if verdict:

@@ -241,17 +241,22 @@ class WidthChooser:
         return 1.0 + SLOWEST_ROW * (mean - 1.0)
 
     def observe(
-        self, width: int, reported: Reported, clock: float, tree: ReportedTree | None
+        self,
+        width: int,
+        reported: Reported,
+        running: Sequence[int],
+        clock: float,
+        tree: ReportedTree | None,
+        nodes: Sequence[Sequence[int]],
     ) -> None:
-        """Takes in a step that verified `width` tokens, of a tree or of a chain (`None`); `clock` as of [`learn`]."""
-        running = reported.running
+        """Takes in a step that verified `width` tokens in `running` rows, of a tree or of a chain (`None`).
+
+        `clock` and `nodes` are as of [`learn`].
+        """
         accepted = [reported.accepted[row] for row in running]
-        nodes: list[list[int]] = []
         chains: list[tuple[int, int]] = []
-        if tree is not None:
-            nodes = [tree.accepted_nodes(row, reported.accepted[row]) for row in running]
-            if self.may_choose_chain:
-                chains = [along_chain(tree.parents[row], tree.path[row]) for row in running]
+        if tree is not None and self.may_choose_chain:
+            chains = [along_chain(tree.parents[row], tree.path[row]) for row in running]
         self.learn(width, accepted, clock, nodes, chains)
 
     def learn(
