@@ -369,9 +369,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if cap:
             logits = torch.tanh(logits / cap) * cap
         # What a reduced vocabulary leaves out is never proposed.
-        if self.d2t is not None:
-            logits = self._over_all_tokens(logits, self.d2t, rest=-torch.inf)
-        return logits
+        return self._over_all_tokens(logits, -torch.inf)
 
     def logits_behind(self, logits: Tensor, before: Tensor) -> Tensor:
         """Returns the logits of slots, given the tokens before them: `logits` plus the Markov head's vector.
@@ -387,22 +385,22 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """
         if self.markov_head is None:
             return logits
-        bias = self.markov_head(before)
-        if self.d2t is not None:
-            bias = self._over_all_tokens(bias, self.d2t, rest=0.0)
+        bias = self._over_all_tokens(self.markov_head(before), 0.0)
         # The product may be in half precision, as its weights are; the sum is not.
         dtype = torch.promote_types(logits.dtype, torch.float32)
         return logits.to(dtype) + bias.to(logits.device, dtype)
 
-    def _over_all_tokens(self, values: Tensor, offsets: Tensor, rest: float) -> Tensor:
-        """Returns values `[..., num_ids]` of a reduced vocabulary as `[..., V]`, with `rest` for all other tokens."""
+    def _over_all_tokens(self, values: Tensor, rest: float) -> Tensor:
+        """Returns values `[..., num_ids]` of the draft's tokens as `[..., V]`, with `rest` for all other tokens."""
+        if self.d2t is None:
+            return values
         # The config is checked: beside a reduced vocabulary it states the whole one.
         num_tokens = self.config.vocab_size or 0
-        num_ids = offsets.shape[0]
+        num_ids = self.d2t.shape[0]
         # Row `i` of a reduced head is the token `i + d2t[i]`.
         everything = values.new_full((*values.shape[:-1], num_tokens), rest)
-        ids = torch.arange(num_ids, device=offsets.device)
-        return everything.index_copy_(-1, offsets + ids, values)
+        ids = torch.arange(num_ids, device=self.d2t.device)
+        return everything.index_copy_(-1, self.d2t + ids, values)
 
     def best_path(self, hidden_states: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
         """Returns the draft's own choice for a block, without noise.

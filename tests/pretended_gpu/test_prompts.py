@@ -98,18 +98,22 @@ def test_positions_of_images_are_computed_on_the_targets_device(
     def noted(target: Any, arguments: dict[str, Any]) -> None:
         tensors = {name: one for name, one in arguments.items() if isinstance(one, Tensor)}
         found.update({name: one.device.type for name, one in tensors.items()})
+        # The target has no images: its `generate` would refuse them.
+        del arguments["image_grid_thw"]
 
     def prepared(request: Request, inputs: dict[str, Any]) -> None:
         assert request.given_on == ids.device
 
-    # As if images came with the prompt.
-    monkeypatch.setattr(generate, "is_given", lambda arguments, name: True)
-    monkeypatch.setattr(generate, "check_images", lambda target, arguments: None)
     monkeypatch.setattr(generate, "keep_new_images", noted)
-    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
+    arguments: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "image_grid_thw": torch.tensor([[1, 2, 2]]),
+        "max_new_tokens": 4,
+    }
     with Answers(PROMPT - 1):
         answer_with(prepared, target.generate, target, draft, arguments)
-    assert found == {"input_ids": "cuda", "attention_mask": "cuda"}
+    assert found == dict.fromkeys(("input_ids", "attention_mask", "image_grid_thw"), "cuda")
 
 
 @torch.no_grad()

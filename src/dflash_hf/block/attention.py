@@ -144,9 +144,7 @@ class RaggedBlock:
             else:
                 is_hidden = ~self._seen(num_slots, kind)
                 mask = additive_mask(is_hidden, dtype)[:, None]
-            if repeats > 1:
-                mask = mask.repeat(1, 1, repeats, 1)
-            self._masks[key] = mask
+            self._masks[key] = _repeated(mask, repeats)
         return self._masks[key]
 
     def _holds_all(self, num_slots: int, kind: AttentionKind) -> bool:
@@ -245,6 +243,13 @@ def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(hidden, -math.inf)
 
 
+def _repeated(mask: Tensor, repeats: int) -> Tensor:
+    """Returns a mask `[B, 1, K, R]` with its rows repeated: `[B, 1, repeats * K, R]`."""
+    if repeats == 1:
+        return mask
+    return mask.repeat(1, 1, repeats, 1)
+
+
 class CombinedMasks:
     """Masks of a forward over context and blocks together, made once per kind of layer.
 
@@ -291,9 +296,7 @@ class CombinedMasks:
         num_keys = mask.shape[-1]
         repeats = mask_repeats(heads_per_key, num_queries, num_keys, mask.device, dtype)
         additive = additive_mask(~mask, dtype)
-        if repeats > 1:
-            additive = additive.repeat(1, 1, repeats, 1)
-        return additive
+        return _repeated(additive, repeats)
 
     def _built(
         self,

@@ -410,8 +410,7 @@ class RaggedCache(Cache):
         # What the last forward has used says nothing of this one; no layer has 0 slots.
         self._attended.clear()
         self._num_slots = 0
-        if self.groups:
-            self.advance(block)
+        self.advance(block)
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
                 layer.begin(block.width)
