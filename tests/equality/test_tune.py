@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import dflash_hf
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli.main import app
-from dflash_hf.generation import options
+from dflash_hf.generation import cost_table, options
 from dflash_hf.generation import tune as tuning
 from dflash_hf.generation.choice_costs import candidate_widths
 from dflash_hf.generation.cost_table import CostTable, read_table, table_path, write_table
@@ -55,7 +55,7 @@ def about_of(target: Any, draft: DFlashDraftModel, monkeypatch: pytest.MonkeyPat
     """Returns what a call looks for a table by."""
     seen: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(options, "TABLES", Path.cwd())
+        patch.setattr(cost_table, "TABLES", Path.cwd())
         patch.setattr(options, "read_table", seen.append)
         widths_of(target, draft, [5])
     (about,) = seen
@@ -105,7 +105,7 @@ def test_a_table_that_lies_changes_no_text(
         read.append(about)
         return table
 
-    monkeypatch.setattr(options, "TABLES", Path.cwd())
+    monkeypatch.setattr(cost_table, "TABLES", Path.cwd())
     monkeypatch.setattr(options, "read_table", lying)
     drafted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(drafted, plain)

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.generation import options, prefill, row_groups
+from dflash_hf.generation import cost_table, options, prefill, row_groups
 from dflash_hf.generation.cost_table import CostTable
 from dflash_hf.target_model.parts import find_target
 from fuzz.cases import EOS, PROCESSORS, SAMPLERS, Turn
@@ -170,7 +170,7 @@ def on_engine(turn: Turn, context: str | None, draft: DFlashDraftModel) -> Gener
             table = lying_table(turn.costs)
             # As in half precision, in the dtype in which texts are equal at all widths.
             patches.setattr(options, "computes_in_half", lambda target: True)
-            patches.setattr(options, "TABLES", Path.cwd())
+            patches.setattr(cost_table, "TABLES", Path.cwd())
             patches.setattr(options, "read_table", lambda about: table)
         set_engine(draft, "cuda_graph" if engine == "tape" else engine)
         try:

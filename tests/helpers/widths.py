@@ -26,7 +26,6 @@ def known_in_half(generator: Any, may_be_modelled: bool) -> Any:
 def use_tables_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has tables of measured costs be in a folder, which need not exist."""
     monkeypatch.setattr(cost_table, "TABLES", folder)
-    monkeypatch.setattr(options, "TABLES", folder)
 
 
 class SteadyTimes(StepTimes):

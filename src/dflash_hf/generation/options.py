@@ -11,10 +11,11 @@ from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.block.tree import max_nodes
+from dflash_hf.generation import cost_table
 from dflash_hf.generation.buffers import num_choices
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator, ProposalRule
 from dflash_hf.generation.choice_costs import KnownCosts, StepTimes
-from dflash_hf.generation.cost_table import TABLES, CostTable, about_pair, read_table
+from dflash_hf.generation.cost_table import CostTable, about_pair, read_table
 from dflash_hf.generation.cuda_graph import EAGER, why_not
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.state import DecodeState
@@ -212,7 +213,7 @@ def _known_costs(
 ) -> CostTable | StepCosts | None:
     """Returns the measured costs of a pair's steps, for all that may be chosen; else modelled ones, else `None`."""
     # No error where the folder above it may not be entered, as a path's own method raises.
-    was_tuned = os.path.isdir(TABLES)
+    was_tuned = os.path.isdir(cost_table.TABLES)
     if not may_be_modelled and not was_tuned:
         return None
     target = generator.request.target
