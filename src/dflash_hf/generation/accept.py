@@ -103,10 +103,15 @@ class BlockRule:
             `tuple[torch.Tensor, torch.Tensor | None]`: Scores `[B, W, V]`, processed if somebody wants them; and the
             number accepted `[B]`, int64, where it is another one than the number that match.
         """
-        num_accepted = choose_block(state, logits_BWV, self.processors)
+        scores, num_accepted = self._choose_block(state, logits_BWV)
         # Criteria see tokens that are chosen and not committed: what they stop is never taken back.
         if self.criteria:
             stop_by_criteria(state, self.criteria, num_accepted)
+        return scores, num_accepted
+
+    def _choose_block(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Chooses as [`choose`], whatever the criteria say."""
+        num_accepted = choose_block(state, logits_BWV, self.processors)
         scores = logits_BWV
         if self.is_recorded:
             # The tokens were chosen without scores of the whole vocabulary, where a kernel could.

@@ -149,9 +149,7 @@ class CustomBlockRule(BlockRule):
     """
 
     def __init__(self, rule: BlockRule, accept: Accept) -> None:
-        # Criteria see what the caller's function keeps: they are asked behind it.
-        super().__init__(rule.processors, [], rule.is_recorded)
-        self.own_criteria = rule.criteria
+        super().__init__(rule.processors, rule.criteria, rule.is_recorded)
         self.accept = accept
         # [B, W]: the target's own tokens for the last block, for whoever looks at the step.
         self.tokens = torch.empty(0, dtype=torch.long, device="cpu")
@@ -163,7 +161,7 @@ class CustomBlockRule(BlockRule):
 
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses as [`BlockRule.choose`]."""
-        scores, _ = super().choose(state, logits_BWV)
+        scores, _ = self._choose_block(state, logits_BWV)
         tokens = state.tokens
         self.tokens = tokens.clone()
         # Copies: the caller's function may keep what it gets, and both are written again.
@@ -174,8 +172,9 @@ class CustomBlockRule(BlockRule):
         place = torch.arange(state.width - 1, device=tokens.device)
         is_kept = place < num_accepted[:, None]
         tokens[:, :-1] = torch.where(is_kept, state.proposals, tokens[:, :-1])
-        if self.own_criteria:
-            stop_by_criteria(state, self.own_criteria, num_accepted)
+        # Criteria see what the caller's function keeps: they are asked behind it.
+        if self.criteria:
+            stop_by_criteria(state, self.criteria, num_accepted)
         return scores, num_accepted
 
 

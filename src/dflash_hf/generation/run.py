@@ -63,7 +63,7 @@ class Run:
     rule: AcceptanceRule
     recorder: Recorder
     watch: Stopwatch
-    chooser: WidthChooser | FixedWidth  # a fixed width until the prefill has ended well
+    chooser: WidthChooser | FixedWidth  # a fixed width in the prefill
     packed: PackedWeights  # copies of both models' weights that are laid out for a CPU
     user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
     taps: Taps  # of the verifies: they record what the target runs over the run's cache
