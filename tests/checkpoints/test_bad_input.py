@@ -7,7 +7,9 @@ NaN or infinite are found afterwards.
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from transformers import PreTrainedModel
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
 from dflash_hf.checkpoints.drafts import load_draft, save_draft
+from dflash_hf.training.example_files import read_meta
+from dflash_hf.training.features import FeatureCache
 
 TINY: dict[str, Any] = {
     "vocab_size": 48,
@@ -265,6 +269,38 @@ def test_broken_config_is_named(text: str, message: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_draft(folder)
+
+
+def deny(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has reading files of a name fail, as it does without the right to; root may read all."""
+    read = Path.read_text
+
+    def denied(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.name == file:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", denied)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_config_that_may_not_be_read_is_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deny("config.json", monkeypatch)
+    with pytest.raises(PermissionError, match=r"config\.json"):
+        load_draft(folder)
+
+
+def test_what_was_made_and_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks what a file was made of cannot go on with it."""
+    for name in ("out.meta.json", "features.json"):
+        (tmp_path / name).write_text("{}")
+        deny(name, monkeypatch)
+    with pytest.raises(ValueError, match=r"expected .*out\.meta\.json beside .*, got .*denied"):
+        read_meta(tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match=r"expected settings of features in .*, got .*denied"):
+        FeatureCache(tmp_path)._settings()
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")

@@ -96,11 +96,12 @@ def read_object(path: Path, action: str) -> dict[str, Any]:
     """Returns the JSON object in a file of UTF-8.
 
     Raises:
-        ValueError: If the file cannot be read, or holds something else; with the `action` to take.
+        ValueError: If the file holds something else; with the `action` to take.
+        OSError: If the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(
             f"expected a JSON object in {path}, got a file that cannot be read ({one_line(error)}); {action}"
         ) from error

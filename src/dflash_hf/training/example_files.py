@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_hf.data.row_files import RowFile, read_object
-from dflash_hf.errors import listed, require
+from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.chat_template import Processing
 from dflash_hf.training.conversations import resolved
@@ -175,4 +175,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     meta = meta_path(path)
     what = f"{meta} beside {path}, which says what that was made of"
     require(meta.is_file(), what, "no such file", f"remove {path}, or name another file")
-    return read_object(meta, f"remove it and {path}, or name another file")
+    action = f"remove it and {path}, or name another file"
+    try:
+        return read_object(meta, action)
+    except OSError as error:
+        raise ValueError(f"expected {what}, got {one_line(error)}; {action}") from error

@@ -267,7 +267,14 @@ class FeatureCache:
             )
 
     def _settings(self) -> dict[str, Any]:
-        return read_object(self.folder / SETTINGS_FILE, "delete the folder and write it again")
+        path = self.folder / SETTINGS_FILE
+        action = "delete the folder and write it again"
+        try:
+            return read_object(path, action)
+        except OSError as error:
+            raise ValueError(
+                f"expected settings of features in {path}, got {one_line(error)}; {action}"
+            ) from error
 
     def read(self, examples: Sequence[Example], batch: Batch) -> Features:
         """Returns the features of a batch's examples, where their tokens stand in it and 0 elsewhere, on the CPU.
