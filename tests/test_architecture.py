@@ -133,6 +133,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.accept": {"_choose_tokens", "stop_by_criteria"},
     "dflash_hf.generation.choose": set(),
     "dflash_hf.generation.synchronized_rows": {"_take_column"},
+    "dflash_hf.generation.draw": set(),
     "dflash_hf.generation.sampling": {"at", "settings"},
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),

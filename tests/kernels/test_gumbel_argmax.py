@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from dflash_hf import ops
+from dflash_hf.generation.draw import Draw
 from dflash_hf.generation.sampling import (
     BlockProcessors,
-    Draw,
     NoiseKey,
     choose,
     draw_from_logits,

@@ -15,9 +15,9 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopPLogitsWarper
 
+from dflash_hf.generation.draw import Draw
 from dflash_hf.generation.sampling import (
     BlockProcessors,
-    Draw,
     NoiseKey,
     choose,
     draw_from_logits,

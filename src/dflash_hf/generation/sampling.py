@@ -42,6 +42,7 @@ from transformers.generation.logits_process import (
 from dflash_hf import ops
 from dflash_hf.block.tree import along
 from dflash_hf.errors import require
+from dflash_hf.generation.draw import Draw, draw_of, greatest
 
 STATELESS = (
     TemperatureLogitsWarper,
@@ -54,90 +55,12 @@ STATELESS = (
     LogitNormalization,
     InfNanRemoveLogitsProcessor,
 )
-# The warpers of a [`Draw`], in its order.
-DRAW_ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Streams of keyed noise: for the target's samples (and, under shared_noise, the draft's), for a draft that samples on
 # its own, for rejection tests, and for the redraw after a rejection.
 TARGET_STREAM = 0
 DRAFT_STREAM = 1
 REJECT_STREAM = 2
 RESIDUAL_STREAM = 3
-# How many tokens are looked for that equal the k-th likeliest: all of them may be drawn.
-MAX_TIES = 8
-
-
-class Draw(NamedTuple):
-    """Values of temperature, top-k, top-p and min-p, applied in this order; the defaults do nothing."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether there are tokens that may not be drawn."""
-        return self.top_k > 0 or self.min_p > 0.0
-
-    def num_values(self, vocab_size: int) -> int:
-        """Returns how many of the greatest logits of a position say which tokens may be drawn."""
-        if self.top_k == 0:
-            return 1
-        return min(self.top_k + MAX_TIES, vocab_size)
-
-    def least(self, values_BKC: Tensor) -> Tensor:
-        """Returns the lowest logit `[B, K]` that may be drawn: all that equal it may be, too.
-
-        Of tokens that equal the k-th, those beyond `MAX_TIES` are left out of the sum that a top-p is a share of.
-        `values_BKC` are the greatest [`num_values`] logits of each position, falling, float32. No host sync.
-        """
-        least = torch.full_like(values_BKC[..., 0], -math.inf)
-        if self.top_k > 0:
-            least = values_BKC[..., min(self.top_k, values_BKC.shape[-1]) - 1]
-            if self.top_p < 1.0:
-                least = self._least_of_top_p(values_BKC, least)
-        if self.min_p > 0.0:
-            # A share of the greatest probability is a distance to the greatest logit.
-            distance = self.temperature * math.log(self.min_p)
-            least = torch.maximum(least, values_BKC[..., 0] + distance)
-        return least
-
-    def _least_of_top_p(self, values_BKC: Tensor, least_BK: Tensor) -> Tensor:
-        """Returns the lowest logit that top-p leaves of those that are not below `least_BK`."""
-        among = values_BKC.masked_fill(values_BKC < least_BK[..., None], -math.inf)
-        # A top-p is a share of what temperature and top-k have left.
-        probs = torch.softmax(among / self.temperature, dim=-1)
-        likelier = probs.cumsum(dim=-1) - probs
-        # Falling values are kept from the first one on, and the very first always.
-        is_kept = likelier < self.top_p
-        num_kept = is_kept.sum(dim=-1, keepdim=True).clamp_min(1)
-        last_kept = values_BKC.gather(-1, num_kept - 1)
-        return torch.maximum(least_BK, last_kept[..., 0])
-
-
-def _draw_of(warpers: Sequence[Any]) -> Draw | None:
-    """Returns the values of the warpers where they are a [`Draw`]'s, in its order, else `None`."""
-    kinds = [type(warper) for warper in warpers]
-    if kinds != [kind for kind in DRAW_ORDER if kind in kinds]:
-        return None
-    # A top-p without a top-k before it looks at the whole vocabulary.
-    if TopPLogitsWarper in kinds and TopKLogitsWarper not in kinds:
-        return None
-    draw = Draw()
-    for warper in warpers:
-        if isinstance(warper, TemperatureLogitsWarper):
-            draw = draw._replace(temperature=float(warper.temperature))
-            continue
-        # A warper may fill in another value, or keep more tokens in any case.
-        if warper.filter_value != -math.inf or warper.min_tokens_to_keep != 1:
-            return None
-        if isinstance(warper, TopKLogitsWarper):
-            draw = draw._replace(top_k=int(warper.top_k))
-        elif isinstance(warper, TopPLogitsWarper):
-            draw = draw._replace(top_p=float(warper.top_p))
-        else:
-            draw = draw._replace(min_p=float(warper.min_p))
-    return draw
 
 
 class HiddenTokens(NamedTuple):
@@ -205,7 +128,7 @@ class BlockProcessors:
         # The warpers' values, where these are all processors and a kernel knows them.
         self.draw: Draw | None = None
         if self.is_stateless:
-            self.draw = _draw_of(self.warpers)
+            self.draw = draw_of(self.warpers)
 
     def shapes(self, row: int) -> bool:
         """Returns True if there are processors that shape the proposals of a row."""
@@ -510,7 +433,7 @@ def draw_from_logits(
     if ops.use_kernel(ops.gumbel_argmax, logits_BKV):
         least: Tensor | None = None
         if draw.leaves_out:
-            values, _ = _greatest(logits_BKV, num_values)
+            values, _ = greatest(logits_BKV, num_values)
             least = draw.least(values)
         return ops.gumbel_argmax(
             logits_BKV,
@@ -525,7 +448,7 @@ def draw_from_logits(
     has_few_ties = logits_BKV.dtype.itemsize >= 4
     if draw.top_k == 0 or not has_few_ties:
         return choose(processors.warp(logits_BKV), key, positions_BK)
-    values, tokens = _greatest(logits_BKV, num_values)
+    values, tokens = greatest(logits_BKV, num_values)
     least_of_all = draw.least(values)
     is_left_out = values < least_of_all[..., None]
     scores = (values / draw.temperature).masked_fill(is_left_out, -math.inf)
@@ -533,17 +456,6 @@ def draw_from_logits(
     noisy = scores + gumbel_noise(key, positions_BK, tokens)
     best = noisy.argmax(dim=-1, keepdim=True)
     return tokens.gather(-1, best)[..., 0]
-
-
-def _greatest(logits_BKV: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Returns the greatest logits of each position, falling, and their tokens: `[B, K, num]`, float32 and int64."""
-    if num > ops.MAX_NUM or not ops.use_kernel(ops.top_tokens, logits_BKV):
-        values, tokens = logits_BKV.topk(num, dim=-1)
-        return values.float(), tokens
-    # The kernel returns log-probabilities; a gather takes the logits themselves.
-    _, tokens = ops.top_tokens(logits_BKV[:, :, None], num)
-    tokens = tokens[:, :, 0]
-    return logits_BKV.gather(-1, tokens).float(), tokens
 
 
 def accept_rejection(
