@@ -17,7 +17,7 @@ SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 NUM_KERNELS = {
     "attention": 9 * 2 + 2,
     "argmax": 2,
-    "gumbel": 4,
+    "gumbel": 6,
     "build_tree": 4,
     "context_kv": 1,
     "follow_tree": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -49,10 +50,11 @@ def check(
     least: Tensor | None,
     temperature: float,
     stream: int,
+    first: Tensor | None = None,
 ) -> None:
     """The kernel chooses the definition's token, or one that is as good to the last digits."""
     assert runs_kernel(logits)
-    arguments = (logits, seed, positions, least, temperature, stream)
+    arguments = (logits, seed, positions, least, temperature, stream, None, first)
     with poisoned():
         out = gumbel_argmax(*arguments)
     wanted = gumbel_argmax.reference(*arguments)
@@ -62,6 +64,9 @@ def check(
     if least is not None:
         scores = scores.masked_fill(scores < (least / temperature)[..., None], -INF)
     tokens = torch.arange(logits.shape[-1], device=logits.device)
+    if first is not None:
+        is_tied = logits.float() == least[..., None]
+        scores = scores.masked_fill(is_tied & (tokens < first[..., None]), -INF)
     scores = scores - torch.log(exponential_noise(seed, positions, tokens, stream))
     ours, theirs = (scores.gather(-1, chosen[..., None]) for chosen in (out, wanted))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
@@ -75,6 +80,8 @@ def test_kernel_draws_what_the_definition_draws(size: int, dtype: torch.dtype, d
     check(logits, seed, positions, None, 1.0, 0)
     least = logits.topk(min(5, size)).values[..., -1].float()
     check(logits, seed, positions, least, 0.7, 3)
+    first = torch.randint(0, size, positions.shape, device=device)
+    check(logits, seed, positions, logits.amax(-1).float(), 0.7, 0, first)
 
 
 @pytest.mark.parametrize("device", [CUDA])
@@ -140,6 +147,26 @@ def test_it_is_the_choice_from_processed_scores(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("top_k", [4, 10, 80])
+def test_of_equal_logits_it_draws_what_a_stable_sort_leaves(
+    top_k: int, top_p: float, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
+    _, seed, positions = inputs(2, 16, 100, dtype, device)
+    # Four are alike each.
+    order = torch.rand(2, 16, 100, generator=torch.Generator().manual_seed(1)).argsort(dim=-1)
+    logits = (order // 4 * 0.25).to(device, dtype)
+    warpers: list[Any] = [TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(0.01)]
+    processors = BlockProcessors(LogitsProcessorList([TemperatureLogitsWarper(1.5), *warpers]))
+    key = NoiseKey.of(seed, len(logits))
+    with ops.kernels(True):
+        found = draw_from_logits(logits, processors, key, positions)
+    assert torch.equal(found, choose(processors.warp(logits), key, positions))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_draw_by_their_numbers_wherever_they_stand(device: str) -> None:
     logits, seed, positions = inputs(4, 3, 3000, torch.float32, device)
     numbers = torch.arange(4, device=device)
@@ -154,8 +181,10 @@ def test_rows_draw_by_their_numbers_wherever_they_stand(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_operation_with_a_true_schema(device: str) -> None:
     logits, seed, positions = inputs(2, 3, 9, torch.float32, device)
-    for least in (None, torch.zeros(2, 3, device=device)):
-        torch.library.opcheck(gumbel_argmax.op, (logits, seed, positions, least, 0.5, 1))
+    least = torch.zeros(2, 3, device=device)
+    for bounds in ((None, None), (least, None), (least, torch.zeros_like(positions))):
+        arguments = (logits, seed, positions, bounds[0], 0.5, 1, None, bounds[1])
+        torch.library.opcheck(gumbel_argmax.op, arguments)
 
 
 def test_bad_input() -> None:
@@ -164,3 +193,4 @@ def test_bad_input() -> None:
     check_raises(lambda: gumbel_argmax(logits[..., :0], seed, positions), "vocabulary", "got 0")
     check_raises(lambda: gumbel_argmax(logits, seed, positions, None, 0.0), "temperature", "0.0")
     check_raises(lambda: gumbel_argmax(logits, seed, positions.int()), "positions_BK", "int32")
+    check_raises(lambda: gumbel_argmax(logits, seed, positions, first_BK=positions), "least_BK")

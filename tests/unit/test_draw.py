@@ -45,9 +45,12 @@ def test_what_may_be_drawn_is_what_transformers_leaves(temperature: float, sprea
         processors = processors_of(*warpers)
         draw = processors.draw
         assert draw == Draw(temperature, top_k, top_p, min_p)
-        least = draw.least(logits.topk(draw.num_values(VOCAB)).values)
         left = processors.warp(logits) > -torch.inf
+        values, tokens = draw.greatest(logits)
+        assert torch.equal(draw.are_kept(values), left.gather(-1, tokens)), (top_k, top_p, min_p)
+        least, first = draw.bounds(values, tokens)
         assert torch.equal(logits >= least[..., None], left), (top_k, top_p, min_p)
+        assert (first is not None) == (top_p < 1.0)
 
 
 def test_a_min_p_alone_looks_at_the_greatest_logit() -> None:
@@ -76,6 +79,27 @@ def test_the_choice_is_that_of_all_scores(top_k: int, dtype: torch.dtype) -> Non
     wanted = choose(processors.warp(logits), key, positions)
     assert torch.equal(draw_from_logits(logits, processors, key, positions), wanted)
     assert len(wanted.unique()) > 20
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.5])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("top_k", [4, 10, 40])
+def test_of_equal_logits_as_many_are_drawn_as_the_warpers_leave(
+    top_k: int, top_p: float, min_p: float
+) -> None:
+    """A top-p ends among tokens of one logit, four of each. Which of them stay follows from how they are sorted."""
+    torch.manual_seed(6)
+    logits = torch.randperm(40) // 4 * 0.5
+    logits, positions = logits.expand(1, 2000, -1), torch.arange(2000)[None]
+    processors = processors_of(
+        TemperatureLogitsWarper(1.5),
+        TopKLogitsWarper(top_k),
+        TopPLogitsWarper(top_p),
+        MinPLogitsWarper(min_p),
+    )
+    left = processors.warp(logits[:, :1])[0, 0] > -torch.inf
+    drawn = draw_from_logits(logits, processors, NoiseKey.of(SEED, 1), positions).unique()
+    assert torch.equal(logits[0, 0, drawn].sort().values, logits[0, 0, left].sort().values)
 
 
 def test_other_warpers_and_orders_are_applied_as_they_are() -> None:

@@ -42,7 +42,7 @@ from transformers.generation.logits_process import (
 from dflash_hf import ops
 from dflash_hf.block.tree import along
 from dflash_hf.errors import require
-from dflash_hf.generation.draw import Draw, draw_of, greatest
+from dflash_hf.generation.draw import Draw, draw_of
 
 STATELESS = (
     TemperatureLogitsWarper,
@@ -428,13 +428,12 @@ def draw_from_logits(
     draw = processors.draw
     if draw is None:
         return choose(processors.warp(logits_BKV), key, positions_BK)
-    num_values = draw.num_values(logits_BKV.shape[-1])
-    # The kernel reads every logit once; what may not be drawn is told by one bound per position.
+    # The kernel reads every logit once; what may not be drawn is told by bounds of each position.
     if ops.use_kernel(ops.gumbel_argmax, logits_BKV):
         least: Tensor | None = None
+        first: Tensor | None = None
         if draw.leaves_out:
-            values, _ = greatest(logits_BKV, num_values)
-            least = draw.least(values)
+            least, first = draw.bounds(*draw.greatest(logits_BKV))
         return ops.gumbel_argmax(
             logits_BKV,
             key.seed,
@@ -443,15 +442,15 @@ def draw_from_logits(
             draw.temperature,
             TARGET_STREAM,
             key.rows,
+            first,
         )
     # In half precision more tokens may equal the k-th than are looked for.
     has_few_ties = logits_BKV.dtype.itemsize >= 4
     if draw.top_k == 0 or not has_few_ties:
         return choose(processors.warp(logits_BKV), key, positions_BK)
-    values, tokens = greatest(logits_BKV, num_values)
-    least_of_all = draw.least(values)
-    is_left_out = values < least_of_all[..., None]
-    scores = (values / draw.temperature).masked_fill(is_left_out, -math.inf)
+    values, tokens = draw.greatest(logits_BKV)
+    scores = values / draw.temperature
+    scores = scores.masked_fill(~draw.are_kept(values), -math.inf)
     # By the tokens' own noise, so that the draw is that from the whole vocabulary.
     noisy = scores + gumbel_noise(key, positions_BK, tokens)
     best = noisy.argmax(dim=-1, keepdim=True)

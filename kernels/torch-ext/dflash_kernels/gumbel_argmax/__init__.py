@@ -69,7 +69,11 @@ def _check(given: Given, size: Sizes) -> None:
         raise ValueError(
             f"expected a temperature above 0, got {given['temperature']}; 1 leaves logits as they are"
         )
-    check_dtype(given, (torch.int64,), "seed", "positions_BK", "rows_B")
+    if given["first_BK"] is not None and given["least_BK"] is None:
+        raise ValueError(
+            "expected least_BK beside first_BK, got None; pass the logit that it is about"
+        )
+    check_dtype(given, (torch.int64,), "seed", "positions_BK", "rows_B", "first_BK")
     check_dtype(given, (torch.float32,), "least_BK")
 
 
@@ -86,6 +90,7 @@ def gumbel_argmax(
     temperature: float = 1.0,
     stream: int = 0,
     rows_B: Tensor | None = None,
+    first_BK: Tensor | None = None,
 ) -> Tensor:
     """`out[b, k] = argmax {logits / temperature - log(noise) : logits / temperature >= least / temperature}`.
 
@@ -97,6 +102,8 @@ def gumbel_argmax(
         seed, positions_BK, stream, rows_B: See [`exponential_noise`]; `seed` of one element.
         least_BK (`torch.Tensor`, float32, *optional*): The lowest logit that may be drawn, of top-k the k-th.
         temperature (`float`): Above 0.
+        first_BK (`torch.Tensor`, int64, *optional*): Of tokens that equal `least`, the first that may be drawn, where
+            not all of them may be.
 
     Returns:
         `torch.Tensor` of shape `[B, K]`, int64. No host sync.
@@ -105,9 +112,13 @@ def gumbel_argmax(
         ValueError: If sizes or dtypes do not fit, there is no vocabulary, or the temperature is not positive.
     """
     scores = logits_BKV.to(torch.float32) / temperature
-    if least_BK is not None:
-        scores = scores.masked_fill(scores < (least_BK / temperature)[..., None], float("-inf"))
     tokens = torch.arange(scores.shape[-1], device=scores.device)
+    if least_BK is not None:
+        lowest = (least_BK / temperature)[..., None]
+        is_left_out = scores < lowest
+        if first_BK is not None:
+            is_left_out = is_left_out | ((scores == lowest) & (tokens < first_BK[..., None]))
+        scores = scores.masked_fill(is_left_out, float("-inf"))
     noise = exponential_noise(seed, positions_BK, tokens, stream, rows_B)
     return (scores - torch.log(noise)).argmax(dim=-1)
 

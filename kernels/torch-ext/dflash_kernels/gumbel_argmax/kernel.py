@@ -19,6 +19,8 @@ from . import GOLDEN, MULTIPLIER
 BLOCK_V = 2048
 _MULTIPLIER: tl.constexpr = tl.constexpr(MULTIPLIER)
 _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
+# Tensors that the kernel gets in any case: where one is not given, it looks at none.
+_OPTIONAL = ("least_BK", "rows_B", "first_BK")
 
 
 @triton.jit
@@ -38,6 +40,7 @@ def _gumbel_chunk_kernel(
     positions,
     rows,
     least,
+    first,
     partial,
     num_columns,
     vocab_size,
@@ -51,6 +54,7 @@ def _gumbel_chunk_kernel(
     stride_positions_k,
     HAS_ROWS: tl.constexpr,
     HAS_LEAST: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """`partial[row, chunk] = max over the chunk of pack(score + noise, token)`."""
@@ -67,7 +71,10 @@ def _gumbel_chunk_kernel(
     score = tl.div_rn(score, tl.full((BLOCK_V,), 1.0, tl.float32) * temperature)
     if HAS_LEAST:
         lowest = tl.div_rn(tl.load(least + line), temperature + tl.zeros((), tl.float32))
-        score = tl.where(score < lowest, float("-inf"), score)
+        left_out = score < lowest
+        if HAS_FIRST:
+            left_out = left_out | ((score == lowest) & (token < tl.load(first + line)))
+        score = tl.where(left_out, float("-inf"), score)
     position = tl.load(positions + row * stride_positions_b + column * stride_positions_k)
     number = row
     if HAS_ROWS:
@@ -91,6 +98,7 @@ def launch(given: Given) -> Tensor:
     """Returns the tokens `[B, K]`, int64, by two launches; logits and positions may have any strides."""
     logits: Tensor = given["logits_BKV"]
     least: Tensor | None = given["least_BK"]
+    first: Tensor | None = given["first_BK"]
     rows: Tensor | None = given["rows_B"]
     batch, num_columns, vocab_size = logits.shape
     num_lines, num_chunks = batch * num_columns, cdiv(vocab_size, BLOCK_V)
@@ -99,8 +107,9 @@ def launch(given: Given) -> Tensor:
     run_kernel(
         _gumbel_chunk_kernel,
         (num_lines, num_chunks),
-        {name: value for name, value in given.items() if name not in ("least_BK", "rows_B")},
+        {name: value for name, value in given.items() if name not in _OPTIONAL},
         least=partial if least is None else least.contiguous(),
+        first=partial if first is None else first.contiguous(),
         rows=partial if rows is None else rows.contiguous(),
         partial=partial,
         num_columns=num_columns,
@@ -108,6 +117,7 @@ def launch(given: Given) -> Tensor:
         num_chunks=num_chunks,
         noise_stream=given["stream"],  # Triton keeps the name `stream` for itself
         HAS_LEAST=least is not None,
+        HAS_FIRST=first is not None,
         HAS_ROWS=rows is not None,
         BLOCK_V=BLOCK_V,
         num_warps=8,
