@@ -134,7 +134,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.generation.choose": set(),
     "dflash_hf.generation.synchronized_rows": {"_take_column"},
     "dflash_hf.generation.draw": set(),
-    "dflash_hf.generation.sampling": {"at", "settings"},
+    "dflash_hf.generation.sampling": {"at", "settings", "check_drawable"},
     "dflash_hf.generation.buffers": set(),
     "dflash_hf.generation.candidate_generator": set(),
     "dflash_hf.generation.float8": set(),

@@ -279,6 +279,55 @@ def test_noise_is_finite_so_that_no_forbidden_token_can_tie() -> None:
     assert (noise > 0).all()
 
 
+class HidesAll(LogitsProcessor):
+    """Hides every token behind so many columns."""
+
+    def __init__(self, num_columns: int, is_row_wise: bool) -> None:
+        self.num_columns = num_columns
+        self.is_row_wise = is_row_wise
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self.num_columns:
+            return scores
+        return torch.full_like(scores, -torch.inf)
+
+
+NOTHING_TO_DRAW: dict[str, dict[str, Any]] = {
+    "suppressed": {"suppress_tokens": list(range(64))},
+    "a processor": {"logits_processor": [HidesAll(6, is_row_wise=True)]},
+    "later": {"logits_processor": [HidesAll(9, is_row_wise=True)]},
+    "column by column": {"logits_processor": [HidesAll(9, is_row_wise=False)]},
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_DRAW)
+def test_nothing_is_drawn_where_processors_hide_all_tokens(case: str) -> None:
+    target = shallow_target("qwen3")
+    settings = {**prompts([4, 6], 8), **GREEDY, "do_sample": True, **NOTHING_TO_DRAW[case]}
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        target.generate(**settings)
+    with pytest.raises(ValueError, match="can be drawn from, got -inf as the greatest"):
+        target.generate(**settings, assistant_model=tiny_draft(target))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nothing_is_drawn_from_logits_that_are_no_numbers(value: float) -> None:
+    target = shallow_target("qwen3")
+
+    def spoil(module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor([5]), value)
+
+    target.lm_head.register_forward_hook(spoil)
+    settings = {**prompts([4, 6], 8), **GREEDY, "do_sample": True}
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        target.generate(**settings)
+    with pytest.raises(ValueError, match=f"can be drawn from, got {value} as the greatest"):
+        target.generate(**settings, assistant_model=tiny_draft(target))
+    settings["remove_invalid_values"] = True
+    out = target.generate(**settings, assistant_model=tiny_draft(target))
+    assert out.shape == target.generate(**settings).shape
+
+
 def test_a_prefix_function_is_told_prompts_and_not_rows() -> None:
     target = shallow_target("qwen3")
     inputs = prompts([4, 6], 8)

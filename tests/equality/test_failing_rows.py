@@ -43,6 +43,8 @@ class Fails(LogitsProcessor):
             return scores[:, :1]
         if self.how == "nothing":
             return None
+        if self.how == "all hidden":
+            return scores - float("inf")
         raise KeyError("what it looked for")
 
 
@@ -92,6 +94,7 @@ def texts_beside(batch: RunningBatch, requests: list[Asked], bad: dict[str, Any]
         ("qwen3-sliding", "no row", True),
         ("qwen3", "one column", True),
         ("qwen3", "nothing", False),
+        ("qwen3", "all hidden", True),
         ("qwen3.5", "raises", True),
     ],
 )
@@ -110,6 +113,7 @@ def test_a_processor_that_fails_ends_its_row_alone(family: str, how: str, do_sam
         "no row": (ValueError, sentence.format("torch.Size([1, 5])")),
         "one column": (ValueError, sentence.format("torch.Size([1, 1])")),
         "nothing": (ValueError, sentence.format("'NoneType'")),
+        "all hidden": (ValueError, "expected scores that a token can be drawn from, got -inf"),
     }
     kind, begins = errors[how]
     assert type(stats.exception) is kind

@@ -206,6 +206,8 @@ class PositionRule:
         raw = scores_BV.to(torch.float32, copy=True)
         processed = self.processors.at(prefix, raw, rows)
         processed = of_vocabulary(processed, *scores_BV.shape)
+        if state.host.is_sampled:
+            self.processors.check_drawable(processed, rows)
         return torch.where(rows[:, None], processed, scores_BV)
 
     def _goes_on(self, state: DecodeState, position: int, chosen_B: Tensor) -> Tensor:

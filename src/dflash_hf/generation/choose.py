@@ -16,6 +16,7 @@ from dflash_hf.block.tree import DraftTree, along
 from dflash_hf.generation.sampling import (
     BlockProcessors,
     accept_rejection,
+    check_drawable,
     draw_from_logits,
     likeliest_from_logits,
 )
@@ -81,6 +82,16 @@ def scores_of_block(state: DecodeState, logits_BWV: Tensor, processors: BlockPro
     if processors.hides:
         in_order = processors.hide(in_order, state.decided_columns)
     return processors.warp(in_order)
+
+
+def check_first_draw(state: DecodeState, logits_B1V: Tensor, processors: BlockProcessors) -> None:
+    """Refuses a first token that stateless processors leave nothing to draw for; see [`check_drawable`]."""
+    if processors.hides:
+        logits_B1V = processors.hide(logits_B1V, state.decided_columns)
+    # Warpers leave the likeliest token: they are applied only where there is none, as one replaces NaN.
+    has_likeliest = bool(logits_B1V.amax(dim=-1).isfinite().all())
+    if not has_likeliest:
+        check_drawable(processors.warp(logits_B1V)[:, 0])
 
 
 class ChainWalk:

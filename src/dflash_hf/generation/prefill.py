@@ -14,10 +14,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
-from dflash_hf.generation.accept import rule_for
+from dflash_hf.generation.accept import BlockRule, rule_for
 from dflash_hf.generation.buffers import affordable_length, else_freed, take_buffers
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
 from dflash_hf.generation.checks import check_padding, check_room
+from dflash_hf.generation.choose import check_first_draw
 from dflash_hf.generation.filling import PER_TOKEN, Filling, empty_cache
 from dflash_hf.generation.float8 import drafting_copy, float8_bytes
 from dflash_hf.generation.graphs import Graphs
@@ -354,6 +355,9 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     logits = outputs.logits
     assert logits is not None
     logits = logits[:, -1:].to(state.ids.device)
+    # Other rules look at every token that they draw; this one reads nothing on the host in a step.
+    if state.host.is_sampled and isinstance(run.rule, BlockRule):
+        check_first_draw(state, logits, run.rule.processors)
     scores = accept(run, logits)
     reported = Reported(*state.outcome[:NUM_REPORTED].tolist())
     run.watch.lap("prefill")

@@ -165,6 +165,10 @@ class BlockProcessors:
                 scores = processor(ids, scores)
         return scores
 
+    def check_drawable(self, scores_BV: Tensor, rows: Tensor) -> None:
+        """Refuses processed scores of the given rows `[B]` as [`check_drawable`] does; reads on the host."""
+        check_drawable(scores_BV[rows])
+
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
         """Returns logits without the tokens that `hidden` hides; called where [`hides`] says that there are any.
 
@@ -212,6 +216,21 @@ def of_vocabulary(scores: Tensor, num_rows: int, vocab_size: int) -> Tensor:
     return nn.functional.pad(scores, (0, vocab_size - num_given), value=-math.inf)
 
 
+def check_drawable(scores_NV: Tensor) -> None:
+    """Refuses, by `ValueError`, processed scores that no token can be drawn from, as torch's own draw does.
+
+    Where all are -inf, or one is inf or NaN, there are no probabilities. Reads on the host.
+    """
+    greatest = scores_NV.amax(dim=-1)
+    is_drawable = greatest.isfinite()
+    if bool(is_drawable.all()):
+        return
+    raise ValueError(
+        f"expected scores that a token can be drawn from, got {float(greatest[~is_drawable][0])} as the greatest of "
+        "them; leave a token that no processor hides, or look for NaN in the target's logits"
+    )
+
+
 class RowProcessors(BlockProcessors):
     """Processors of a batch in which every row has its own, as if it was alone.
 
@@ -253,6 +272,15 @@ class RowProcessors(BlockProcessors):
             processed = processed.to(torch.promote_types(processed.dtype, found.dtype))
             processed[one] = found
         return processed
+
+    def check_drawable(self, scores_BV: Tensor, rows: Tensor) -> None:
+        """Notes an error for each of the given rows that no token can be drawn for; reads on the host."""
+        numbers: list[int] = rows.nonzero()[:, 0].tolist()
+        for row in numbers:
+            try:
+                check_drawable(scores_BV[row : row + 1])
+            except ValueError as error:
+                self.failed.setdefault(row, error)
 
     def shapes(self, row: int) -> bool:
         """Returns True if a row has processors of its own that shape its proposals."""

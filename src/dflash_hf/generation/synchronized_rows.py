@@ -11,7 +11,13 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.generation.choose import accepted, choose_block, scores_of_block, walk_of
-from dflash_hf.generation.sampling import BlockProcessors, choose, ends_row, of_vocabulary
+from dflash_hf.generation.sampling import (
+    BlockProcessors,
+    check_drawable,
+    choose,
+    ends_row,
+    of_vocabulary,
+)
 from dflash_hf.generation.state import DecodeState
 
 
@@ -80,6 +86,8 @@ class SynchronizedRows:
         for column in range(state.width):
             # Processors, then criteria, then the streamer: the order in which plain `generate` calls them.
             tokens = columns.choose(column, self.num_columns)
+            if state.host.is_sampled:
+                check_drawable(columns.scores[self._counted(), column])
             committed += self._take_column(state, tokens, columns.scores[:, column])
             is_last = column == state.width - 1
             if is_last or not bool(self.is_running.any()):
