@@ -211,6 +211,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"output_attentions": True, "return_dict_in_generate": True},
         "output_attentions",
     ),
+    "quantized cache": ({"cache_implementation": "quantized"}, "no quantized cache"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "mtp": ({"use_mtp": True}, "no use_mtp"),
     "early exit": ({"assistant_early_exit": 1}, "no assistant_early_exit"),

@@ -320,6 +320,20 @@ def test_the_cache_that_comes_back_is_dynamic(family: str) -> None:
     assert int(out[CACHE_NAME].get_seq_length()) == int(ref[CACHE_NAME].get_seq_length()) == 20
 
 
+def test_a_cache_that_stays_on_the_device_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Without an accelerator torch makes no stream, and an offloaded cache has one.
+    monkeypatch.setattr(torch, "Stream", lambda *args, **kwargs: None)
+    target, inputs = shallow_target("qwen3"), prompts([9], 0)
+    settings: dict[str, Any] = {**inputs, "max_new_tokens": 12, "do_sample": False}
+    ref = target.generate(**settings)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0)
+    out = target.generate(**settings, cache_implementation="offloaded", assistant_model=draft)
+    assert torch.equal(out, ref)
+    assert caplog.text.count("the cache stays on the target's device") == 1
+
+
 class Raising(BaseStreamer):
     """Raises at its end, or at the third `put`."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from dflash_hf import ops
 from dflash_hf.block.cache_name import CACHE_NAME
@@ -32,6 +33,7 @@ from dflash_hf.target_model.hidden_states import Taps
 from dflash_hf.target_model.reentry import outermost
 from dflash_hf.target_model.user_code import is_library
 
+logger: Any = logging.get_logger(__name__)
 # Inputs of a forward that go along with the tokens, column by column.
 PER_TOKEN = {
     "attention_mask",
@@ -332,10 +334,16 @@ def _make_states_plain(cache: Cache) -> None:
 def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
     """Returns the cache that `generate` prepared if it is what a prefill needs, else a new one.
 
-    A static, quantised or offloaded one would save nothing: decoding has a cache of its own.
+    A static or offloaded one would save nothing: decoding has a cache of its own, on the target's device.
     """
     prepared: Any = inputs.get(CACHE_NAME)
-    is_usual = type(prepared) is DynamicCache and not prepared.offloading
+    is_offloaded = getattr(prepared, "offloading", False)
+    if is_offloaded:
+        logger.warning_once(
+            "the cache stays on the target's device: a ragged cache is not offloaded, as cache_implementation="
+            f"{request.config.cache_implementation!r} asks for; use plain generate where it has no room"
+        )
+    is_usual = type(prepared) is DynamicCache and not is_offloaded
     if is_usual and not int(prepared.get_seq_length()):
         return prepared
     return DynamicCache(config=request.target.config)
