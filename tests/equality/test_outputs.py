@@ -251,6 +251,29 @@ def test_token_healing() -> None:
         target.generate(ids, max_new_tokens=3, token_healing=True, assistant_model=draft)
 
 
+@pytest.mark.parametrize("pad_id", [None, 0, 9])
+def test_healing_hides_no_token_that_plain_generate_sees(pad_id: int | None) -> None:
+    target = shallow_target("qwen3")
+    # It begins with padding, where pad tokens that end no text are some.
+    ids = torch.tensor([[0, 5, 7, 11, 46, 7], [5, 9, 0, 11, 46, 7]])
+
+    def healed(input_ids: Tensor, tokenizer: Any) -> Tensor:
+        return torch.where(input_ids == 5, 0, input_ids)
+
+    target.heal_tokens = healed
+    settings: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "token_healing": True,
+        "tokenizer": "any",
+        "pad_token_id": pad_id,
+        "eos_token_id": [9, 33],
+    }
+    ref = target.generate(ids, **settings)
+    out = target.generate(ids, **settings, assistant_model=tiny_draft(target))
+    assert torch.equal(out, ref)
+
+
 class InPlace(LogitsProcessor):
     """Writes into what it gets."""
 

@@ -377,7 +377,7 @@ NAMES = (
     *("use_mtp", "assistant_early_exit", "assistant_ensemble_weight"),
     *("force_words_ids", "constraints"),
     *("prompt_lookup_num_tokens", "cache_implementation", "output_attentions", "bos_token_id"),
-    *("num_return_sequences", "token_healing", "stop_strings"),
+    *("num_return_sequences", "token_healing", "stop_strings", "pad_token_id", "eos_token_id"),
 )
 
 

@@ -126,7 +126,14 @@ def use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> 
     # Explicit values outweigh the given config and the model's own.
     if settings["token_healing"]:
         name = "inputs" if is_given(arguments, "inputs") else "input_ids"
-        arguments[name] = model.heal_tokens(arguments[name], tokenizer)
+        ids = arguments[name]
+        healed = model.heal_tokens(ids, tokenizer)
+        # Plain `generate` infers the mask before it heals, so that a token that begins texts is seen although it
+        # becomes padding. Over ids that become longer it fails; they have the mask that is inferred from themselves.
+        is_longer = healed.shape[1] > ids.shape[1]
+        if not is_longer and not is_given(arguments, "attention_mask"):
+            arguments["attention_mask"] = _inferred_mask(settings, ids)
+        arguments[name] = healed
         _outweigh(model, arguments, "token_healing", False)
     if stop_strings is not None:
         criteria = [*(arguments.get("stopping_criteria") or [])]
@@ -136,6 +143,18 @@ def use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> 
             criteria.append(StopStringCriteria(tokenizer, stop_strings))
         arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
         _outweigh(model, arguments, "stop_strings", None)
+
+
+def _inferred_mask(settings: Settings, ids: Tensor) -> Tensor:
+    """Returns the mask `[B, T]` that `generate` infers from ids `[B, T]`: pad tokens that end no text are padding."""
+    pad = settings["pad_token_id"]
+    ends = settings["eos_token_id"]
+    if pad is None:
+        return torch.ones_like(ids)
+    ends_text = ends is not None and bool((torch.as_tensor(ends) == int(pad)).any())
+    if ends_text:
+        return torch.ones_like(ids)
+    return (ids != int(pad)).long()
 
 
 def _outweigh(model: Any, arguments: dict[str, Any], name: str, value: Any) -> None:
