@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.generation import prefill
 from helpers.whole_blocks import use_whole_blocks
 from tiny import DFLASH2, FAMILIES, MIXED, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
@@ -122,6 +125,23 @@ def test_length_limits_are_exact(new: int) -> None:
     draft = oracle_draft(target, truth_of(inputs, free), 2, 8)
     for limit in ({"max_new_tokens": new}, {"max_length": 8 + new}):
         check_same(target, draft, inputs, free[:, : 8 + new], do_sample=False, **limit)
+
+
+@pytest.mark.parametrize("new", [7.5, 20.0, math.inf])
+def test_a_limit_that_is_no_whole_number(new: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "FIRST_ROOM", 4)
+    target = target_of("qwen3")
+    inputs = prompts([5, 8], 1)
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    settings: dict[str, Any] = {
+        "max_new_tokens": new,
+        "do_sample": False,
+        "eos_token_id": free[:, -1].tolist(),
+        "pad_token_id": 0,
+    }
+    ref = target.generate(**inputs, **settings)
+    draft = oracle_draft(target, truth_of(inputs, free), 2, 8)
+    check_same(target, draft, inputs, ref, **settings)
 
 
 def test_a_batch_accepts_row_by_row() -> None:

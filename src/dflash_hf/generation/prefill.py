@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -37,6 +38,8 @@ from dflash_hf.target_model.support import check_length, check_takes_positions, 
 # New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `run.make_room`.
 FIRST_ROOM = 512
 FIXED_ROOM = 32768
+# Columns of the longest text: of a caller whose limit is infinite.
+LONGEST_TEXT = 1 << 40
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 
 
@@ -405,8 +408,9 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     end_criteria = [one for one in criteria if type(one) is EosTokenCriteria]
     ends.extend(one.eos_token_id.reshape(-1).to(device) for one in end_criteria)
     length_criteria = [one for one in criteria if type(one) is MaxLengthCriteria]
-    limits = [one.max_length for one in length_criteria]
-    longest_text = min(limits, default=int(request.config.max_length))
+    limits = [one.max_length for one in length_criteria] or [request.config.max_length]
+    # A caller's limit may be a fraction, or infinite: a text ends with the first column that is not below it.
+    longest_text = math.ceil(min(*limits, LONGEST_TEXT))
     return Prompts(
         positions=positions,
         lengths=lengths,
