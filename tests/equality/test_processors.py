@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    WatermarkingConfig,
+)
 
+from dflash_hf.generation.sampling import BlockProcessors
 from helpers.half import half
 from helpers.static import Tape, tensor_oracle, use_tapes
 from tiny import (
@@ -272,6 +279,17 @@ BY_LENGTH: dict[str, dict[str, Any]] = {
     "suppress": PROCESSORS["suppress"],
     "all of them": {"min_length": 18, "min_new_tokens": 12, **PROCESSORS["suppress"]},
 }
+
+
+def test_one_end_token_may_be_a_tensor_without_dimensions() -> None:
+    end = torch.tensor(2)
+    processors: list[Any] = [
+        MinLengthLogitsProcessor(9, end),
+        MinNewTokensLengthLogitsProcessor(4, 5, end),
+    ]
+    wanted = [MinLengthLogitsProcessor(9, 2), MinNewTokensLengthLogitsProcessor(4, 5, 2)]
+    found = BlockProcessors(LogitsProcessorList(processors)).settings()
+    assert found == BlockProcessors(LogitsProcessorList(wanted)).settings()
 
 
 @pytest.mark.parametrize("case", BY_LENGTH)

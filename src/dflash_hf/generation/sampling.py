@@ -87,11 +87,12 @@ def _hidden_by(processor: Any) -> HiddenTokens | None:
     """Returns the tokens that a processor hides by the length of the text alone; `None` for any other processor."""
     # Exact types: a subclass may look at anything.
     kind = type(processor)
+    # A caller may have passed one end token as a tensor without dimensions.
     if kind is MinLengthLogitsProcessor:
-        return HiddenTokens(processor.eos_token_id, 0, processor.min_length)
+        return HiddenTokens(processor.eos_token_id.reshape(-1), 0, processor.min_length)
     if kind is MinNewTokensLengthLogitsProcessor:
         end = processor.prompt_length_to_skip + processor.min_new_tokens
-        return HiddenTokens(processor.eos_token_id, 0, end)
+        return HiddenTokens(processor.eos_token_id.reshape(-1), 0, end)
     if kind is SuppressTokensLogitsProcessor:
         return HiddenTokens(processor.suppress_tokens, 0, sys.maxsize)
     if kind is SuppressTokensAtBeginLogitsProcessor:
