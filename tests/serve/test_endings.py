@@ -314,16 +314,18 @@ def test_stop_strings_of_the_target_end_an_answer(
     new = ids[0, prompt["input_ids"].shape[1] :]
 
     async def scenario() -> tuple[int, str]:
-        client = Client(build_app(pair), **ASKED, max_tokens=400)
+        client = Client(build_app(pair), **ASKED, max_tokens=limit)
         await client.task
         return client.got()
 
-    status, body = asyncio.run(scenario())
-    assert status == 200, body
-    choice = json.loads(body)["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"] == tokenizer.decode(new, skip_special_tokens=True)
-    assert choice["message"]["content"].endswith("carry")
+    # With the second limit the last allowed token completes the string.
+    for limit in (400, len(new)):
+        status, body = asyncio.run(scenario())
+        assert status == 200, body
+        choice = json.loads(body)["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == tokenizer.decode(new, skip_special_tokens=True)
+        assert choice["message"]["content"].endswith("carry")
 
 
 # ---- requests of browsers

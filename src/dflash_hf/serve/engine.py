@@ -16,7 +16,13 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_hf.errors import one_line
@@ -233,9 +239,20 @@ class Alone:
         new = ids[0, job.num_prompt_tokens :].tolist()
         of_row = [scores[0] for scores in logits]
         logprobs = logprobs_of(of_row, new, sampling.num_logprobs)
-        is_ended = new[-1] in end_tokens(self.target) or stop.is_said(new)
+        is_ended = (
+            new[-1] in end_tokens(self.target) or stop.is_said(new) or self._ends_with_own_string(ids)
+        )
         is_full = len(new) >= sampling.max_new_tokens
         return Done(is_cut=is_full and not is_ended, counts=self._counts(), logprobs=logprobs)
+
+    def _ends_with_own_string(self, ids: Tensor) -> bool:
+        """Whether a stop string of the target's `generation_config` is at the end of `ids` `[1, T]`."""
+        strings = self.target.generation_config.stop_strings
+        if strings is None:
+            return False
+        criterion: Any = StopStringCriteria(self.tokenizer, strings)
+        ends: Tensor = criterion(ids, None)
+        return bool(ends[0])
 
     def _counts(self) -> Counts:
         stats: Any = self.draft.last_stats
