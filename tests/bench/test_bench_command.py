@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import StaticLayer
 from typer.testing import CliRunner, Result
 
@@ -213,6 +214,21 @@ def test_what_cannot_be_run_is_a_sentence_and_leaves_nothing(name: str, tmp_path
     assert sentence in said(result)
     assert said(result).count("Error:") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_with_stop_strings_is_refused(tmp_path: Path, held_out: list[str]) -> None:
+    data = write_set(tmp_path / "made-up.jsonl", [(held_out[0],)])
+    target = tmp_path / "target"
+    shutil.copytree(TOY / "target", target)
+    config = GenerationConfig.from_pretrained(target, stop_strings=["x"])
+    config.save_pretrained(target)
+    words = ["--target", target, "--data", data, "--methods", "plain", "--dtype", "float32"]
+    result = bench(*words, "--out", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    assert "expected a target without stop_strings in its generation_config, got ['x']" in said(
+        result
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_width_that_does_not_fit_is_a_failed_cell(tmp_path: Path, held_out: list[str]) -> None:

@@ -134,6 +134,27 @@ def test_rows_of_a_batch_do_not_wait_for_each_other(tasks: TaskManager) -> None:
     assert advanced_together(lm.draft.last_stats), "lm-eval's own criteria see the whole batch"
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+def test_stop_strings_of_the_target_end_the_answers(thinks: bool, tasks: TaskManager) -> None:
+    lm = DFlashLM(
+        str(TOY / "target"),
+        draft=str(TOY / "draft"),
+        dtype="float32",
+        device="cpu",
+        batch_size=ROWS,
+    )
+    whole, _ = evaluated(lm, tasks, "toy")
+    stop = whole[0].split()[3]
+    lm.model.generation_config.stop_strings = [stop]
+    if thinks:
+        lm.think_end_token = "<nothing says this>"
+    answers, _ = evaluated(lm, tasks, "toy")
+    for answer, text in zip(answers, whole, strict=True):
+        before, found, _ = text.partition(stop)
+        assert answer == before + found
+    assert answers != whole
+
+
 def test_stop_texts() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TOY / "target")
     prompt, answer = (

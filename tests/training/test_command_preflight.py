@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import dflash_hf.cli.train_stages as stages
 from dflash_hf.cli import train_preflight
@@ -223,6 +224,20 @@ def test_a_draft_of_another_target_is_refused_first(tmp_path: Path) -> None:
     assert result.exit_code == 2, result.output
     assert "expected a draft for" in said(result)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_with_stop_strings_is_refused_first(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(TOY / "target", target)
+    config = GenerationConfig.from_pretrained(target, stop_strings=["x"])
+    config.save_pretrained(target)
+    words = ["--dataset", TOY / "held_out.jsonl", "--output-dir", tmp_path / "out"]
+    result = train(*SMALL, *words, "--target", target)
+    assert result.exit_code == 2, result.output
+    assert "expected a target without stop_strings in its generation_config, got ['x']" in said(
+        result
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_a_disk_without_room_is_refused_first(

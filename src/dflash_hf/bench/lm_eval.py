@@ -93,6 +93,8 @@ class DFlashLM(HFLM):
         if self.draft is None:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         generation_kwargs["assistant_model"] = self.draft
+        # For stop strings of the target's `generation_config`
+        generation_kwargs["tokenizer"] = self.tokenizer
         if self.think_end_token is not None:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         if not generation_kwargs.get("do_sample"):

@@ -47,6 +47,7 @@ from dflash_hf.generation_config import over_stored
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import changed, tokenizer_of
 from dflash_hf.pair.loading import load_target, load_weights
+from dflash_hf.target_model.support import check_no_stop_strings
 
 # What a method may fail with, so that the run goes on without it. Torch's out of memory and `NotImplementedError` are
 # kinds of `RuntimeError`; Transformers and z-lab's package raise the others of settings that they do not expect.
@@ -192,6 +193,7 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
     needs_draft = any(method in NEEDS_DRAFT for method in settings.methods)
     for dtype in settings.dtype:
         target, processor = load_target(settings.target, dtype, device_map)
+        check_no_stop_strings(target)
         tokenizer = tokenizer_of(processor)
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:

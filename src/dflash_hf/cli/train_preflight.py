@@ -37,7 +37,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, tokenizer_of
 from dflash_hf.pair.loading import load_processor
 from dflash_hf.target_model.parts import end_tokens, find_target
-from dflash_hf.target_model.support import check_pair
+from dflash_hf.target_model.support import check_no_stop_strings, check_pair
 from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.arguments import (
     MUON,
@@ -124,7 +124,7 @@ def _check_alone(settings: TrainSettings, state: RunState, target: TargetOnce) -
 
 
 def _identity(settings: TrainSettings, target: TargetOnce) -> dict[str, str]:
-    """Loads the target, and returns what tells it from a changed one."""
+    """Loads the target, refuses one with stop strings, and returns what tells it from a changed one."""
     try:
         model, processor = target.look()
     except (RuntimeError, MemoryError) as error:
@@ -134,6 +134,7 @@ def _identity(settings: TrainSettings, target: TargetOnce) -> dict[str, str]:
         raise ValueError(
             f"expected a target that fits the memory, got {one_line(error)}; {advice}"
         ) from error
+    check_no_stop_strings(model)
     identity = {**target_identity(model), **processor_identity(processor)}
     if settings.feature_server:
         del identity["weights"]  # they are on the server

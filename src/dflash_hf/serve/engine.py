@@ -240,7 +240,9 @@ class Alone:
         of_row = [scores[0] for scores in logits]
         logprobs = logprobs_of(of_row, new, sampling.num_logprobs)
         is_ended = (
-            new[-1] in end_tokens(self.target) or stop.is_said(new) or self._ends_with_own_string(ids)
+            new[-1] in end_tokens(self.target)
+            or stop.is_said(new)
+            or self._ends_with_own_string(ids)
         )
         is_full = len(new) >= sampling.max_new_tokens
         return Done(is_cut=is_full and not is_ended, counts=self._counts(), logprobs=logprobs)

@@ -291,6 +291,16 @@ def _windows_of(cache: Cache) -> dict[int, int]:
 # ---- the pair
 
 
+def check_no_stop_strings(model: PreTrainedModel) -> None:
+    """Raises `ValueError` if a target ends its texts at strings, where answers are read up to their end tokens."""
+    # A target that is on a server may have no config of its own
+    config = getattr(model, "generation_config", None)
+    strings = getattr(config, "stop_strings", None)
+    what = "a target without stop_strings in its generation_config"
+    action = "take them out of a copy of its generation_config.json"
+    require(strings is None, what, strings, action)
+
+
 def check_pair(target: Target, config: DFlashConfig) -> None:
     """Raises `ValueError` unless a draft fits a target: widths, mask token, and depth and vocabulary where stated."""
     text = target.config
