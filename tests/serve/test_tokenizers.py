@@ -180,6 +180,7 @@ def test_texts_reach_templates_that_read_only_parts(template: str, vision: Pair)
     pair = Pair(
         vision.target, tiny_draft(vision.target), processor, name="x", encoding={}, note=str
     )
+    assert pair.takes_developer
     content = ["Be brief.", "2+2?", "", [{"type": "text", "text": "See:"}]]
     roles = ["system", "user", "assistant", "user"]
     sent = [{"role": role, "content": said} for role, said in zip(roles, content, strict=True)]

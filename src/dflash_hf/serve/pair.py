@@ -9,10 +9,12 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cli.serving.utils import get_response_template
 
+from dflash_hf.data.prompt_files import with_text_parts
 from dflash_hf.errors import is_a
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import PROBE, Processor, rendered, renders_texts, tokenizer_of
 from dflash_hf.serve.engine import Engine
+from dflash_hf.serve.markup import CALLS
 from dflash_hf.serve.metrics import Metrics
 from dflash_hf.serve.rows import BatchEngine, rows_for
 
@@ -74,6 +76,11 @@ class Pair:
             target, draft, self.tokenizer, note, self.max_rows, max_kept_bytes
         )
 
+    @property
+    def finds_calls(self) -> bool:
+        """Whether calls of tools are found in an answer."""
+        return CALLS in self.markup.get("fields", {})
+
     def _response_template(self) -> dict[str, Any]:
         markup = get_response_template(self.processor, self.target) or {}
         calls = markup.get("fields", {}).get("tool_calls", {})
@@ -93,4 +100,6 @@ class Pair:
     def _renders_developer(self) -> bool:
         """Whether the chat template writes turns of a developer, and neither leaves them out nor refuses them."""
         turns = [{"role": "developer", "content": PROBE}, {"role": "user", "content": "Hello."}]
+        if not self.takes_texts:
+            turns = with_text_parts(turns)
         return PROBE in rendered(self.processor, turns)
