@@ -18,7 +18,7 @@ from dflash_hf.serve.answers import hidden_tokens
 from dflash_hf.serve.engine import Sampling
 from dflash_hf.serve.flags import with_flags
 from dflash_hf.serve.grammar import Form, response_form, tool_form
-from dflash_hf.serve.markup import CALLS, open_thoughts
+from dflash_hf.serve.markup import open_thoughts
 from dflash_hf.serve.messages import (
     check_text,
     has_name,
@@ -165,7 +165,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         _check_length(body["prompt"], body, is_chat, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
     if pair.processor is pair.tokenizer:
-        # Some tokenizers make token types too, which no target of text takes.
+        # Some tokenizers make token types too: a running batch takes none, and a target would add them to the tokens.
         inputs = {name: value for name, value in inputs.items() if name in TEXT_INPUTS}
     _check_tokens(inputs, is_chat, pair)
     form = _form(body, tools, has_parallel_calls, pair)
@@ -299,10 +299,9 @@ def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
     need(not tools or knows_tools, "tools", what, tools, FIX, "unsupported_parameter")
     if body.get("tool_choice") == "none":
         return []
-    finds_calls = CALLS in pair.markup.get("fields", {})
     what = "no tools, of whose calls no marks are known for this target"
     action = "send them in chat_template_kwargs, under which calls stay text"
-    need(not tools or finds_calls, "tools", what, tools, action, "unsupported_parameter")
+    need(not tools or pair.finds_calls, "tools", what, tools, action, "unsupported_parameter")
     return tools
 
 
