@@ -384,6 +384,8 @@ def test_a_name_that_was_made_to_point_here_is_refused() -> None:
         ("127.0.0.1", "evil.example:8000", 400),
         ("127.0.0.1", "localhost:9000", 200),
         ("127.0.0.1", "127.0.0.1:8000", 200),
+        ("127.0.0.1", "[::1]:8000", 200),
+        ("127.0.0.1", "[::2]:8000", 400),
         ("0.0.0.0", "my.machine.example", 200),
     ]:
         asked = {**ASKED, "max_tokens": 1}
@@ -423,7 +425,11 @@ def test_a_transformers_without_these_parts_is_said(monkeypatch: pytest.MonkeyPa
 
 
 def test_wrong_options_are_said() -> None:
-    for origin in ("http://localhost:3000/", "localhost:3000", "https://*.example/x"):
+    for origin in (
+        *("http://localhost:3000/", "localhost:3000", "https://*.example/x"),
+        # No browser sends these, and origins are compared letter by letter
+        *("https://*.example.com", "http://LocalHost:3000"),
+    ):
         said = "expected an origin as --cors-origin, such as http://localhost:3000, or *, got"
         assert f"{said} '{origin}'; give scheme" in refused("--cors-origin", origin)
     assert "expected --pair, or --target and --draft, got both" in refused(
@@ -445,7 +451,7 @@ def test_wrong_options_are_said() -> None:
 
 def test_an_option_that_changes_nothing_is_said() -> None:
     kept = (
-        "answers are decoded one at a time, and nothing is kept of them, so --kept-gib changes nothing; pass "
+        "answers are decoded one at a time, and nothing is kept of them, so --kept-gib changes nothing; raise "
         "--max-rows"
     )
     assert remarks(served(1), False, 2.0) == [kept]
@@ -458,6 +464,9 @@ def test_a_target_without_known_marks_is_said() -> None:
     pair.markup = {}
     said = "Transformers has no response template for qwen3, so reasoning stays in the text of an answer, and "
     assert remarks(pair, False, None) == [said + "requests with tools are refused"]
+    pair.markup = {"fields": {"thinking": {}}}
+    said = "Transformers' response template for qwen3 has no calls of tools, so requests with tools are refused"
+    assert remarks(pair, False, None) == [said]
 
 
 def test_answers_go_on_where_nobody_reads_the_log(

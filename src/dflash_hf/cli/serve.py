@@ -126,9 +126,11 @@ def serve(
 def checked_origins(origins: list[str]) -> list[str]:
     """Returns origins as browsers send them; raises `ValueError` for what no browser would send."""
     for origin in origins:
-        is_origin = re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin) is not None
+        # Origins are compared letter by letter, and browsers write names of hosts in lower case
+        is_origin = re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*A-Z\s]+", origin) is not None
         what = "an origin as --cors-origin, such as http://localhost:3000, or *"
-        require(is_origin or origin == "*", what, origin, "give scheme, host and port alone")
+        action = "give scheme, host and port alone, in lower case"
+        require(is_origin or origin == "*", what, origin, action)
     return origins
 
 
@@ -141,11 +143,16 @@ def remarks(served: Pair, no_thinking: bool, kept_gib: float | None) -> list[str
             f"Transformers has no response template for {kind}, so reasoning stays in the text of an answer, and "
             "requests with tools are refused"
         )
+    elif served.template and not served.finds_calls:
+        kind = served.target.config.model_type
+        found.append(
+            f"Transformers' response template for {kind} has no calls of tools, so requests with tools are refused"
+        )
     if no_thinking and "enable_thinking" not in served.template:
         found.append("the chat template has no enable_thinking, so --no-thinking changes nothing")
     if kept_gib and served.max_rows == 1:
         found.append(
-            "answers are decoded one at a time, and nothing is kept of them, so --kept-gib changes nothing; pass "
+            "answers are decoded one at a time, and nothing is kept of them, so --kept-gib changes nothing; raise "
             "--max-rows"
         )
     return found
