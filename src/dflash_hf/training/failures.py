@@ -5,23 +5,25 @@ Their messages say what to do in Python. The command line takes what was `found`
 
 from __future__ import annotations
 
+from dflash_hf.errors import one_line
 
-class CheckpointError(OSError):
-    """Raised where a checkpoint cannot be written.
+
+class TrainingFailure(Exception):
+    """What ends a training.
 
     Args:
-        found (`str`): What was expected, and what was found.
+        found (`str`): What was expected, and what was found; kept on one line.
         action (`str`): What to do in Python.
     """
 
     def __init__(self, found: str, action: str) -> None:
-        super().__init__(f"{found}; {action}")
-        self.found = found
+        self.found = one_line(found)
+        super().__init__(f"{self.found}; {action}")
 
 
-class NotFiniteError(FloatingPointError):
-    """Raised at a step whose gradients are not finite; arguments as of [`CheckpointError`]."""
+class CheckpointError(TrainingFailure, OSError):
+    """Raised where a checkpoint cannot be written."""
 
-    def __init__(self, found: str, action: str) -> None:
-        super().__init__(f"{found}; {action}")
-        self.found = found
+
+class NotFiniteError(TrainingFailure, FloatingPointError):
+    """Raised at a step whose gradients are not finite."""
