@@ -56,6 +56,11 @@ IDLE: dict[str, tuple[list[object], str]] = {
         ["--num-train-epochs", 2, "--max-steps", 8],
         "expected --num-train-epochs without --max-steps, got 2.0; leave one of them out",
     ),
+    "steps of evaluations after epochs": (
+        ["--eval-steps", 50, "--eval-strategy", "epoch"],
+        "expected --eval-steps without --eval-strategy epoch, got 50.0; leave one of them out; of a run that began "
+        "with it, name a --config without it, or a new --output-dir",
+    ),
     "folder of no sets": (["--bench-data-dir", TOY], "expected --bench-data-dir with --bench-data"),
 }
 
@@ -126,8 +131,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     ),
     "the best draft of no evaluation": (
         ["--save-strategy", "best", "--num-eval", 0],
-        "expected conversations that are held out for --save-strategy best, got 0; give --num-eval "
-        "64, or --save-strategy steps",
+        "expected an eval_strategy with save_strategy 'best', got 'no'; use epoch, and hold examples out",
     ),
     "a server that is not there": (
         ["--server", "http://127.0.0.1:9", "--server-model", "x"],
@@ -180,6 +184,10 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "a best draft that is not saved": (
         ["--load-best-model-at-end", "true", "--save-strategy", "no"],
         "expected a save_strategy with load_best_model_at_end, got 'no'",
+    ),
+    "a best draft that is never measured": (
+        ["--save-strategy", "best", "--eval-strategy", "no"],
+        "expected an eval_strategy with save_strategy 'best', got 'no'; use epoch, and hold examples out",
     ),
     "a best draft of a set that is not there": (
         ["--metric-for-best-model", "eval_gsm8k_acceptance_length"],
@@ -473,6 +481,15 @@ def test_an_evaluation_has_as_many_rows_at_once_as_a_step(tmp_path: Path) -> Non
     assert make_arguments(settings).per_device_eval_batch_size == 1
     asked = replace(settings, arguments={"per_device_eval_batch_size": 3})
     assert make_arguments(asked).per_device_eval_batch_size == 3
+
+
+def test_a_path_of_two_lines_leaves_a_sentence_on_one(tmp_path: Path) -> None:
+    settings = TrainSettings(target="org/x", output_dir=tmp_path)
+    for kind in (CheckpointError, NotFiniteError):
+        error = kind("expected to read two\nlines, got none", "look")
+        assert str(error) == "expected to read two lines, got none; look"
+        said_of_it = str(explained(error, settings, "run", "on a larger device"))
+        assert said_of_it.startswith("expected to read two lines, got none; ")
 
 
 def test_a_run_of_several_processes_is_continued_by_as_many(

@@ -373,8 +373,12 @@ class TrainSettings:
             if idle:
                 value = getattr(self, idle[0])
                 raise ValueError(
-                    f"expected {flag(idle[0])} {where}, got {shown(value)}; leave one of them out"
+                    f"expected {flag(idle[0])} {where}, got {shown(value)}; {LEAVE_OUT}"
                 )
+        steps = self.arguments.get("eval_steps")
+        # None at all is how a run goes on without held-out rows
+        has_steps = steps is None or self.arguments.get("eval_strategy") != "epoch"
+        require(has_steps, "--eval-steps without --eval-strategy epoch", steps, LEAVE_OUT)
 
     def plain(self) -> dict[str, Any]:
         """Returns all settings as YAML and JSON have them: what another `--config` could be, from any folder."""
@@ -431,6 +435,8 @@ class TrainSettings:
         return found
 
 
+# A folder gives the options of its run again, unless a file of options does.
+LEAVE_OUT = "leave one of them out; of a run that began with it, name a --config without it, or a new --output-dir"
 BATCHES_PER_STEP = "processes x gradient_accumulation_steps"
 LEAST = {
     "num_prompts": 1,

@@ -258,6 +258,10 @@ class DFlashTrainingArguments(TrainingArguments):
         is_saved = not self.load_best_model_at_end or self.save_strategy != "no"
         what = "a save_strategy with load_best_model_at_end"
         require(is_saved, what, str(self.save_strategy), "use epoch, and the same eval_strategy")
+        is_measured = self.save_strategy != "best" or self.eval_strategy != "no"
+        what = "an eval_strategy with save_strategy 'best'"
+        action = "use epoch, and hold examples out: nothing is saved without an evaluation"
+        require(is_measured, what, str(self.eval_strategy), action)
         what = "a seed of 0 or more and below 2**32"
         require(0 <= self.seed < 2**32, what, self.seed, "use another one")
         require(self.num_anchors > 0, "num_anchors > 0", self.num_anchors, "512 is the paper's")
