@@ -152,7 +152,9 @@ def quantised_draft(folder: Path, way: str, layout: str) -> dict[str, Tensor]:
     quantise, config = WAYS[way]
     wanted = dict(draft.state_dict())
     linear = {
-        f"{name}.weight" for name, part in draft.named_modules() if type(part) is torch.nn.Linear
+        f"{name}.weight"
+        for name, part in draft.named_modules()
+        if isinstance(part, torch.nn.Linear)
     }
     stored: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

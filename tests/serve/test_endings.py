@@ -313,14 +313,14 @@ def test_stop_strings_of_the_target_end_an_answer(
     ids = target.generate(**prompt, max_new_tokens=400, do_sample=False, tokenizer=tokenizer)
     new = ids[0, prompt["input_ids"].shape[1] :]
 
-    async def scenario() -> tuple[int, str]:
+    async def scenario(limit: int) -> tuple[int, str]:
         client = Client(build_app(pair), **ASKED, max_tokens=limit)
         await client.task
         return client.got()
 
     # With the second limit the last allowed token completes the string.
     for limit in (400, len(new)):
-        status, body = asyncio.run(scenario())
+        status, body = asyncio.run(scenario(limit))
         assert status == 200, body
         choice = json.loads(body)["choices"][0]
         assert choice["finish_reason"] == "stop"
