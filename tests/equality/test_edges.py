@@ -310,6 +310,48 @@ def test_nothing_is_drawn_where_processors_hide_all_tokens(case: str) -> None:
         target.generate(**settings, assistant_model=tiny_draft(target))
 
 
+class StopsAt(StoppingCriteria):
+    """Stops a row at so many columns."""
+
+    is_row_wise = True
+
+    def __init__(self, num_columns: int) -> None:
+        self.num_columns = num_columns
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= self.num_columns])
+
+
+def test_what_lies_behind_a_stop_needs_no_token_to_draw() -> None:
+    target = shallow_target("qwen3")
+    inputs = prompts([6], 8)
+    settings: dict[str, Any] = {
+        **GREEDY,
+        "do_sample": True,
+        "logits_processor": [HidesAll(9, True)],
+    }
+    # The target's samples are the same at any width.
+    narrow = tiny_draft(target)
+    narrow.generation_config.verify_width = 1
+    torch.manual_seed(1)
+    ref = target.generate(
+        **inputs, **settings, stopping_criteria=[StopsAt(9)], assistant_model=narrow
+    )
+    assert ref.shape == (1, 9)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0)
+    for num_columns in (8, 9):
+        torch.manual_seed(1)
+        criteria = [StopsAt(num_columns)]
+        out = target.generate(
+            **inputs, **settings, stopping_criteria=criteria, assistant_model=draft
+        )
+        assert torch.equal(out, ref[:, :num_columns])
+    with pytest.raises(ValueError, match="can be drawn from, got -inf as the greatest"):
+        target.generate(
+            **inputs, **settings, stopping_criteria=[StopsAt(10)], assistant_model=draft
+        )
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nothing_is_drawn_from_logits_that_are_no_numbers(value: float) -> None:
     target = shallow_target("qwen3")

@@ -131,9 +131,9 @@ def rejected_token_shown(patches: Patches) -> None:
         )
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(accept, "choose", lambda *_: right[:, next(positions), None])
-            scores = choose(self, state, logits)
+            scores, is_chosen = choose(self, state, logits)
         state.tokens.copy_(accept.choose(scores, state.key, state.decided_positions))
-        return scores
+        return scores, is_chosen
 
     _wrapped(patches, PositionRule, "_choose_tokens", shown)
 

@@ -137,13 +137,21 @@ class PositionRule:
 
         Writes columns of `state.ids` that are not committed yet; reads on the host.
         """
-        scores = self._choose_tokens(state, logits_BWV)
+        scores, is_chosen = self._choose_tokens(state, logits_BWV)
         if self.criteria:
             stop_by_criteria(state, self.criteria, None)
+        if state.host.is_sampled:
+            # Plain `generate` draws nothing behind the token at which a criterion stops a row.
+            place = torch.arange(state.width, device=state.ids.device)
+            is_drawn = is_chosen & (place < state.remaining[:, None])
+            self.processors.check_drawable(scores, is_drawn)
         return scores, None
 
-    def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> Tensor:
-        """Writes `state.tokens`; returns the scores."""
+    def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes `state.tokens`; returns the scores, and at which positions they are a row's `[B, W]`, bool.
+
+        Those are the positions up to a row's first mismatch, end or limit, and none of a row that is done.
+        """
         # Processors write into the scores that they get; the logits may be asked for.
         scores = logits_BWV.to(torch.float32, copy=True)
         columns = state.cursor.tolist()
@@ -153,7 +161,9 @@ class PositionRule:
         walk = walk_of(state, scores)
         # Behind a row's first mismatch nothing is chosen, and nothing is left of the step before.
         state.tokens.zero_()
+        is_chosen = torch.zeros_like(state.tokens, dtype=torch.bool)
         for position in range(state.width):
+            is_chosen[:, position] = active
             lengths = state.cursor + position
             # Rows of one length are processed together: a processor gets a prefix that is as long for all rows.
             rows = zip(columns, active.tolist(), strict=True)
@@ -177,7 +187,7 @@ class PositionRule:
                 break
             # The processors of the next position read it as the last token of the prefix.
             _show_proposal(state, position, active, lengths)
-        return scores
+        return scores, is_chosen
 
     def _processed(
         self,
@@ -206,8 +216,6 @@ class PositionRule:
         raw = scores_BV.to(torch.float32, copy=True)
         processed = self.processors.at(prefix, raw, rows)
         processed = of_vocabulary(processed, *scores_BV.shape)
-        if state.host.is_sampled:
-            self.processors.check_drawable(processed, rows)
         return torch.where(rows[:, None], processed, scores_BV)
 
     def _goes_on(self, state: DecodeState, position: int, chosen_B: Tensor) -> Tensor:

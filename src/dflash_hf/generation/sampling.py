@@ -166,9 +166,9 @@ class BlockProcessors:
                 scores = processor(ids, scores)
         return scores
 
-    def check_drawable(self, scores_BV: Tensor, rows: Tensor) -> None:
-        """Refuses processed scores of the given rows `[B]` as [`check_drawable`] does; reads on the host."""
-        check_drawable(scores_BV[rows])
+    def check_drawable(self, scores_BKV: Tensor, is_drawn_BK: Tensor) -> None:
+        """Refuses processed scores of tokens that are drawn as [`check_drawable`] does; reads on the host."""
+        check_drawable(scores_BKV[is_drawn_BK])
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
         """Returns logits without the tokens that `hidden` hides; called where [`hides`] says that there are any.
@@ -274,12 +274,11 @@ class RowProcessors(BlockProcessors):
             processed[one] = found
         return processed
 
-    def check_drawable(self, scores_BV: Tensor, rows: Tensor) -> None:
-        """Notes an error for each of the given rows that no token can be drawn for; reads on the host."""
-        numbers: list[int] = rows.nonzero()[:, 0].tolist()
-        for row in numbers:
+    def check_drawable(self, scores_BKV: Tensor, is_drawn_BK: Tensor) -> None:
+        """Notes an error for each row with a token that cannot be drawn; reads on the host."""
+        for row, is_drawn in enumerate(is_drawn_BK):
             try:
-                check_drawable(scores_BV[row : row + 1])
+                check_drawable(scores_BKV[row, is_drawn])
             except ValueError as error:
                 self.failed.setdefault(row, error)
 
