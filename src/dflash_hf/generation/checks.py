@@ -169,12 +169,7 @@ def check_settings(settings: Settings) -> None:
         (settings["use_cache"] is False, "use_cache=True", False, "drafting needs the caches"),
         (guidance not in (None, 1), "no guidance_scale", guidance, "it runs a second forward"),
         (cache == "paged", "no paged cache", cache, "use plain generate"),
-        (
-            cache == "quantized",
-            "no quantized cache",
-            cache,
-            "leave it out, drafting keeps exact keys",
-        ),
+        (cache == "quantized", "no quantized cache", cache, "drafting keeps exact keys"),
         (is_synchronized, "no ZeRO-3, FSDP or synced_gpus", True, "rows advance at their own pace"),
     ]
     for name, reason in REFUSED_SETTINGS.items():
