@@ -223,6 +223,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "constraints": ({"generation_config": GenerationConfig(constraints=[1])}, "no constraints"),
     "cache": ({CACHE_NAME: ()}, CACHE_NAME),
     "stop strings": ({"stop_strings": ["x"]}, "tokenizer="),
+    "healed penalty": (
+        {"token_healing": True, "tokenizer": "any", "encoder_repetition_penalty": 1.5},
+        "no encoder_repetition_penalty with token_healing",
+    ),
+    "healed n-grams": (
+        {"token_healing": True, "tokenizer": "any", "encoder_no_repeat_ngram_size": 2},
+        "no encoder_no_repeat_ngram_size with token_healing",
+    ),
     "config": ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams=1"),
 }
 

@@ -356,7 +356,7 @@ GIVEN: list[dict[str, Any]] = [
     {},
     {"num_beams": 3, "guidance_scale": 1.5},
     {"use_cache": False, "top_k": 0, "penalty_alpha": 0.6},
-    {"stop_strings": "x", "token_healing": True},
+    {"stop_strings": "x", "token_healing": True, "encoder_repetition_penalty": 1.5},
     {
         "num_beams": None,
         "do_sample": True,
@@ -378,6 +378,7 @@ NAMES = (
     *("force_words_ids", "constraints"),
     *("prompt_lookup_num_tokens", "cache_implementation", "output_attentions", "bos_token_id"),
     *("num_return_sequences", "token_healing", "stop_strings", "pad_token_id", "eos_token_id"),
+    *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
 )
 
 

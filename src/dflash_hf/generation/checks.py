@@ -186,6 +186,17 @@ def check_settings(settings: Settings) -> None:
     can_heal = has_tokenizer and has_ids
     require(can_heal or not heals, "input_ids and tokenizer= with token_healing", None, do)
     require(has_tokenizer or not stops_at_strings, "tokenizer= with stop_strings", None, do)
+    if heals:
+        _check_healed(settings)
+
+
+def _check_healed(settings: Settings) -> None:
+    """Refuses processors of the prompt beside token healing: plain `generate` hands them the prompt before it."""
+    penalty = settings["encoder_repetition_penalty"]
+    size = settings["encoder_no_repeat_ngram_size"]
+    do = "it would look at the healed prompt, leave one of the two out; or drop the draft"
+    require(penalty in (None, 1), "no encoder_repetition_penalty with token_healing", penalty, do)
+    require((size or 0) <= 0, "no encoder_no_repeat_ngram_size with token_healing", size, do)
 
 
 def _check_num_assistant_tokens(arguments: Mapping[str, Any]) -> None:
