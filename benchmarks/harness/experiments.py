@@ -29,6 +29,7 @@ from torch.nn.functional import linear
 
 from dflash_hf import joint_products
 from dflash_hf.generation.product_times import measure_products
+from dflash_hf.packed_weights import LINEAR_CLASSES
 from dflash_hf.target_model.user_code import MARK
 
 from .operations import no_stand_ins
@@ -167,7 +168,7 @@ def own_forwards(
 def projections(model: nn.Module) -> list[list[Any]]:
     """Returns, layer by layer, the plain projections of each: attention's four and the MLP's three.
 
-    A layer without all seven is left out, and so is one whose projections are no plain `nn.Linear`.
+    A layer without all seven is left out, and so is one whose projections are no plain linear layers.
     """
     found: list[list[Any]] = []
     for layer in model.modules():
@@ -176,7 +177,7 @@ def projections(model: nn.Module) -> list[list[Any]]:
         own = [getattr(attention, name, None) for name in ATTENTION] + [
             getattr(mlp, name, None) for name in GATED
         ]
-        if all(type(part) is nn.Linear for part in own):
+        if all(type(part) in LINEAR_CLASSES for part in own):
             found.append(own)
     return found
 
