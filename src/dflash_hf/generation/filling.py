@@ -285,7 +285,10 @@ class Filling:
         """Takes the tapped states `[B, S, L * D]` of a forward."""
         # A chunk's columns follow those of the chunk before: no chunk says which ones it has.
         end = self.seen + states.shape[1]
-        positions = self.positions[self.rows, self.seen : end]
+        positions = self.positions[:, self.seen : end]
+        is_group = len(self.rows) < len(positions)
+        if is_group:
+            positions = positions[self.rows]
         self.generator.observe_prompt(states, positions, self.rows)
         self.seen = end
 
