@@ -210,7 +210,10 @@ def test_anything_may_stand_in_a_config(value: Any) -> None:
     assert find_target(target).facts is facts
     # Another tensor of the same name: whether they are equal is not asked.
     target.config.note = torch.ones(2)
-    assert find_target(target).facts is not facts
+    facts_of_tensor = find_target(target).facts
+    assert facts_of_tensor is not facts
+    target.config.note = 5
+    assert find_target(target).facts is not facts_of_tensor
 
 
 def test_changes_inside_of_a_configs_values_are_seen() -> None:

@@ -248,7 +248,8 @@ def _is_same(kept: Any, value: Any) -> bool:
         return (
             isinstance(kept, list) and len(kept) == len(value) and all(map(_is_same, kept, value))
         )
-    return isinstance(value, str | int | float | set) and kept == value
+    is_plain = isinstance(value, str | int | float | set)
+    return is_plain and type(kept) is type(value) and kept == value
 
 
 def num_weights(module: nn.Module) -> int:
