@@ -23,7 +23,7 @@ CHOOSES_THE_PAIR = (
 )
 # Notebooks without that cell, and why.
 TOYS_ALONE = {
-    "03_train_a_draft": "For SmolLM2 it takes two hours",
+    "03_train_a_draft": "For SmolLM2 the first of two parts takes two hours",
     "04_break_a_draft": "on SmolLM2 three of the six mistakes cost too little to be found",
     "05_images": "SmolLM2 reads no images",
 }

@@ -151,7 +151,7 @@ def _inferred_mask(settings: Settings, ids: Tensor) -> Tensor:
     ends = settings["eos_token_id"]
     if pad is None:
         return torch.ones_like(ids)
-    ends_text = ends is not None and bool((torch.as_tensor(ends) == int(pad)).any())
+    ends_text = ends is not None and bool((torch.as_tensor(ends, device="cpu") == int(pad)).any())
     if ends_text:
         return torch.ones_like(ids)
     return (ids != int(pad)).long()

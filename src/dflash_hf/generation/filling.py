@@ -184,7 +184,8 @@ class Filling:
             caches.append(self._cache_of(outputs))
             rows.extend(group.rows)
             last_logits.append(outputs.logits[:, -1:])
-        places = torch.tensor(rows).argsort()
+        # Back into the order of the request's rows.
+        places = torch.tensor(rows, device="cpu").argsort()
         logits = torch.cat(last_logits)[places]
         cache = merged(caches, groups, self.num_columns, target.config)
         self.inputs[CACHE_NAME] = cache
