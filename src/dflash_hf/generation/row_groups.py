@@ -17,7 +17,8 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.prefilled import shapes_of, stored_columns
 from dflash_hf.generation.request import Request
 
-# Tokens of padding that cost about as much as a further forward (docs/log.md).
+# Padding that a further forward must spare. By itself it costs as much as 17 to 21 tokens (docs/log.md); the rest is
+# for targets whose forwards cost more, as those with experts.
 TOKENS_OF_A_FORWARD = 256
 # Inputs of a prefill that are the same for each row.
 OF_ALL_ROWS = {CACHE_NAME, "logits_to_keep", "return_dict", "use_cache"}
