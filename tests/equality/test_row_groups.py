@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Has each padding be worth a forward, and notes the rows and columns that each prefill of a draft's call has."""
+    """Makes any padding worth a forward; returns the list for [`note_prefills`]."""
     monkeypatch.setattr(row_groups, "TOKENS_OF_A_FORWARD", 0)
     return []
 
@@ -128,9 +129,10 @@ def test_sampled_texts_are_those_of_one_forward(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(*texts)
 
 
-KEPT: dict[str, dict[str, Any]] = {
-    "outputs": {"return_dict_in_generate": True},
-    "chunks": {"prefill_chunk_size": 5},
+KEPT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "outputs": lambda target: {"return_dict_in_generate": True},
+    "chunks": lambda target: {"prefill_chunk_size": 5},
+    "a cache": lambda target: {CACHE_NAME: DynamicCache(config=target.config)},
 }
 
 
@@ -143,22 +145,8 @@ def test_whoever_sees_the_prefill_gets_one_of_all_rows(
     ref = target.generate(**inputs, **SETTINGS)
     draft = oracle_draft(target, truth_of(inputs, ref), 4, 6)
     note_prefills(target, shapes, monkeypatch)
-    out = target.generate(**inputs, **SETTINGS, **KEPT[asked], assistant_model=draft)
+    out = target.generate(**inputs, **SETTINGS, **KEPT[asked](target), assistant_model=draft)
     assert torch.equal(getattr(out, "sequences", out), ref)
-    assert shapes == TOGETHER
-
-
-def test_a_cache_passed_in_is_filled_by_one_forward(
-    shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tiny_target("qwen3")
-    inputs = prompts(LENGTHS, 5)
-    ref = target.generate(**inputs, **SETTINGS)
-    draft = oracle_draft(target, truth_of(inputs, ref), 5, 6)
-    note_prefills(target, shapes, monkeypatch)
-    cache = DynamicCache(config=target.config)
-    out = target.generate(**inputs, **SETTINGS, assistant_model=draft, **{CACHE_NAME: cache})
-    assert torch.equal(out, ref)
     assert shapes == TOGETHER
 
 
