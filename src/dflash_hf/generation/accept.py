@@ -1,14 +1,15 @@
-"""From the target's logits to committed tokens: choose, count the proposals that stand, commit.
+"""This module chooses the target's tokens from its logits, counts the accepted proposals, and commits.
 
-Three rules choose, and [`rule_for`] says which one a run has. Each writes the target's tokens into `state.tokens`, and
-returns the number of proposals that it accepts where that is another one than the number that match:
+There are three rules of acceptance, and [`rule_for`] returns the rule of a run. Each rule writes the target's tokens
+into `state.tokens`. It also returns the number of accepted proposals, if this is not the number of proposals that
+match:
 
-* [`BlockRule`] looks at the whole block at once: greedy, sampled with warpers of single scores, or by rejection;
-* [`PositionRule`] goes position by position, for processors that read the prefix;
-* [`SynchronizedRows`] goes column by column over all rows, where user code has to see all of them.
+* [`BlockRule`] chooses the whole block at once: greedily, with stateless warpers, or by rejection sampling.
+* [`PositionRule`] chooses position by position, for processors that read the prefix.
+* [`SynchronizedRows`] chooses column by column over all rows, for user code that must see all rows.
 
-There is one way to commit, [`commit`]. A stopping criterion lowers the number of tokens that a row may still generate,
-so that the commit ends the row there.
+Only [`commit`] commits tokens. A stopping criterion lowers the number of tokens that a row may still generate, so that
+the commit ends the row there.
 
 Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 """
@@ -41,13 +42,16 @@ from dflash_hf.generation.synchronized_rows import SynchronizedRows, pads_ended_
 
 
 def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
-    """Commits the chosen tokens and prepares the next step: the only place where rows move on. No host sync.
+    """Commits the chosen tokens and prepares the next step. No other function advances rows. It has no host sync.
 
-    `num_accepted` `[B]`, int64, is in `[0, W - 1]`; by default the number of proposals that equal `state.tokens`, up
-    to the first that does not. `state.outcome` says what has happened.
+    Args:
+        state (`DecodeState`): Changed in place. `state.outcome` then holds what the step has done.
+        num_accepted (`torch.Tensor` of shape `[B]`, int64, *optional*): The number of accepted proposals, in
+            `[0, W - 1]`. By default it is the number of proposals before the first one that differs from
+            `state.tokens`.
     """
     accept_and_prepare = ops.implementation(ops.accept_and_prepare, state.block)
-    # The part of the report that every step writes; a tree's is written before.
+    # The part of the outcome that every step writes. The part that describes a tree has been written before.
     record = state.outcome[: NUM_REPORTED + state.width]
     accept_and_prepare(
         state.block,
@@ -65,17 +69,19 @@ def commit(state: DecodeState, num_accepted: Tensor | None = None) -> None:
 
 
 class BlockRule:
-    """Chooses tokens where the processors can see the whole block at once.
+    """Chooses all tokens of a block at once, for processors that do not read the prefix.
 
-    It reads nothing on the host where [`runs_on_device`].
+    It copies nothing to the host if [`runs_on_device`] is true.
 
     Args:
-        processors (`BlockProcessors`): The run's, all of them stateless.
-        criteria (`list[StoppingCriteria]`): Besides length and end of sequence; they look at a row's own tokens.
-        is_recorded (`bool`): Whether somebody records the steps: scores are processed then, and the host takes part.
+        processors (`BlockProcessors`): The run's processors. All of them are stateless.
+        criteria (`list[StoppingCriteria]`): The criteria besides length and end of sequence. They look at a row's own
+            tokens only.
+        is_recorded (`bool`): Whether the steps are recorded. In this case the rule also returns processed scores, and
+            a step needs the host.
     """
 
-    # Whether the rule itself hands tokens to the streamer.
+    # Whether the rule itself passes tokens to the streamer.
     feeds_streamer = False
 
     def __init__(
@@ -87,42 +93,46 @@ class BlockRule:
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether a step is decided without a look on the host."""
+        """Whether a step needs no copy to the host."""
         return not self.criteria and not self.is_recorded
 
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:
         """Chooses the tokens of a block.
 
-        Writes `state.tokens`, and lowers `state.remaining` where a criterion stops a row.
+        Writes `state.tokens`, and lowers `state.remaining` of each row that a criterion stops.
 
         Args:
             state (`DecodeState`): Changed in place.
             logits_BWV (`torch.Tensor`): The target's logits for the verified tokens.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor | None]`: Scores `[B, W, V]`, processed if somebody wants them; and the
-            number accepted `[B]`, int64, where it is another one than the number that match.
+            `tuple[torch.Tensor, torch.Tensor | None]`: The scores `[B, W, V]`, which are processed if steps are
+            recorded. Then the number of accepted proposals `[B]`, int64, or `None` for the number that match.
         """
         scores, num_accepted = self._choose_block(state, logits_BWV)
-        # Criteria see tokens that are chosen and not committed: what they stop is never taken back.
+        # Criteria see the chosen tokens before the commit, so that no committed token is ever removed.
         if self.criteria:
             stop_by_criteria(state, self.criteria, num_accepted)
         return scores, num_accepted
 
     def _choose_block(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Chooses as [`choose`], whatever the criteria say."""
+        """Chooses as [`choose`] does, without the criteria."""
         num_accepted = choose_block(state, logits_BWV, self.processors)
         scores = logits_BWV
         if self.is_recorded:
-            # The tokens were chosen without scores of the whole vocabulary, where a kernel could.
+            # A kernel may have chosen the tokens without computing the scores of the whole vocabulary.
             scores = scores_of_block(state, logits_BWV, self.processors)
         return scores, num_accepted
 
 
 class PositionRule:
-    """Chooses position by position, each row until its first mismatch: for processors that read the prefix.
+    """Chooses position by position, each row up to its first mismatch, for processors that read the prefix.
 
-    No processor ever sees a rejected token. Arguments as of [`BlockRule`].
+    No processor ever sees a rejected token.
+
+    Args:
+        processors (`BlockProcessors`): The run's processors.
+        criteria (`list[StoppingCriteria]`): As in [`BlockRule`].
     """
 
     feeds_streamer = False
@@ -133,39 +143,43 @@ class PositionRule:
         self.criteria = criteria
 
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Chooses as [`BlockRule.choose`]; the scores `[B, W, V]` are raw beyond a row's first mismatch.
+        """Chooses as [`BlockRule.choose`] does. The scores `[B, W, V]` are unprocessed after a row's first mismatch.
 
-        Writes columns of `state.ids` that are not committed yet; reads on the host.
+        Writes columns of `state.ids` that are not committed yet. Copies tensors to the host.
+
+        Raises:
+            ValueError: If a sampled token has scores from which no token can be drawn. In a running batch, the error
+                is stored for the row instead ([`RowProcessors`]).
         """
         scores, is_chosen = self._choose_tokens(state, logits_BWV)
         if self.criteria:
             stop_by_criteria(state, self.criteria, None)
         if state.host.is_sampled:
-            # Plain `generate` draws nothing behind the token at which a criterion stops a row.
+            # Tokens after a criterion's stop are not checked, because plain `generate` does not draw them.
             place = torch.arange(state.width, device=state.ids.device)
             is_drawn = is_chosen & (place < state.remaining[:, None])
             self.processors.check_drawable(scores, is_drawn)
         return scores, None
 
     def _choose_tokens(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes `state.tokens`; returns the scores, and at which positions they are a row's `[B, W]`, bool.
+        """Writes `state.tokens`. Returns the scores, and the positions `[B, W]`, bool, for which a token is chosen.
 
-        Those are the positions up to a row's first mismatch, end or limit, and none of a row that is done.
+        These are a row's positions up to its first mismatch, end or limit. A row that has ended has none.
         """
-        # Processors write into the scores that they get; the logits may be asked for.
+        # A copy, because processors write into their scores, and the caller may have asked for the logits.
         scores = logits_BWV.to(torch.float32, copy=True)
         columns = state.cursor.tolist()
         # The rows whose proposals have all matched so far.
         active = ~state.done
         positions = state.decided_positions
         walk = walk_of(state, scores)
-        # Behind a row's first mismatch nothing is chosen, and nothing is left of the step before.
+        # After a row's first mismatch no token is chosen. The zeros replace the tokens of the step before.
         state.tokens.zero_()
         is_chosen = torch.zeros_like(state.tokens, dtype=torch.bool)
         for position in range(state.width):
             is_chosen[:, position] = active
             lengths = state.cursor + position
-            # Rows of one length are processed together: a processor gets a prefix that is as long for all rows.
+            # Rows of one length are processed together, because a processor gets prefixes of one length for all rows.
             rows = zip(columns, active.tolist(), strict=True)
             found = {column + position for column, is_active in rows if is_active}
             for length in sorted(found):
@@ -180,12 +194,12 @@ class PositionRule:
             is_last = position == state.width - 1
             if is_last:
                 break
-            # First the walk, which puts the proposal of the next node on a tree's path into `state.proposals`.
+            # The walk comes first: for a tree, it writes the next proposal on the path into `state.proposals`.
             walk.step(position, chosen, scores)
             active = active & self._goes_on(state, position, chosen)
             if not bool(active.any()):
                 break
-            # The processors of the next position read it as the last token of the prefix.
+            # The processors of the next position read this proposal as the last token of the prefix.
             _show_proposal(state, position, active, lengths)
         return scores, is_chosen
 
@@ -197,31 +211,33 @@ class PositionRule:
         lengths_B: Tensor,
         length: int,
     ) -> Tensor:
-        """Returns scores `[B, V]`, processed for the active rows that have `length` columns before them.
+        """Returns scores `[B, V]` that are processed for the active rows with a prefix of `length` columns.
 
-        All rows go through the processors every time, because these may hold settings per row. Rows that stand
-        elsewhere show their own committed tokens, then padding, and their scores are dropped.
+        All rows go through the processors each time, because processors may hold settings per row. The prefix of the
+        other rows is their own committed tokens, cut or padded to `length`. Their processed scores are dropped.
+
+        Raises `ValueError` if a processor returns scores of a wrong shape.
         """
         rows = active_B & (lengths_B == length)
-        # A row that is not active has columns of rejected proposals behind its committed ones.
+        # In a row that is not active, rejected proposals stand in the columns after the committed tokens.
         num_seen = torch.where(active_B, lengths_B, state.cursor).clamp_max(length)
         prefix = state.ids[:, :length].clone()
         column = torch.arange(length, device=state.ids.device)
         is_padding = column >= num_seen[:, None]
-        # Processors look scores up by id. Old configs say -1 where there is no padding, and a pad token may be the
-        # tokenizer's alone.
+        # Processors look scores up by token id, so the padding needs an id that has a score. Old configs use -1 if
+        # there is no padding, and a pad token may be known to the tokenizer only.
         has_score = 0 <= self.processors.pad_id < scores_BV.shape[1]
         prefix[is_padding] = self.processors.pad_id if has_score else 0
-        # A copy in float32, which processors expect: rows of another length may have float64 scores by now.
+        # A copy in float32, which processors expect. The scores may be float64 after rows of another length.
         raw = scores_BV.to(torch.float32, copy=True)
         processed = self.processors.at(prefix, raw, rows)
         processed = of_vocabulary(processed, *scores_BV.shape)
         return torch.where(rows[:, None], processed, scores_BV)
 
     def _goes_on(self, state: DecodeState, position: int, chosen_B: Tensor) -> Tensor:
-        """Returns the rows whose token at a position equals the proposal and does not end them `[B]`."""
+        """Returns which rows `[B]`, bool, have chosen the proposal at a position and do not end with this token."""
         matches = chosen_B == state.proposals[:, position]
-        # The row's limit, which a criterion may have lowered.
+        # A row also ends at its limit, which a criterion may have lowered.
         goes_on = matches & (state.remaining > position + 1)
         if state.host.has_eos:
             goes_on = goes_on & ~ends_row(chosen_B, state.padded_eos_ids)
@@ -229,7 +245,7 @@ class PositionRule:
 
 
 def _show_proposal(state: DecodeState, position: int, active_B: Tensor, lengths_B: Tensor) -> None:
-    """Writes the proposal at a position behind the ids of the active rows, where processors read the prefix."""
+    """Writes the proposal at a position after the prefixes of the active rows in `state.ids`, for the processors."""
     columns = lengths_B[:, None]
     before = state.ids.gather(1, columns)[:, 0]
     shown = torch.where(active_B, state.proposals[:, position], before)
@@ -239,17 +255,17 @@ def _show_proposal(state: DecodeState, position: int, active_B: Tensor, lengths_
 def stop_by_criteria(
     state: DecodeState, criteria: list[StoppingCriteria], num_accepted: Tensor | None
 ) -> None:
-    """Asks stopping criteria after each token that would be committed, row by row, and ends rows where they say so.
+    """Calls the stopping criteria after each token that would be committed, row by row, and ends rows that they stop.
 
-    The criteria look at a row's own tokens: with any other, rows are synchronized. Reads on the host. Lowers
-    `remaining` of the rows that stop, and changes `ids` behind the committed columns; for `num_accepted` see
-    [`commit`].
+    The criteria look at a row's own tokens only. Other criteria use [`SynchronizedRows`]. The function copies tensors
+    to the host. It lowers `state.remaining` of the rows that stop, and writes columns of `state.ids` after the
+    committed ones. `num_accepted` is that of [`commit`].
     """
-    # The tokens that the commit would take, row by row.
+    # The number of tokens that the commit would take in each row.
     num_accepted = accepted(state, num_accepted)
     would_commit = torch.minimum(num_accepted + 1, state.remaining)
     num_ahead = would_commit.masked_fill(state.done, 0).tolist()
-    # They are written behind the ids as scratch: a criterion is given the text with the token at its end.
+    # The tokens are written after the committed ids as scratch, because a criterion gets the text up to the token.
     place = torch.arange(state.width, device=state.ids.device)
     columns = place + state.cursor[:, None]
     state.ids.scatter_(1, columns, state.tokens)
@@ -258,21 +274,21 @@ def stop_by_criteria(
         has_ended = num_ahead[row] == 0
         if has_ended:
             continue
-        # A copy: a criterion may keep what it gets, and the columns are written again.
+        # A copy, because a criterion may keep the tensor, and the columns are overwritten.
         text = state.ids[row : row + 1, : column + num_ahead[row]].clone()
         for num in range(1, num_ahead[row] + 1):
             ids = cast(torch.LongTensor, text[:, : column + num])
             if _stops(criteria, ids):
-                # The commit ends the row where nothing remains to be generated.
+                # The commit ends a row that has no token left to generate.
                 state.remaining[row] = num
                 break
-            # The commit ends the row here, and plain `generate` asks no criterion about tokens behind the end.
+            # The commit ends the row here, and plain `generate` calls no criterion for tokens after the end.
             if is_end[row][num - 1]:
                 break
 
 
 def _stops(criteria: list[StoppingCriteria], ids: torch.LongTensor) -> bool:
-    """Returns True if a criterion stops the one row `[1, n]` behind its last token; reads on the host."""
+    """Returns True if a criterion stops the one row `[1, n]` after its last token. Copies the verdict to the host."""
     for criterion in criteria:
         verdict = torch.as_tensor(criterion(ids, None), device="cpu")
         if bool(verdict.all()):
@@ -280,17 +296,17 @@ def _stops(criteria: list[StoppingCriteria], ids: torch.LongTensor) -> bool:
     return False
 
 
-# Transformers' own processors look at nothing but each row's prefix and scores. Processors of the user's that say
-# `is_row_wise = True` do so too.
+# Transformers' own processors look only at each row's prefix and scores. So do user processors that declare
+# `is_row_wise = True`.
 TOKEN_LOCAL_PROCESSORS = "transformers.generation.logits_process"
-# But for these, which keep state (guidance a cache of the target's) or take several rows for one.
+# These are the exceptions: they keep state (guidance keeps a cache of the target) or treat several rows as one.
 OF_WHOLE_BATCH = (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
     DiaEOSChannelFilterLogitsProcessor,
     DiaEOSDelayPatternLogitsProcessor,
 )
-# Criteria that decide for a row by its own tokens; so do user criteria that say `is_row_wise = True`.
+# Criteria that decide for a row by its own tokens. So do user criteria that declare `is_row_wise = True`.
 ROW_WISE_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 AcceptanceRule = BlockRule | PositionRule | SynchronizedRows
@@ -305,15 +321,15 @@ def rule_for(
 ) -> AcceptanceRule:
     """Returns the rule by which a run chooses tokens.
 
-    Arguments as of [`SynchronizedRows`]; `recorder` says whether the steps and their scores are recorded.
+    The arguments are those of [`SynchronizedRows`]. `recorder` says whether steps and their scores are recorded.
     """
     keeps_state = any(may_keep_state(processor) for processor in processors.processors)
     compares_rows = any(may_compare_rows(criterion) for criterion in criteria)
     if state.ids.shape[0] == 1:
-        # One row is in step with itself, and its streamer gets all tokens of a commit at once.
+        # One row needs no synchronization, and its streamer gets all tokens of a commit at once.
         is_synchronized = keeps_state or compares_rows
     else:
-        # Without an end-of-sequence id plain `generate` lets stopped rows run on until all have stopped.
+        # Without an end-of-sequence id, plain `generate` continues stopped rows until all rows have stopped.
         stops_late = bool(criteria) and not pads_ended_rows(criteria, state)
         is_synchronized = keeps_state or compares_rows or streamer is not None or stops_late
     if is_synchronized:
@@ -324,15 +340,15 @@ def rule_for(
 
 
 def may_keep_state(processor: Any) -> bool:
-    """Returns True unless a logits processor is known, or says, to look at a row's prefix and scores alone."""
+    """Returns False if a logits processor is known, or declares, to look only at a row's prefix and scores."""
     if getattr(processor, "is_row_wise", False):
         return False
-    # By the module, so that a subclass of the user's counts as unknown.
+    # The module decides, so that a user's subclass counts as unknown.
     is_unknown = type(processor).__module__ != TOKEN_LOCAL_PROCESSORS
     return is_unknown or isinstance(processor, OF_WHOLE_BATCH)
 
 
 def may_compare_rows(criterion: Any) -> bool:
-    """Returns True unless a stopping criterion decides for a row by its own tokens."""
+    """Returns False if a stopping criterion is known, or declares, to decide for a row by its own tokens."""
     is_row_wise = getattr(criterion, "is_row_wise", False)
     return type(criterion) not in ROW_WISE_CRITERIA and not is_row_wise

@@ -1,4 +1,4 @@
-"""The drafting side of decoding: takes the tapped states of the prompts, and proposes blocks."""
+"""This module drafts: it turns the tapped states of the prompts into the draft's context, and proposes blocks."""
 
 from __future__ import annotations
 
@@ -27,31 +27,33 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 ProposalRule = Literal["argmax", "shared_noise", "sample"]
-# See `iterate`: the draft's logits [B, W - 1, V] and the token before the proposals [B] -> proposals [B, W - 1].
+# A caller's own rule, see `iterate`: it gets the draft's logits [B, W - 1, V] and the token before the proposals [B],
+# and returns the proposals [B, W - 1].
 Propose = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(slots=True)
 class Iterated:
-    """What a run of `iterate` asks of its drafting side, and gets from it; other runs ask for nothing."""
+    """The settings and logits of a run of `iterate`. In other runs, the fields keep their default values."""
 
     propose: Propose | None = None  # the caller's own rule
-    keeps_logits: bool = False  # whether the last block's logits are kept
-    logits: Tensor | None = None  # [B, W - 1, V]; none of a block that was not drafted
+    keeps_logits: bool = False  # whether the logits of the last block are kept
+    logits: Tensor | None = None  # [B, W - 1, V]; `None` if the last block was not drafted
 
 
 class DFlashCandidateGenerator:
     """Drafts with a [`DFlashDraftModel`] over a ragged context cache.
 
-    Its forwards also write the tapped states of every verify, which [`NewestContext`] keeps.
+    Each forward of the draft also writes the context of the last verify: [`NewestContext`] holds the verify's tapped
+    states until then.
 
     Args:
         request (`Request`): The call's inputs and settings. A draft without its own embedding and head uses the
-            target's. The stateless warpers among the processors shape the proposals too.
-        buffers (`FixedBuffers`): The run's, with its context cache and the newest context, both cleared.
-        proposal (`str`): How to propose when sampling.
-        drafter (`DFlashDraftModel`): The model that computes the blocks and their logits: the draft, or a copy of it;
-            see `float8.drafting_copy`.
+            target's. In sampling, the stateless warpers among the processors are applied to the draft's logits too.
+        buffers (`FixedBuffers`): The run's buffers. Their context cache and newest context must be cleared.
+        proposal (`str`): The proposal rule for sampling: `"argmax"`, `"shared_noise"` or `"sample"`.
+        drafter (`DFlashDraftModel`): The model that computes the blocks and their logits. It is the draft or a copy of
+            it; see `float8.drafting_copy`.
     """
 
     def __init__(
@@ -61,52 +63,56 @@ class DFlashCandidateGenerator:
         proposal: ProposalRule,
         drafter: DFlashDraftModel,
     ) -> None:
-        # Another one once the models were looked at anew or rows have joined. The draft is the same in each of them;
-        # the rest is read from it.
+        # The request is replaced when the models are looked at again or rows join. The draft stays the same, so it is
+        # kept here. Everything else is read from the current request.
         self.request = request
         self.draft = request.draft
         self.drafter = drafter
         self.proposal: ProposalRule = proposal
         self.buffers = buffers
-        # The draft's context, and what of it the cache does not hold yet.
+        # The draft's context: the part in the cache, and the tapped states that are not written yet.
         self.draft_cache = buffers.draft_cache
         self.newest = buffers.newest
-        # Builds the trees that are verified; `None` in a run that verifies chains.
+        # The builder of the trees that are verified; `None` in a run that verifies chains.
         self.trees = buffers.trees
-        # The draft's device: to ask a model goes through its weights.
+        # The draft's device. It is kept because a model searches all its weights to find its device.
         self.device = self.newest.columns.device
-        # Tokens of the draft's block, `K`, and how many of its slots propose.
+        # `K`, the number of tokens in the draft's block, and the number of its slots that propose a token.
         self.block_size = buffers.shape.block_size
         self.num_proposals = self.draft.config.num_proposals(self.block_size)
-        # Tokens that are verified at most: `K` or fewer, or `K + 1` where the anchor's slot proposes too.
+        # The largest number of tokens in a verify.
         self.verify_width = buffers.shape.width
-        # How far behind each slot's own position the token stands that it proposes: 0, or 1.
+        # The position of a proposed token minus the position of its slot: 1 if the anchor's slot proposes too, else 0.
         self.ahead = int(self.draft.config.sample_from_anchor)
         self.iterated = Iterated()
 
     def observe_prompt(
         self, context_hidden_states: Tensor, positions: Tensor, rows: list[int]
     ) -> None:
-        """Turns the taps `[n, S, L * D]` of (a chunk of) the prompts of these rows straight into context K/V.
+        """Writes the draft's context of the given rows' prompts, or of a chunk of these prompts.
 
-        `positions` `[n, S]`, on the host, are each token's index in its row, negative for padding.
+        Args:
+            context_hidden_states (`torch.Tensor` of shape `[n, S, L * D]`): The tapped states.
+            positions (`torch.Tensor` of shape `[n, S]`, int64): Each token's index in its row, negative for padding.
+                The tensor is on the host.
+            rows (`list[int]`): The rows of the cache, one for each of the `n` prompts.
         """
         states = self._as_draft(context_hidden_states)
-        # Tokens before the offset get negative positions and go nowhere.
+        # Tokens before the offset get negative positions, so that they are not written.
         if self.newest.has_offset:
             offset = self.newest.offset.to(positions.device)
             positions = positions - offset[rows, None]
         self.draft.write_prompt(states, positions, self.draft_cache, rows)
 
     def take_context(self, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies context of the first tokens of a single prompt in: keys and values `[1, G, n, E]` of each layer."""
+        """Copies context of the first `n` tokens into row 0: the keys and values `[1, G, n, E]` of each layer."""
         for layer, pair in zip(self.draft_cache.attention.values(), kept, strict=True):
             for buffer, states in zip(layer.buffers(), pair, strict=True):
                 row = states[0].transpose(0, 1)
                 copy_row(row, buffer[0], row.shape[0])
 
     def begin(self, lengths: Tensor) -> None:
-        """Begins a run whose prompts have these `lengths` `[B]`; the offset is set by now."""
+        """Begins a run with prompts of these `lengths` `[B]`, int64. The offset must have been set before."""
         newest = self.newest
         if newest.has_offset:
             lengths = lengths - newest.offset
@@ -114,18 +120,19 @@ class DFlashCandidateGenerator:
         self.buffers.stack_weights(self.draft)
 
     def flush(self) -> None:
-        """Writes the newest context if no forward of the draft will write it."""
+        """Writes the newest context into the draft's cache, for when no forward of the draft will write it."""
         self.draft.write_context(self.newest.to_write(), self.draft_cache)
 
     def keep_context(self, is_static: bool) -> None:
-        """Stands in for [`propose`] before a verify of one token: the newest context waits, or is written when full.
+        """Replaces [`propose`] before a verify of one token: writes the newest context if its columns are full.
 
         Args:
-            is_static (`bool`): Write the context of every token, so that each such step is the same.
+            is_static (`bool`): Whether to write the context of every single token, so that all steps are the same, as
+                captured steps must be.
         """
         self.iterated.logits = None
         self.newest.gathers = not is_static
-        # A run that never drafts has nobody who reads context.
+        # In a run that never drafts, no forward reads the context.
         never_drafts = self.verify_width == 1
         if never_drafts:
             return
@@ -133,17 +140,20 @@ class DFlashCandidateGenerator:
             self.flush()
 
     def propose(self, state: DecodeState, block: RaggedBlock, is_static: bool) -> None:
-        """Drafts a block in one forward and writes `state.proposals` (and `draft_probs` under rejection).
+        """Drafts a block in one forward.
+
+        Writes `state.proposals`, or the nodes of a tree. Under rejection sampling it also sets `state.draft_probs`.
 
         Args:
             state (`DecodeState`): Changed in place.
-            block (`RaggedBlock`): Where the draft's block stands, on the target's device.
-            is_static (`bool`): Read nothing on the host, as a captured step must: no processor shapes the logits.
+            block (`RaggedBlock`): The place of the draft's block in each row, on the target's device.
+            is_static (`bool`): Whether the step is a captured one. Such a step copies nothing to the host, so that no
+                processor shapes the logits.
         """
         is_tree = state.is_tree
-        # No node of a tree stands deeper than a chain of as many tokens.
+        # A tree of `width` nodes is at most as deep as a chain of `width` tokens.
         num_slots = min(state.width - 1, self.num_proposals)
-        # The anchor's slot proposes too in some drafts; in others the first mask token's slot is the first to.
+        # The first slot that proposes is the anchor's in some drafts, and the first mask token's in the others.
         first = 1 - self.ahead
         slots = slice(first, first + num_slots)
         # 1. One forward over `[anchor, MASK, ...]`, which also writes the context of the last verified block.
@@ -151,12 +161,13 @@ class DFlashCandidateGenerator:
         embeds = self.draft.embed(state.draft_ids, self.request.target.embedding)
         context = self.newest.to_write()
         hidden = self.drafter.forward_block(self._as_draft(embeds), self.draft_cache, context)
-        # 2. Logits of the slots that propose alone: the head is the largest product of a draft.
+        # 2. Logits for the slots that propose. All other slots are left out, because the head is the largest matrix
+        # product of a draft.
         hidden = hidden[:, slots]
         logits = self._logits(hidden, embeds.dtype, state.block.device)
         if self.iterated.keeps_logits:
             self.iterated.logits = logits
-        # 3. Tokens, or the nodes of a tree. Noise is keyed by the position of the proposed token.
+        # 3. Tokens, or the nodes of a tree. The noise of a token depends on the position of the proposed token.
         positions = block.positions[:, slots]
         processors = self.request.processors
         if processors.shaping and not is_static:
@@ -170,11 +181,11 @@ class DFlashCandidateGenerator:
             state.proposals.copy_(self._chain(state, hidden, logits, positions))
 
     def _logits(self, hidden: Tensor, embeds_dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns logits `[B, n, V]`, on the target's device, for states `[B, n, D]` of the draft."""
+        """Returns logits `[B, n, V]` on the given device for states `[B, n, D]` of the draft."""
         states = hidden
-        # A head of the draft's own is where the draft is, and in its dtype.
+        # A draft's own head has the device and the dtype of the draft. Only for the target's head do states change.
         if self.draft.lm_head is None:
-            # The target's head takes states as its own layers give them.
+            # The target's head expects states in the dtype of the target's layers.
             dtype = embeds_dtype
             if self.draft.embed_tokens is not None:
                 dtype = self.request.target.model.dtype
@@ -182,14 +193,14 @@ class DFlashCandidateGenerator:
         return self.drafter.compute_logits(states, self.request.target.head).to(device)
 
     def _takes_likeliest(self, state: DecodeState) -> bool:
-        """Returns True if the proposals are the draft's likeliest tokens, without noise or warpers."""
+        """Returns True if the proposals are the draft's most likely tokens, without noise or warpers."""
         return not state.host.is_sampled or self.proposal == "argmax"
 
     def _chain(self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
-        """Returns proposals `[B, W - 1]` that follow each other, of the slots at these positions `[B, W - 1]`."""
+        """Returns a chain of proposals `[B, W - 1]`, int64, for the slots at the positions `slots` `[B, W - 1]`."""
         propose = self.iterated.propose
         if propose is not None:
-            # A copy: the caller's function may keep what it gets, and the anchor is written again.
+            # A copy, because the caller's function may keep the tensor, and the next step overwrites the anchor.
             return propose(logits, state.anchor.clone())
         if self._takes_likeliest(state):
             return self.draft.best_path(hidden, logits, state.anchor)
@@ -199,20 +210,23 @@ class DFlashCandidateGenerator:
         if self.draft.config.is_dspark:
             return self._chain_of_slots(state, logits, positions)
         if self.proposal == "shared_noise":
-            # With the target's own noise, so that the two agree where their distributions do.
+            # The draft uses the target's own noise, so that both choose the same token if their distributions agree.
             return draw_from_logits(logits, self.request.processors, state.noise_key, positions)
         tokens, state.draft_probs = self._draw(state, logits, positions)
         return tokens
 
     def _draw(self, state: DecodeState, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws tokens `[B, n]` for these positions; returns them, and the probabilities `[B, n, V]` of all tokens."""
+        """Draws tokens for these positions. Returns them `[B, n]`, and the probabilities of all tokens `[B, n, V]`."""
         scores = self.request.processors.warp(logits)
-        # Rejection compares the target's probabilities with these.
+        # Rejection sampling compares these probabilities with the target's.
         probs = torch.softmax(scores, dim=-1)
         return choose(scores, state.noise_key, positions, DRAFT_STREAM), probs
 
     def _chain_of_slots(self, state: DecodeState, logits: Tensor, positions: Tensor) -> Tensor:
-        """Returns sampled proposals `[B, W - 1]` of a Markov head's draft: each slot behind the token drawn before."""
+        """Returns sampled proposals `[B, W - 1]` of a draft with a Markov head.
+
+        The slots are drawn one after the other, because a slot's logits depend on the token drawn before it.
+        """
         probs: list[Tensor] = []
         processors = self.request.processors
 
@@ -234,8 +248,8 @@ class DFlashCandidateGenerator:
     ) -> Tensor:
         """Returns sampled proposals `[B, W - 1]` among a selector's candidates.
 
-        The noise goes over all transitions at once, whatever path they lead to, and a path uses that of a token once.
-        So the distribution of a token is the softmax over the candidates behind those drawn before it.
+        Noise is added to the scores of all transitions at once, before the path is known. A path uses one transition
+        per slot. So a token's distribution is the softmax over the candidates, given the candidates drawn before it.
         """
         candidates, scores = self._scores(state, hidden, logits)
         assert candidates is not None
@@ -247,7 +261,7 @@ class DFlashCandidateGenerator:
         best = noisy.argmax(dim=-1)
         path, path_scores = follow_path(candidates, scores, best)
         if is_drawn:
-            # Rejection looks at the whole vocabulary: tokens that are no candidates have a probability of 0.
+            # Rejection sampling needs the whole vocabulary. Tokens that are not candidates have a probability of 0.
             probs = torch.softmax(path_scores, dim=-1)
             vocab_size = logits.shape[-1]
             no_probs = probs.new_zeros(*path.shape, vocab_size)
@@ -257,10 +271,13 @@ class DFlashCandidateGenerator:
     def _scores(
         self, state: DecodeState, hidden: Tensor, logits: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns the draft's candidates and scores, or none and the logits; processed where tokens are sampled."""
+        """Returns the draft's candidates and their scores, as [`DFlashDraftModel.transitions`] returns them.
+
+        If proposals are sampled, the scores are warped.
+        """
         candidates, scores = self.draft.transitions(hidden, logits, state.anchor)
         if not self._takes_likeliest(state):
-            # Warpers work on rows of scores: a row of candidates holds those that may follow one predecessor.
+            # Warpers work on rows of scores. Here a row holds the candidates that may follow one candidate.
             rows = scores.flatten(1, -2)
             scores = self.request.processors.warp(rows).view_as(scores)
         return candidates, scores
@@ -268,21 +285,22 @@ class DFlashCandidateGenerator:
     def _propose_tree(
         self, state: DecodeState, hidden: Tensor, logits: Tensor, slots: Tensor
     ) -> None:
-        """Proposes a tree by the slots at these positions `[B, n]`."""
+        """Writes the most likely tree of proposals into the state, from slots at the positions `slots` `[B, n]`."""
         trees = self.trees
         assert trees is not None
         candidates, scores = self._scores(state, hidden, logits)
         if not self._takes_likeliest(state):
-            # Under `shared_noise` a tree is of the scores that the target's own noise makes likely.
+            # Under `shared_noise` the target's own noise is added, so that the tree holds tokens that the target may
+            # draw.
             positions = slots + self.ahead
             scores = with_noise(scores, state.noise_key, positions, candidates)
-        # The probabilities that the text goes on as before, by the number of tokens that match.
+        # The probabilities that the text repeats an earlier passage, by the number of tokens that match.
         follows = trees.follows
         longest = self.draft.generation_config.max_matching_ngram_size
         if longest is not None:
             follows = follows[:, : longest + 1]
         text: tuple[Tensor, ...] = ()
-        # With a limit of 0 nothing is looked for in the text.
+        # With a limit of 0, the text is not searched for repetitions.
         is_searched = follows.shape[1] > 1
         if is_searched:
             text = (state.ids, state.cursor, follows)
@@ -290,6 +308,6 @@ class DFlashCandidateGenerator:
 
     def _as_draft(self, states: Tensor) -> Tensor:
         """Returns states on the draft's device, in its dtype."""
-        # A model finds its dtype by looking through its weights; the newest context has it.
+        # The dtype comes from the newest context, because a model searches its weights to find its dtype.
         dtype = self.newest.columns.dtype
         return states.to(self.device, dtype)

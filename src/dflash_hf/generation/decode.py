@@ -1,7 +1,7 @@
-"""The decoding loop: prefill; while rows run: draft, verify, accept, report.
+"""This module is the decoding loop: prefill, then draft, verify, accept and report until every row has ended.
 
-[`decode`] stands in place of Transformers' own sampling loop, with everything prepared. The steps are in `step.py`;
-the host reads there, and in `static_step.py`, what a step has done.
+[`decode`] replaces Transformers' own sampling loop, after Transformers has prepared the call. The functions of a step
+are in `step.py`. The host reads the outcome of each step there and in `static_step.py`.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from dflash_hf.target_model.parts import Target
 
 
 def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | torch.LongTensor:
-    """Decodes with a draft.
+    """Decodes a request with its draft.
 
     Args:
         request (`Request`): The request.
         inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them.
 
     Returns:
-        Ids `[B, S + new]`, or with them what was asked for.
+        Ids `[B, S + longest answer]`, int64, or a `DFlashGenerateOutput` if `return_dict_in_generate` is set.
     """
     draft = request.draft
     target = request.target
     engine = choose_engine(target, draft)
     user_cache = user_cache_of(request)
-    # Three nested scopes: what is undone at the end or after an error; the target's fast layers; and gradients, which
-    # the prefill keeps on where its cache leaves the call.
+    # These scopes restore the models and the user's cache, and switch the target's fast layers on. The scopes within
+    # them switch gradients off. The prefill keeps gradients on if its cache leaves the call.
     with (
-        # Compiled parts run as they were before torch.compile: they call no hooks, and every width is another shape.
+        # Compiled parts run as they were before torch.compile, because compiled code calls no hooks that were added
+        # later, and every width would be another shape to compile.
         eagerly(target.parts, request.draft_parts),
         user_cache.restored_on_error(),
         fast_from_prefill(request, engine),
@@ -68,69 +69,75 @@ def decode(request: Request, inputs: dict[str, Any]) -> DFlashGenerateOutput | t
         # 2. The steps, until every row has ended: draft, verify, accept, report.
         try:
             run.chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
-            run.watch.lap("rest")  # the choice of widths is no step's time
+            run.watch.lap("rest")  # the choice of widths does not count as time of a step
             with no_gradients(target, request.runs_user_code):
                 advance(run, engine)
         finally:
-            # Also of a run that was interrupted.
+            # A run that was interrupted keeps its statistics and its chooser too.
             draft.last_stats = run.stats
             keep_chooser(run)
-        # 3. The texts, and the cache that the call leaves behind.
+        # 3. The end: the texts, and the cache that the call leaves behind.
         sequences = sequences_of(run)
         if isinstance(user_cache, UserCache):
             advance_user_cache(run, user_cache, sequences)
-        # A rank that failed says so here, while the user's cache can still be put back.
+        # If another rank has failed, this raises while the user's cache can still be restored.
         request.ranks.meet()
-    # With the graphs over them. Buffers of a run that failed are not kept: a graph may have stopped in the middle.
+    # The next call gets the buffers together with the graphs over them. Buffers of a run that failed are not kept,
+    # because a graph may have stopped in the middle.
     if run.keeps_buffers:
         give_buffers(draft, target, run.buffers)
-    # The streamer ends behind everything that may fail, as plain `generate` ends it.
+    # As in plain `generate`, the streamer ends after everything that may fail.
     if request.streamer is not None:
         request.streamer.end()
     return output_of(run, sequences)
 
 
 def advance(run: Run, engine: Engine) -> None:
-    """Runs steps until every row has finished.
+    """Runs steps until every row has ended.
 
-    To be called without gradients; what is returned to the user is made outside of inference mode.
+    The caller must have switched gradients off. Tensors that the user gets are created outside this function, because
+    inference mode may be on in it.
     """
     with device_errors_explained():
-        # Nothing is captured for an answer of one token.
+        # If the first token has ended every row, there is no step to capture.
         if engine != "eager" and not run.finished:
             advance_captured(run)
-        # What is left of the answer is eager, mostly nothing or all of it.
+        # Eager steps decode the rest of the answer. That is mostly nothing or the whole answer.
         if run.finished:
             return
-        # These two answers hold for the whole run.
+        # These two values hold for the whole run.
         drops = drops_rows(run)
         may_change = run.request.calls_user_code
         with tapped_between_steps(run):
             while not run.finished:
-                # Between two steps nothing refers to a row by its place.
+                # Between two steps no code refers to a row by its place, so that rows may move.
                 if drops:
                     drop_finished(run)
                 step(run)
-                # Code that was called with the new tokens may have changed modules and hooks.
+                # User code that was called with the new tokens may have changed modules and hooks.
                 if may_change:
                     look_at_models(run)
 
 
 def advance_captured(run: Run) -> None:
-    """Runs captured steps, if there are any, until every row has finished or the fixed buffers are full."""
-    # Replays go to the stream of the device that ids are on.
+    """Runs captured steps until every row has ended or the fixed buffers are full.
+
+    Runs no step if the run's step cannot be captured.
+    """
+    # Replays go to the stream of the device of the ids.
     with torch.cuda.device_of(run.state.ids):
         captured = start_engine(run)
-        # A step that cannot be captured has said so in the log.
+        # If the step cannot be captured, the log already says why.
         if captured is not None:
             captured.advance()
 
 
 def no_gradients(target: Target, runs_user_code: bool) -> AbstractContextManager[Any]:
-    """Turns gradients off, by inference mode where the target's weights and whoever sees its tensors are for it.
+    """Turns gradients off, by inference mode if all weights of the target are plain tensors and no user code runs.
 
-    That saves 7 to 9 % of a step on a CPU (docs/log-archive.md). Code of the user's (`runs_user_code`) has the mode of
-    plain `generate`: autograd takes no tensor of inference mode, also later.
+    Inference mode saves 7 to 9 % of a step on a CPU (docs/log-archive.md). If user code runs (`runs_user_code`), the
+    mode is `torch.no_grad`, as in plain `generate`. User code may keep tensors, and autograd never accepts a tensor
+    that was made in inference mode.
     """
     if target.takes_inference_mode and not runs_user_code:
         return torch.inference_mode()
@@ -140,8 +147,11 @@ def no_gradients(target: Target, runs_user_code: bool) -> AbstractContextManager
 def gradients_of_prefill(
     target: Target, user_cache: UserCache | NoUserCache
 ) -> AbstractContextManager[Any]:
-    """Turns gradients off where what a prefill makes stays here, and nothing of the user's sees a part of it."""
-    # A RoPE that changes writes its frequencies into the model, which a user may train afterwards.
+    """Turns gradients off if no tensor of the prefill leaves the run and no user code sees one.
+
+    In all other cases the returned scope changes nothing.
+    """
+    # A RoPE that changes with the length writes its frequencies into the model, which a user may train afterwards.
     stays_here = not user_cache.is_kept and in_whole_run(target) and not target.facts.ropes
     if stays_here:
         return no_gradients(target, runs_user_code=False)
@@ -149,7 +159,7 @@ def gradients_of_prefill(
 
 
 def user_cache_of(request: Request) -> UserCache | NoUserCache:
-    """Returns the cache that a request leaves behind: the one passed in, or a new one if it is asked for."""
+    """Returns the cache that a request leaves behind: the cache that was passed in, or a new one for dict output."""
     if request.cache is not None:
         return UserCache(request.cache, is_given=True)
     if request.config.return_dict_in_generate:
@@ -158,11 +168,11 @@ def user_cache_of(request: Request) -> UserCache | NoUserCache:
 
 
 def fast_from_prefill(request: Request, engine: Engine) -> AbstractContextManager[None]:
-    """Has the target run by fast layers from its prefill on, where nothing but the run's forwards uses it.
+    """Makes the target run by fast layers from its prefill on if only the forwards of the run use the target.
 
-    Code of the user's between two forwards may call the target itself: it finds it as it left it.
+    User code that runs between two forwards may call the target itself, and must find it unchanged.
     """
-    # A cache of another kind may run code of its own in the prefill.
+    # A cache of another class may run code of its own in the prefill.
     is_usual_cache = request.cache is None or type(request.cache) is DynamicCache
     nobody_else_uses_target = engine == "eager" and not request.calls_out and is_usual_cache
     if nobody_else_uses_target:
@@ -172,8 +182,8 @@ def fast_from_prefill(request: Request, engine: Engine) -> AbstractContextManage
 
 @contextmanager
 def tapped_between_steps(run: Run) -> Generator[None]:
-    """Leaves the target tapped from step to step, unless something that runs between two steps may use the target."""
-    # It finds the target as the user left it.
+    """Keeps the target tapped from step to step, unless code that runs between two steps may use the target."""
+    # Such code must find the target as the user left it, so each step taps the target and releases it.
     if run.request.calls_out:
         yield
         return
@@ -182,10 +192,10 @@ def tapped_between_steps(run: Run) -> Generator[None]:
 
 
 def sequences_of(run: Run) -> Tensor:
-    """Returns prompts and committed tokens `[B, S + longest answer]`, finished rows padded as `generate` pads them."""
+    """Returns prompts and committed tokens `[B, S + longest answer]`, padded on the right with the pad token."""
     state = run.state
     texts = dict(run.rows.ended)
-    # The rows that are left need not stand where they stood in the request.
+    # The remaining rows may have another place in the state than in the request.
     ends = state.cursor.tolist()
     for row, number in enumerate(run.rows.numbers):
         texts[number] = state.ids[row, : ends[row]]
@@ -198,9 +208,12 @@ def sequences_of(run: Run) -> Tensor:
 
 
 def advance_user_cache(run: Run, user_cache: UserCache, sequences: Tensor) -> None:
-    """Advances the cache that was passed in or asked for; the finished run cannot go on afterwards.
+    """Advances the cache that was passed in or asked for. The run cannot go on afterwards.
 
-    `sequences` `[B, columns + longest answer]` are what `generate` returns.
+    Args:
+        run (`Run`): The finished run.
+        user_cache (`UserCache`): The cache. It is changed in place.
+        sequences (`torch.Tensor` of shape `[B, columns + longest answer]`): The ids that `generate` returns.
     """
     request = run.request
 
@@ -211,8 +224,8 @@ def advance_user_cache(run: Run, user_cache: UserCache, sequences: Tensor) -> No
             for block in blocks:
                 verify(run, block)
 
-    make_room(run)  # for padding behind rows that ended early
-    # A chain as wide as a path: a width that the target has verified before, of one token after another.
+    make_room(run)  # for the padding after rows that ended early
+    # Padding is fed as a chain that is as wide as the longest path, so that each token follows the one before it.
     run.state.width = run.buffers.shape.path
     run.stats.num_target_forwards += user_cache.finish(
         run.state, run.cache, run.generator, sequences, verify_all, keeps_buffers=run.keeps_buffers
@@ -220,14 +233,17 @@ def advance_user_cache(run: Run, user_cache: UserCache, sequences: Tensor) -> No
 
 
 def output_of(run: Run, sequences: Tensor) -> DFlashGenerateOutput | torch.LongTensor:
-    """Returns what the call returns: the texts where the prompts were, or with them what was asked for."""
+    """Returns the output of the call: the texts on the prompts' device, or a dict that also holds what was asked for.
+
+    The dict is a `DFlashGenerateOutput`. It is returned if `return_dict_in_generate` is set.
+    """
     request = run.request
     sequences = cast(torch.LongTensor, sequences.to(request.given_on))
     run.watch.lap("rest")
     if not request.config.return_dict_in_generate:
         return sequences
     found = run.recorder.collected()
-    # As from plain `generate`; hidden states stay on the target's device there too.
+    # As in plain `generate`, scores and logits go to the prompts' device, and hidden states stay on the target's.
     for name in {"scores", "logits"}.intersection(found):
         found[name] = tuple(token.to(request.given_on) for token in found[name])
     cache: dict[str, Any] = {CACHE_NAME: run.user_cache.cache}
@@ -235,15 +251,15 @@ def output_of(run: Run, sequences: Tensor) -> DFlashGenerateOutput | torch.LongT
 
 
 def keep_chooser(run: Run) -> None:
-    """Keeps what a run's widths have shown for the next run of the pair, where `choose_widths` finds it.
+    """Keeps a run's chooser of widths for the next run of the pair. `choose_widths` takes it from there.
 
-    Of captured steps the costs are kept with their graphs.
+    For captured steps, the measured costs are kept with the graphs instead.
     """
     request = run.request
     chooser = run.chooser
-    # A run that was to be captured may have ended before.
+    # `keeps_buffers` also holds for a run that was to be captured and ended before.
     if run.keeps_buffers or not isinstance(chooser, WidthChooser):
         return
-    # Where the clock decides nothing, each run begins alike.
+    # Without measured times, every run of the pair must begin alike.
     if isinstance(chooser.costs, StepTimes):
         give_chooser(chooser, request.draft, request.target.model, len(request.input_ids))

@@ -1,9 +1,9 @@
-"""What happens to `model.generate(..., assistant_model=draft)`, which `patching` brings here.
+"""This module answers `model.generate(..., assistant_model=draft)`. `patching` passes such calls to this module.
 
-Everything that is not a [`DFlashDraftModel`] passes through untouched. With a draft it is refused what cannot be
-honoured, before any forward, and the original `generate` is called with a function as `custom_generate`: Transformers
-still prepares inputs, masks, processors, stopping criteria and lengths, which become a [`Request`]. Then `decode`
-stands in place of its sampling loop.
+A call with any other assistant, or with none, goes to Transformers' `generate` unchanged. A call with a
+[`DFlashDraftModel`] is checked first. An error says before any forward what cannot be honoured. Then the original
+`generate` is called with a function as `custom_generate`. So Transformers still prepares inputs, masks, processors,
+stopping criteria and lengths, which become a [`Request`]. Then `decode` replaces Transformers' sampling loop.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from dflash_hf.target_model.support import check_pair, check_target
 from dflash_hf.undo import calling
 
 logger: Any = logging.get_logger(__name__)
-# The newest Transformers that the tests have passed on, as constraints.txt pins it. Nothing is decided by it.
+# The newest Transformers with which the tests have passed, as constraints.txt pins it. It is used in a warning only.
 NEWEST_TRANSFORMERS = "5.24.0"
-# Kept per function: to find a signature takes longer than to check a call.
+# Signatures are kept per function, because finding a signature takes longer than checking a call.
 _signature = functools.cache(inspect.signature)
 
 
 def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Answers a call of `generate`; one without a DFlash draft goes on to `original`, Transformers' own, as it is.
+    """Answers a call of `generate`. A call without a DFlash draft goes to `original`, Transformers' own, unchanged.
 
     Raises `ValueError` if something in the call cannot be honoured.
     """
     arguments = kwargs
-    # By name, whatever was passed by position: names are what is checked and changed.
+    # Arguments that were passed by position get their names, because checks and changes go by name.
     if args:
         bound = _signature(original).bind(model, *args, **kwargs).arguments
         del bound["self"]
@@ -72,7 +72,7 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     is_stock = Settings(model, arguments)["speculation_type"] == "dflash"
     if isinstance(draft, DFlashDraftModel) and not is_stock:
         return answer_with(decode, functools.partial(original, model), model, draft, arguments)
-    # Transformers answers all other calls itself, once it is clear that it would not go wrong over a DFlash draft.
+    # Transformers answers all other calls itself. Before that, DFlash drafts that it would handle wrongly are refused.
     check_is_no_draft(model)
     if isinstance(draft, DFlashDraftModel):
         check_stock(draft)
@@ -82,9 +82,10 @@ def generate_with(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
 
 
 def _check_other_assistant(assistant: Any, is_stock: bool) -> None:
-    """Refuses assistants that are a DFlash draft in all but their class: Transformers would fail far from the cause.
+    """Raises `ValueError` for an assistant that is a DFlash draft of another class, or a path instead of a model.
 
-    `is_stock` says that Transformers' own DFlash path is asked for.
+    Without this check, Transformers would fail far from the cause. `is_stock` says whether the call asks for
+    Transformers' own DFlash path.
     """
     require(
         not isinstance(assistant, str | PathLike),
@@ -98,21 +99,21 @@ def _check_other_assistant(assistant: Any, is_stock: bool) -> None:
 
 
 def unwrapped(draft: Any) -> Any:
-    """Returns what torch.compile's wrapper or PEFT's is around, where that is a draft.
+    """Returns the draft within a wrapper of torch.compile or PEFT. Any other assistant of PEFT stays wrapped.
 
-    Blocks never go through the forward of a wrapper; adapters are within the draft's own layers.
+    Blocks never go through the forward of a wrapper. PEFT's adapters are within the draft's own layers, so they run.
     """
     bare: Any = getattr(draft, "_orig_mod", draft)
     if not hasattr(bare, "get_base_model"):
         return bare
     base: Any = bare.get_base_model()
-    # PEFT's wrapper around any other assistant is Transformers' to deal with.
+    # Transformers handles PEFT's wrapper around any other assistant.
     if isinstance(base, DFlashDraftModel):
         return base
     return bare
 
 
-@functools.cache  # both versions stay the same as long as the process runs
+@functools.cache  # one check is enough, because neither version changes within a process
 def _warn_if_newer() -> None:
     """Logs one line, once, if the installed Transformers is newer than the newest one that was tested."""
     if Version(transformers.__version__) > Version(NEWEST_TRANSFORMERS):
@@ -132,26 +133,32 @@ def answer_with(
     draft: DFlashDraftModel,
     arguments: dict[str, Any],
 ) -> Answer:
-    """Checks a call with a draft, has Transformers prepare it, and answers it; errors as [`generate_with`].
+    """Checks a call with a draft, lets Transformers prepare it, and answers it.
 
     Args:
-        answer (callable): What is done once everything is prepared: `decode`, or what takes the same.
-        generate (callable): `model.generate`, or what it was.
+        answer (callable): The function that answers the prepared call: `decode`, or another one with its arguments.
+        generate (callable): The target's `generate`, or Transformers' own, bound to the target.
         model (`PreTrainedModel`): The target.
         draft (`DFlashDraftModel`): Its draft.
-        arguments (`dict[str, Any]`): What else the user passed to `generate`, by name.
+        arguments (`dict[str, Any]`): The other arguments that the user passed to `generate`, by name.
+
+    Returns:
+        What `answer` returns.
+
+    Raises:
+        ValueError: If something in the call cannot be honoured.
     """
     started = time.perf_counter()
-    draft.last_stats = None  # an error leaves none of the call before
+    draft.last_stats = None  # so that no statistics of an earlier call are left after an error
     ranks = Ranks(model)
-    # A copy, because names are taken out and put in below.
+    # A copy, because names are removed from it and added to it below.
     arguments = dict(arguments)
     _warn_if_newer()
     with calling(), ranks.together():
         arguments.pop("assistant_model", None)
-        # Pipelines pass one on where they cannot see that a draft reads and writes the target's tokens.
+        # Some pipelines pass an assistant tokenizer, because they do not know that a draft uses the target's tokens.
         arguments.pop("assistant_tokenizer", None)
-        # The order of the checks: a target that cannot be driven says so before anything about the call does.
+        # The checks of the target come first. So an unsupported target is named before any fault of the call.
         target = find_target(model)
         draft_parts = Inventory.of(draft)
         check_target(target)
@@ -164,16 +171,18 @@ def answer_with(
         if has_images:
             check_images(target, arguments)
         given = given_ids(arguments)
-        # Transformers makes processors on the device of the ids, and moves positions and masks only where the ids are
-        # not on the model's. This comes before the positions of images, which the model keeps for the next turn.
+        # All tensors go to the target's device: Transformers makes processors on the device of the ids, and moves
+        # positions and masks only if the ids are on another device than the model. The tensors are moved before the
+        # positions of images are computed, because the model keeps these positions for the next turn.
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 arguments[name] = value.to(target.device)
         if has_images:
             keep_new_images(target, arguments)
         use_tokenizer(model, settings, arguments)
-        # The streamer goes both ways: `generate` puts the prompt into it, `decode` the rest. The cache goes as an
-        # argument and says here that it is the caller's, not one that `generate` prepared.
+        # Both functions use the streamer: `generate` puts the prompt into it, and `decode` puts the new tokens. The
+        # cache stays in the arguments too. It is read here to know that it is the caller's and not one that `generate`
+        # has prepared.
         streamer = arguments.get("streamer")
         cache = given_cache(arguments)
 
@@ -185,8 +194,8 @@ def answer_with(
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> Answer:
-            """Stands in place of Transformers' own sampling loop."""
-            # Transformers' own field: the id after it has looked at all configs.
+            """Makes a request of the prepared inputs and answers it, in place of Transformers' own sampling loop."""
+            # Transformers' own field holds the pad id that results from all configs.
             pad: Any = generation_config._pad_token_tensor
             pad_id = 0 if pad is None else int(pad)
             given_on = given.device if isinstance(given, Tensor) else input_ids.device
@@ -205,7 +214,7 @@ def answer_with(
                 config=generation_config,
             )
             is_drawn = generation_config.do_sample and draft.generation_config.proposal == "sample"
-            # What could not be known before: the processors are made by now.
+            # This check needs the processors, which Transformers has made by now.
             if is_drawn:
                 check_drawn_proposals(request)
             return answer(request, model_kwargs)
