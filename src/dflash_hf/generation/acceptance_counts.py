@@ -1,7 +1,7 @@
-"""What verifies have accepted: of the proposals of a chain, and of the nodes of a tree.
+"""This module counts which proposals of a chain and which nodes of a tree the verifies of a run have accepted.
 
-A count is forgotten step by step, because a text changes its nature. Out of the counts come probabilities, and out of
-these the tokens that a verify of each width is expected to commit.
+Old counts lose weight with each step, because a text changes its nature. The counts give probabilities of acceptance.
+These probabilities give the number of tokens that a verify of each width is expected to commit.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ import itertools
 import operator
 from collections.abc import Sequence
 
-# A step's counts weigh half after 14 further ones with a draft: a text changes its nature within a few sentences.
-# Forgotten by steps and not by rows, so that rows that run together count as one text's many steps.
+# The counts of a step have half their weight after 14 further steps with a draft, because a text changes its nature
+# within a few sentences. The weight falls per step and not per row. So rows that run together count as many steps of
+# one text.
 FORGETTING = 0.95
-# Shares before anything was seen: a block of 16 that commits 4.5 tokens on average accepts 0.8 of those it reaches.
+# The share that is assumed before the first step. A block of 16 that commits 4.5 tokens on average accepts 0.8 of the
+# proposals that it reaches.
 PRIOR_SHARE = 0.8
 PRIOR_WEIGHT = 2.0
 
-# Neighbouring nodes of a tree with one share: accepted, tried, and how many nodes they are.
+# Neighbouring nodes of a tree with a common share: how often they were accepted and tried, and the number of nodes.
 _Run = tuple[float, float, int]
 
 
 class ChainCounts:
-    """Numbers of verifies that tried each proposal of a chain, and that accepted it.
+    """Holds, for each proposal of a chain, the weighted numbers of verifies that tried it and that accepted it.
 
     Args:
-        num_tokens (`int`): Tokens of the longest chain, the anchor included.
+        num_tokens (`int`): The number of tokens in the longest chain, the anchor included.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -33,24 +35,24 @@ class ChainCounts:
         self.accepted = [0.0] * (num_tokens - 1)
 
     def add(self, chains: Sequence[tuple[int, int]]) -> None:
-        """Counts a step: in each row, how many proposals of the chain were accepted and how many tried."""
+        """Counts a step. `chains` holds, for each row, the numbers of accepted and of tried proposals of the chain."""
         for index in range(len(self.tried)):
             tried = 0
             accepted = 0
             for num_accepted, num_tried in chains:
-                # The last one tried is the one that was refused, unless all were accepted.
+                # The last proposal that was tried is the rejected one, unless all proposals were accepted.
                 tried += index < num_tried
                 accepted += index < num_accepted
             self.tried[index] = FORGETTING * self.tried[index] + tried
             self.accepted[index] = FORGETTING * self.accepted[index] + accepted
 
     def shares(self, optimism: float = 0.0) -> list[float]:
-        """Returns the share of each proposal that is accepted where all before it are.
+        """Returns, for each proposal, the share that is accepted if all proposals before it are accepted.
 
-        The less a position was tried lately, the nearer to the share of all positions together, so that a wider
-        verify is tried again in time. Each is taken to have been accepted `optimism` times more than it was.
+        If a proposal was rarely tried lately, its share is close to the share of all proposals together. So a wider
+        verify is tried again after some time. Each proposal counts as accepted `optimism` times more than it was.
         """
-        # The prior alone decides before a first step; each count behind it moves the share towards what was seen.
+        # Before the first step only the prior counts. Each count then moves the share towards the observed one.
         pooled = (sum(self.accepted) + PRIOR_WEIGHT * PRIOR_SHARE) / (
             sum(self.tried) + PRIOR_WEIGHT
         )
@@ -62,10 +64,10 @@ class ChainCounts:
 
 
 class NodeCounts:
-    """Numbers of verifies that tried each node of a tree, and that accepted it.
+    """Holds, for each node of a tree, the weighted numbers of verifies that tried it and that accepted it.
 
     Args:
-        num_tokens (`int`): Tokens of the largest tree, the anchor included.
+        num_tokens (`int`): The number of nodes in the largest tree, the anchor included.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -73,9 +75,9 @@ class NodeCounts:
         self.accepted = [0.0] * (num_tokens - 1)
 
     def add(self, width: int, nodes: Sequence[Sequence[int]]) -> None:
-        """Counts a step that verified a tree of `width` tokens: the nodes that were accepted in each row."""
+        """Counts a step that verified a tree of `width` nodes. `nodes` holds the accepted nodes of each row."""
         for index in range(len(self.tried)):
-            # Node 0 is the anchor, which is no proposal.
+            # Node 0 is the anchor, which is not a proposal.
             node = index + 1
             tried = len(nodes) if node < width else 0
             accepted = 0
@@ -85,15 +87,15 @@ class NodeCounts:
             self.accepted[index] = FORGETTING * self.accepted[index] + accepted
 
     def shares(self, optimism: float = 0.0) -> list[float]:
-        """Returns by how much less often each node is accepted than the one before.
+        """Returns the share of verifies that accept each node, divided by the share of the node before it.
 
-        The sum that [`expected_tokens`] forms is then the mean number of accepted nodes. Each node is taken to have
-        been accepted `optimism` times more than it was.
+        With these ratios, [`expected_tokens`] sums up to the mean number of accepted nodes. A node counts as accepted
+        up to `optimism` times more than it was.
         """
         runs: list[_Run] = []
         before = 1.0
         for index, (accepted, tried) in enumerate(zip(self.accepted, self.tried, strict=True)):
-            # Far back, a node that was not tried lately is taken to be accepted as often as its number is small.
+            # The share that is expected of a node that was not tried lately. Far back it falls as 1 / index.
             likely = max(PRIOR_SHARE, index / (index + 1)) * before
             likely_accepted = accepted + PRIOR_WEIGHT * likely + optimism * before
             before = append_falling(runs, likely_accepted, tried + PRIOR_WEIGHT + optimism)
@@ -108,10 +110,10 @@ class NodeCounts:
 
 
 def append_falling(runs: list[_Run], accepted: float, tried: float) -> float:
-    """Appends the counts of one more node, and returns its share of accepted ones.
+    """Appends the counts of one more node, and returns the share of verifies that accepted it.
 
-    Nodes are accepted the less often the further back they stand. So shares have to fall from run to run: counts that
-    rise are averaged with those before them.
+    Nodes with higher numbers are accepted less often. So shares must fall from run to run: a node with a higher share
+    than the run before it is merged with this run.
     """
     num = 1
     while runs and accepted / tried > runs[-1][0] / runs[-1][1]:
@@ -124,25 +126,30 @@ def append_falling(runs: list[_Run], accepted: float, tried: float) -> float:
 
 
 def expected_tokens(conditional_acceptance: Sequence[float]) -> dict[int, float]:
-    """Returns the mean number of tokens that a verify of each width commits per row, its bonus token included, by the
-    probability that each proposal is accepted if all before it are.
+    """Returns, for each width, the mean number of tokens that a verify commits per row, the bonus token included.
+
+    `conditional_acceptance` holds the probability that each proposal is accepted if all proposals before it are.
     """
-    # The probabilities that each token is committed, the bonus token of a verify of width 1 for certain.
+    # The probability that each token is committed. It is 1 for the first token, because each verify commits one.
     reached = itertools.accumulate((1.0, *conditional_acceptance), operator.mul)
     totals = itertools.accumulate(reached)
     return dict(enumerate(totals, 1))
 
 
 def along_chain(parents: Sequence[int], path: Sequence[int]) -> tuple[int, int]:
-    """Compares the path that the target went with the chain of the likeliest, each node's first child.
+    """Compares the accepted path of a tree with the draft's most likely chain, which takes each node's first child.
 
-    `parents` are the node that each one of a tree follows, the anchor's is itself; `path` is the node at each depth, 0
-    behind its end. Returns how many proposals of the chain were accepted, and how many tried: one more where the
-    target left the chain, not where the tree had no more of it.
+    Args:
+        parents (sequence of `int`): The parent of each node. The anchor is its own parent.
+        path (sequence of `int`): The accepted node at each depth. It is 0 after the end of the path.
+
+    Returns:
+        `tuple[int, int]`: How many proposals of the chain were accepted, and how many were tried. One more was tried
+        than accepted if the target left the chain. The numbers are equal if the chain ended in the tree.
     """
     node = 0
     num = 0
-    # Nodes stand in the order of their likelihood, behind their parents: the first child comes first.
+    # Nodes are sorted by likelihood, and after their parents. So the first child of a node is its most likely one.
     for child in range(1, len(parents)):
         if parents[child] != node:
             continue

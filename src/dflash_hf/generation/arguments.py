@@ -1,4 +1,4 @@
-"""What a call of `generate` was given, by name, and what is done to it before Transformers prepares it."""
+"""This module reads the arguments of a call of `generate`, and changes them before Transformers prepares the call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _DEFAULTS = GenerationConfig._get_default_generation_params()
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The generation settings in force, by name: an argument to `generate`, else the config's that was given with
-    them, the target's, the default.
+    """Looks up the generation settings of a call by name.
 
-    That is the order of `GenerationMixin._prepare_generation_config`, which copies both configs for it.
+    The value comes from the first of these places that has one: the arguments of `generate`, the generation config
+    among the arguments, the target's generation config, Transformers' defaults. This is the order of
+    `GenerationMixin._prepare_generation_config`, which copies both configs for it.
     """
 
     model: Any
@@ -30,12 +31,12 @@ class Settings:
 
     def __getitem__(self, name: str) -> Any:
         """Returns the value of a setting."""
-        # An argument counts whatever it is, `None` included.
+        # An argument counts even if it is `None`.
         if name in self.arguments:
             return self.arguments[name]
         given = self.arguments.get("generation_config")
         for config in (given, self.model.generation_config):
-            # In a config `None` stands for a setting that was not made.
+            # In a config, `None` means that the setting was not made.
             value = getattr(config, name, None)
             if value is not None:
                 return value
@@ -43,58 +44,61 @@ class Settings:
 
 
 def is_given(arguments: Mapping[str, Any], name: str) -> bool:
-    """Returns True if an argument of `generate` was given; `None` is as good as none."""
+    """Returns True if an argument of `generate` was given and is not `None`."""
     return arguments.get(name) is not None
 
 
 def given_ids(arguments: Mapping[str, Any]) -> Any:
-    """Returns the ids among the arguments of `generate`, which takes them under two names, or `None`."""
+    """Returns the ids among the arguments of `generate`, or `None`. Their name is `inputs` or `input_ids`."""
     if is_given(arguments, "inputs"):
         return arguments["inputs"]
     return arguments.get("input_ids")
 
 
 def cached_columns(cache: object) -> int:
-    """Returns how many columns a cache has, and 0 of what is none."""
-    # Anything else under that name is refused later, with its type in the message.
+    """Returns the number of columns in a cache, or 0 for an object that is not a cache."""
+    # A later check refuses such an object, with its type in the message.
     if not isinstance(cache, Cache):
         return 0
     return int(cache.get_seq_length())
 
 
 def are_new(types: Tensor, past: int) -> Tensor:
-    """Returns which images of a conversation begin behind its `past` cached columns: bool `[N]`, in order.
+    """Returns which images of a conversation begin after its `past` cached columns: bool `[N]`, in order.
 
-    `types` `[B, T]` are 1 for tokens of images.
+    `types` `[B, T]` is 1 for tokens of images.
     """
     is_image = types == 1
-    # An image begins where the token before is none of one.
+    # An image begins at each image token that follows a token of another type.
     token_before = torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
     starts = is_image & ~token_before
     columns = torch.arange(types.shape[1], device=types.device)
     is_behind = columns >= past
-    # Row by row, as a processor lists the images of a batch.
+    # The images are in the order of the rows, as a processor lists the images of a batch.
     return is_behind.expand_as(starts)[starts]
 
 
 def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
-    """Computes the positions of a conversation `[B, T]` and drops the images that its cache has.
+    """Computes the positions of a conversation, and drops the images whose tokens are in its cache.
 
-    Under M-RoPE a token's positions follow from the sizes of all images before it, and the prefill takes only those
-    whose tokens are new. Transformers takes both from one `image_grid_thw`, which can be right for one of the two.
+    Under M-RoPE a token's positions follow from the sizes of all images before it. The prefill needs only the images
+    whose tokens are new. Transformers uses one `image_grid_thw` for both, which can be right for one of them only.
 
-    The arguments of `generate`, which `checks.check_images` has seen, are changed in place: `position_ids` is added;
-    `image_grid_thw` `[N, 3]`, patches in time, height and width of all images, and `pixel_values` `[patches, ...]`, of
-    all or the new ones, lose those that are in the cache.
+    Args:
+        target (`Target`): The target.
+        arguments (`dict[str, Any]`): The arguments of `generate`, which `checks.check_images` has checked. They are
+            changed in place. `position_ids` is added. Images in the cache are removed from `image_grid_thw` `[N, 3]`,
+            which holds the patches in time, height and width of all images. They are also removed from `pixel_values`
+            `[patches, ...]`, which holds the patches of all images or of the new ones.
     """
     ids = given_ids(arguments)
     past = cached_columns(given_cache(arguments))
     goes_on = past > 0 and isinstance(ids, Tensor)
-    # A first turn has all of its images in the prefill, and another family says nothing of token types.
+    # In a first turn, the prefill needs all images. Other families of targets have no token types.
     if not goes_on or not is_given(arguments, "mm_token_type_ids"):
         return
     model: Any = target.model
-    # Before anything is dropped: they follow from all images.
+    # The positions follow from all images, so they are computed before images are dropped.
     types = arguments["mm_token_type_ids"]
     grids = arguments["image_grid_thw"]
     mask = arguments["attention_mask"]
@@ -105,31 +109,33 @@ def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
     sizes = grids.prod(dim=-1)
     has_pixels = is_given(arguments, "pixel_values")
     if has_pixels and len(arguments["pixel_values"]) == int(sizes.sum()):
-        # Patches of all images stand one behind the other: an image's mark is repeated for each of its own.
+        # The patches of all images are in one tensor, so the mark of each image is repeated for each of its patches.
         pixels: Tensor = arguments["pixel_values"]
         is_of_new = is_new.repeat_interleave(sizes)
         arguments["pixel_values"] = pixels[is_of_new.to(pixels.device)]
     arguments["image_grid_thw"] = grids[is_new]
     if not bool(is_new.any()):
-        # A forward is not given empty tensors: it would run the vision tower over nothing.
+        # Empty tensors are removed, because the forward would run the vision tower over them.
         del arguments["image_grid_thw"]
         arguments.pop("pixel_values", None)
 
 
 def use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> None:
-    """Heals the prompts' last tokens and makes a criterion of stop strings: beyond here no tokenizer is handed on.
+    """Heals the prompts' last tokens, turns stop strings into a criterion, and removes the tokenizer from the call.
 
-    `checks.check_settings` has seen that there is one where one of the two is asked for, and ids to be healed.
+    `checks.check_settings` has checked that a tokenizer is given if one of the two is asked for, and that token
+    healing gets ids.
     """
     tokenizer = arguments.pop("tokenizer", None)
     stop_strings = settings["stop_strings"]
-    # Explicit values outweigh the given config and the model's own.
+    # Both settings are switched off afterwards, so that Transformers does not apply them again without a tokenizer.
     if settings["token_healing"]:
         name = "inputs" if is_given(arguments, "inputs") else "input_ids"
         ids = arguments[name]
         healed = model.heal_tokens(ids, tokenizer)
-        # Plain `generate` infers the mask before it heals, so that a token that begins texts is seen although it
-        # becomes padding. Over ids that become longer it fails; they have the mask that is inferred from themselves.
+        # Plain `generate` infers the mask before it heals, so that a token that begins a text is attended to although
+        # healing makes it padding. If healing makes the ids longer, plain `generate` fails. Here such ids get the mask
+        # that is inferred from the healed ids.
         is_longer = healed.shape[1] > ids.shape[1]
         if not is_longer and not is_given(arguments, "attention_mask"):
             arguments["attention_mask"] = _inferred_mask(settings, ids)
@@ -138,7 +144,7 @@ def use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> 
     if stop_strings is not None:
         criteria = [*(arguments.get("stopping_criteria") or [])]
         kinds = {type(criterion) for criterion in criteria}
-        # As for plain `generate`, a criterion of the caller's takes the place of one of the same type.
+        # As in plain `generate`, a criterion of the caller replaces one of the same type.
         if StopStringCriteria not in kinds:
             criteria.append(StopStringCriteria(tokenizer, stop_strings))
         arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
@@ -146,7 +152,10 @@ def use_tokenizer(model: Any, settings: Settings, arguments: dict[str, Any]) -> 
 
 
 def _inferred_mask(settings: Settings, ids: Tensor) -> Tensor:
-    """Returns the mask `[B, T]` that `generate` infers from ids `[B, T]`: pad tokens that end no text are padding."""
+    """Returns the mask `[B, T]` that `generate` infers from ids `[B, T]`.
+
+    Pad tokens are padding, unless the pad token is also an end token.
+    """
     pad = settings["pad_token_id"]
     ends = settings["eos_token_id"]
     if pad is None:
@@ -158,12 +167,12 @@ def _inferred_mask(settings: Settings, ids: Tensor) -> Tensor:
 
 
 def _outweigh(model: Any, arguments: dict[str, Any], name: str, value: Any) -> None:
-    """Sets an option, which counts whatever the given config and the model's own say.
+    """Sets an option of a call, whatever the given config and the model's own config say.
 
-    It goes into a copy of a given config, because arguments beside one are deprecated.
+    If a config was given, the option is set in a copy of it, because arguments beside a config are deprecated.
     """
     has_config = is_given(arguments, "generation_config") and name not in arguments
-    # In a config, `None` is filled in by the model's own value.
+    # In a config, `None` does not overrule the model's own value.
     stays = value is not None or getattr(model.generation_config, name, None) is None
     if not has_config or not stays:
         arguments[name] = value

@@ -1,4 +1,4 @@
-"""Many prompts through one running batch: `for answer in generate_batch(model, draft, inputs, ...)`."""
+"""This module answers many prompts in one running batch: `for answer in generate_batch(model, draft, inputs, ...)`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class BatchAnswer:
     """The answer to one prompt.
 
     Args:
-        index (`int`): Number of the prompt among the inputs.
-        token_ids (`list[int]`): New tokens, an end token included.
-        finished (`str`): `"stop"` at an end token, `"length"` at the limit, `"error"` if there was no room or a
-            processor of this prompt has failed: `stats.error` has the reason.
-        stats ([`RequestStats`]): Statistics of this prompt.
+        index (`int`): The index of the prompt among the inputs.
+        token_ids (`list[int]`): The new tokens, an end token included.
+        finished (`str`): `"stop"` if the answer ended at an end token, `"length"` at the limit, `"error"` if there was
+            no room or a processor of this prompt failed. `stats.error` then has the reason.
+        stats ([`RequestStats`]): The statistics of this prompt.
     """
 
     index: int
@@ -84,14 +84,14 @@ def generate_batch(
     are_many = isinstance(given, Iterable) and not isinstance(given, Mapping | str)
     require(are_many, "a list of prompts as inputs", type(inputs).__name__, "pass one")
     requests = _Requests(batch, iter(inputs), common)
-    # Refused before anything runs, where all prompts are there.
+    # If all prompts are known, a wrong one is refused before anything runs.
     if isinstance(inputs, Sequence | Tensor):
         requests.add_all()
     return _answers(batch, requests)
 
 
 class _Requests:
-    """The prompts on their way into a batch."""
+    """Adds the prompts to a batch one by one, and keeps the index and the new tokens of each open request."""
 
     def __init__(
         self, batch: RunningBatch, prompts: Iterator[Prompt], common: dict[str, Any]
@@ -100,12 +100,12 @@ class _Requests:
         self.prompts = prompts
         self.common = common
         self.num_added = 0
-        # Index of the prompt and new tokens of each request that has not ended, by its id.
+        # By the id of each request that has not ended: the index of its prompt and its new tokens.
         self.open: dict[int, tuple[int, list[int]]] = {}
 
     def add_next(self) -> bool:
-        """Adds the next prompt; returns False if there is none. Raises `ValueError` if it is refused."""
-        # The loop is left behind the first prompt: an iterator is asked for one at a time.
+        """Adds the next prompt. Returns False if there is none. Raises `ValueError` if the prompt is refused."""
+        # The loop ends after one prompt, because an iterator is asked for one prompt at a time.
         for prompt in self.prompts:
             index = self.num_added
             self.num_added += 1
@@ -124,9 +124,9 @@ class _Requests:
 
 
 def _arguments(prompt: Prompt, index: int, common: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `RunningBatch.add` for a prompt; its own come before those of all."""
+    """Returns the arguments of `RunningBatch.add` for a prompt. Its own settings overrule those of all prompts."""
     found = dict(common)
-    # Each prompt has noise of its own, whatever order the rows run in. The batch refuses what is no number.
+    # Each prompt has its own noise, whatever order the rows run in. The batch refuses a seed that is not a number.
     if is_a(found["seed"], int):
         found["seed"] += index
     if not isinstance(prompt, Mapping):
@@ -134,7 +134,7 @@ def _arguments(prompt: Prompt, index: int, common: dict[str, Any]) -> dict[str, 
         return found
     found |= prompt
     require("input_ids" in found, "input_ids in a mapping", list(found), "name them so")
-    # Tokenizers return one.
+    # Tokenizers return a mask, which a single prompt does not need.
     mask = found.pop("attention_mask", None)
     is_whole = mask is None or bool(torch.as_tensor(mask, device="cpu").all())
     require(is_whole, "a prompt without padding", "an attention_mask with zeros", "cut it off")
@@ -145,17 +145,17 @@ def _answers(batch: RunningBatch, requests: _Requests) -> Generator[BatchAnswer]
     """Runs steps until all prompts are answered."""
     has_more = True
     while True:
-        # One waits, so that a row that becomes free is taken at the next step.
+        # One prompt always waits, so that a free row is used at the next step.
         while has_more and not batch.num_waiting:
             has_more = requests.add_next()
         if not batch.ids:
             return
         for new in batch.step():
             index, token_ids = requests.open[new.id]
-            # A step brings a few tokens of each answer, and the caller gets whole ones.
+            # A step gives a few tokens of each answer, and the caller gets whole answers.
             token_ids.extend(new.token_ids)
             if new.finished is not None:
                 del requests.open[new.id]
-                # The batch keeps these until its next step.
+                # The batch keeps the statistics of an ended row until its next step.
                 stats = batch.ended[new.id]
                 yield BatchAnswer(index, token_ids, new.finished, stats)

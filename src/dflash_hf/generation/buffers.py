@@ -1,8 +1,8 @@
-"""The buffers that a run's steps read and write, and sets of them that are kept between calls of the same shape.
+"""This module holds the buffers that the steps of a run read and write, and a pool of them for later calls.
 
-A draft keeps a few sets, up to a share of the device's memory. A call takes a set out and gives it back when it has
-ended well, so that calls in several threads never share one, and no set that an error has left half-written is used
-again.
+The pool keeps a few sets of buffers per draft and target, up to a share of the device's memory. A call takes a set out
+of the pool, and gives it back if it ends without an error. So calls in several threads never share a set, and a set
+that an error has left half-written is never used again.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from dflash_hf.target_model.parts import Target
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
-# Sets that the pool keeps for a draft and target, and the share of a device's memory that they may take.
+# The number of sets that the pool keeps for a draft and target, and the share of a device's memory that they may take.
 MAX_KEPT = 4
 KEPT_SHARE = 0.25
-# Lengths that steps are captured for: multiples of the smallest, four to an octave.
+# The smallest length that steps are captured for. The other lengths are multiples of it, four to an octave.
 SMALLEST_BUCKET = 128
 
 
 def num_choices(target: Target, draft: DFlashDraftModel) -> int:
-    """Returns how many tokens trees choose among: the candidates of a slot, or the draft's vocabulary."""
+    """Returns how many tokens a tree can choose from at each slot: the candidates, or the draft's vocabulary."""
     return draft.config.num_candidates or draft.config.draft_vocab_size or target.vocab_size
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FixedBuffers:
-    """Every tensor that the steps of a run read or write. `B` rows.
+    """Holds every tensor that the steps of a run read or write, for `B` rows.
 
-    Addresses and shapes never change from step to step. A narrower verify uses the first columns.
+    No step changes an address or a shape. A verify that is narrower than the buffers uses their first columns.
     """
 
     shape: BufferShape  # the sizes that a run must have to use these buffers
-    state: DecodeState  # begun again by every run
+    state: DecodeState  # each run begins it again
     draft_cache: RaggedCache  # the draft's context
     cache: RaggedCache  # the target's keys and values; it has no layers before the first prefill
-    newest: NewestContext  # context that the draft's cache does not hold yet
-    trees: TreeBuilder | None  # builds the trees that are verified; none where chains are
+    newest: NewestContext  # tapped states whose context is not in the draft's cache yet
+    trees: TreeBuilder | None  # builds the verified trees; `None` if chains are verified
     graphs: Graphs  # captured over these buffers
 
     @classmethod
@@ -71,10 +71,11 @@ class FixedBuffers:
         capacity: int,
         num_columns: int,
     ) -> FixedBuffers:
-        """Allocates buffers for rows of up to `capacity` tokens, a block included; the target's K/V come later.
+        """Allocates buffers for rows of up to `capacity` tokens, a block included.
 
-        Outside inference mode, like the caches: the next call may be. Raises `OutOfRoomError` if the draft's context
-        is larger than what is free of the device's memory.
+        The prefill adds the target's layers later. The tensors are made outside inference mode, like those of the
+        caches, because the next call may run outside inference mode. Raises `OutOfRoomError` if the draft's context is
+        larger than the free memory of the device.
         """
         layers = list(shape.draft_layers)
         check_memory(layers, shape.batch, capacity, shape.block)
@@ -83,7 +84,7 @@ class FixedBuffers:
             longest = draft.config.num_proposals(shape.block_size)
             choices = num_choices(target, draft)
             trees = TreeBuilder(shape.width, longest, choices, shape.device)
-        # Both caches are as long; the target's layers show in its prefill.
+        # Both caches have the same length. The target's layers are known after its prefill.
         sizes = {"batch": shape.batch, "max_length": capacity, "block": shape.block}
         return cls(
             shape=shape,
@@ -105,16 +106,17 @@ class FixedBuffers:
         num_places: int,
         length: int,
     ) -> FixedBuffers:
-        """Allocates buffers for rows of up to `length` tokens like the one row of a run, with so many free places.
+        """Allocates buffers with `num_places` free places for rows of up to `length` tokens.
 
-        Raises `OutOfRoomError` if they are larger than what is free of a device's memory.
+        The sizes are those of `source`, the buffers of a run with one row. Raises `OutOfRoomError` if the new buffers
+        are larger than the free memory of a device.
         """
         position_delta = (*source.shape.position_delta[:-1], num_places)
         shape = replace(source.shape, batch=num_places, position_delta=position_delta)
         capacity = length + shape.block
         buffers = cls.allocate(target, draft, shape, capacity, length + shape.width)
         buffers.cache = RaggedCache.like(source.cache, num_places, capacity, target.recurrences)
-        # Each row has end tokens and a seed of its own.
+        # Each row has its own end tokens and its own seed.
         buffers.state.padded_eos_ids.fill_(-1)
         buffers.state.seed = torch.zeros(num_places, 1, dtype=torch.long, device=shape.device)
         nobody = DecodeState.of_nobody(shape)
@@ -136,29 +138,30 @@ class FixedBuffers:
                 group.clear()
             for layer in cache.attention.values():
                 is_full = layer.shape.window is None
-                # Full layers may be many gigabytes, and stay as they are where nothing reads a slot that its run has
-                # not written. Rings are emptied: behind a long prompt, masked slots have never been written.
+                # Layers of full attention may have many gigabytes. They keep their content if no step reads a slot
+                # that its run has not written. Ring buffers are emptied, because the masked slots that are read after
+                # a long prompt may never have been written.
                 if not (is_full and reads_no_stale_slot):
                     layer.clear()
 
     def stack_weights(self, draft: DFlashDraftModel) -> None:
-        """Copies the draft's weights as they are now, where a kernel is to write context of all layers at once."""
+        """Copies the draft's current weights if a kernel writes the context of all layers at once."""
         before = self.newest.weights
         self.newest.weights = draft.stack_weights(self.draft_cache, before)
         if self.newest.weights is not before:
-            # Graphs have the addresses of the copies before.
+            # The graphs are dropped, because they have the addresses of the earlier copies.
             self.graphs = Graphs()
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone, for the rest of a run whose buffers are not kept; see [`kept_rows`]."""
+        """Drops all rows except these, in a run whose buffers are not kept afterwards; see [`kept_rows`]."""
         self.shape = replace(self.shape, batch=len(rows))
         for part in (self.state, self.newest, self.draft_cache, self.cache):
             part.keep_rows(rows)
 
     def add_row(self, source: FixedBuffers, length: int, max_rows: int) -> None:
-        """Adds the one row of another run, of `length` tokens in its caches; see [`RaggedCache.add_row`].
+        """Adds the row of another run, which has one row with `length` tokens in its caches.
 
-        Raises `OutOfRoomError`, and changes nothing then.
+        See [`RaggedCache.add_row`]. If there is no memory, it raises `OutOfRoomError` and changes nothing.
         """
         for cache in self.caches():
             cache.check_row(max_rows)
@@ -169,12 +172,12 @@ class FixedBuffers:
         self.shape = replace(self.shape, batch=self.shape.batch + 1)
 
     def put_row(self, place: int, source: FixedBuffers, length: int) -> None:
-        """Puts the one row of another run to a place, over the row that is there; addresses stay as they are.
+        """Copies the row of another run to a place, over the row that is there. No address changes.
 
         Args:
             place (`int`): The place.
-            source (`FixedBuffers`): The run's, of the same shape but for the number of rows.
-            length (`int`): Tokens of the row in its caches, which fit in here.
+            source (`FixedBuffers`): The buffers of the other run. They have the same shape, but one row.
+            length (`int`): The number of tokens of the row in its caches. They must fit into these buffers.
         """
         self.cache.put_row(place, source.cache, length)
         self.draft_cache.put_row(place, source.draft_cache, length)
@@ -182,20 +185,20 @@ class FixedBuffers:
         self.state.put_row(place, source.state)
 
     def free_row(self, place: int, nobody: DecodeState) -> None:
-        """Frees a place: a row stands there that has ended, with no tokens in the caches; see `DecodeState.of_nobody`.
+        """Frees a place: puts a row there that has ended and has no tokens in the caches.
 
-        The tokens are gone, so that steps have none of them to read.
+        `nobody` is the state of such a row, from `DecodeState.of_nobody`. Steps then read no tokens of the place.
         """
         self.state.put_row(place, nobody)
         for cache in self.caches():
             cache.free_row(place)
 
     def num_bytes(self) -> int:
-        """Returns the size of all tensors in bytes; memory that is private to graphs is not counted."""
+        """Returns the size of all tensors in bytes, without the memory that belongs to graphs."""
         return sum(tensor.nbytes for tensor in self.owned())
 
     def owned(self) -> list[Tensor]:
-        """Returns every tensor that must stay where it is."""
+        """Returns every tensor whose address must not change."""
         found = [*self.state.tensors().values(), *self.newest.tensors()]
         for cache in self.caches():
             found.extend(cache.buffers())
@@ -207,9 +210,10 @@ class FixedBuffers:
 
 
 def reads_lengths_on_device(*caches: RaggedCache) -> bool:
-    """Returns True if the kernel attends to every layer of these caches: then no slot behind a row's end is ever read.
+    """Returns True if the attention kernel runs over every layer of these caches.
 
-    The kernel finds that end on the device, so that a step costs no more with a longer buffer.
+    The kernel finds the end of each row on the device and reads no slot after it. So a step costs no more with a
+    longer buffer.
     """
     for cache in caches:
         for layer in cache.attention.values():
@@ -222,15 +226,18 @@ def reads_lengths_on_device(*caches: RaggedCache) -> bool:
 
 
 def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> int:
-    """Returns how long rows may be in buffers that are kept and leave half of the free memory; 0: not known."""
+    """Returns the greatest length of rows whose buffers can be kept and leave half of the free memory.
+
+    Returns 0 if the length is not known.
+    """
     total = total_memory(target.device)
     free = free_memory(target.device)
     layers = attention_sizes(target.config)
-    # Without these numbers nothing can be promised, and the run begins with the smaller room.
+    # Without these numbers the length cannot be computed.
     if total is None or free is None or not layers:
         return 0
     of_draft = sum(shape.num_bytes(batch, 1, 0) for shape in draft.cache_shapes())
-    # Keys and values, as if all layers of the target had full attention.
+    # The keys and values are counted as if all layers of the target had full attention.
     numbers = 2 * batch * sum(layer.groups * layer.size for layer in layers)
     of_target = numbers * target.model.dtype.itemsize
     affordable = min(KEPT_SHARE * total, free / 2)
@@ -240,7 +247,7 @@ def affordable_length(target: Target, draft: DFlashDraftModel, batch: int) -> in
 def round_up(length: int) -> int:
     """Returns the smallest length that steps are captured for and that is at least `length`."""
     grain = SMALLEST_BUCKET
-    # Four to an octave: of a long row at most a quarter more is read than it has.
+    # There are four lengths to an octave, so that a step reads at most a quarter more than a long row has.
     while 8 * grain < length:
         grain *= 2
     return math.ceil(length / grain) * grain
@@ -255,10 +262,10 @@ def buckets_between(shortest: int, longest: int, capacity: int) -> list[int]:
 
 
 class _KeptSet(NamedTuple):
-    """A set of buffers that no run has at the moment."""
+    """A set of buffers that no run uses at the moment."""
 
     buffers: FixedBuffers
-    # On CUDA, when the work of the last call over them is done: the next one may be on another stream.
+    # On CUDA, this event marks the end of the last call's work. The next call may be on another stream.
     idle: torch.cuda.Event | None
 
     def num_bytes(self) -> int:
@@ -266,13 +273,13 @@ class _KeptSet(NamedTuple):
         return self.buffers.num_bytes()
 
 
-# The pool: per draft and target, the sets that are kept, least recently used first.
+# The pool has, for each draft and target, a list of the sets that are kept, with the least recently used first.
 _pool = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, list[_KeptSet]]]()
 _pool_lock = threading.Lock()
 
 
 def _pool_of(draft: DFlashDraftModel, target: Target) -> list[_KeptSet]:
-    """Returns the sets of a draft and a target, in a list to be changed under the lock."""
+    """Returns the list of a draft's and a target's sets. The caller must hold the lock while it changes the list."""
     of_draft = _pool.setdefault(draft, weakref.WeakKeyDictionary())
     return of_draft.setdefault(target.model, [])
 
@@ -285,10 +292,10 @@ def take_buffers(
     num_columns: int,
     keeps: bool,
 ) -> FixedBuffers:
-    """Returns cleared buffers for rows of up to `length` tokens and `num_columns` of ids, and a block behind them.
+    """Returns cleared buffers for rows of up to `length` tokens and `num_columns` columns of ids, plus one block.
 
-    New ones, or, where they are to be kept between calls, a set of the pool: it is the caller's until
-    [`give_buffers`]. Errors as [`FixedBuffers.allocate`].
+    The buffers are new ones. If `keeps` is true, they may be a set of the pool, which belongs to the caller until
+    [`give_buffers`]. Raises `OutOfRoomError` as [`FixedBuffers.allocate`] does.
     """
     if keeps:
         return _take_from_pool(target, draft, shape, max(length, num_columns) + shape.block)
@@ -304,28 +311,28 @@ def take_buffers(
 def _take_from_pool(
     target: Target, draft: DFlashDraftModel, shape: BufferShape, length: int
 ) -> FixedBuffers:
-    """Returns a set of the pool for rows of up to `length` tokens, a block included, or a new one."""
+    """Returns a set of the pool, or a new one, for rows of up to `length` tokens, a block included."""
     with _pool_lock:
         pool = _pool_of(draft, target)
         alike = [kept for kept in pool if kept.buffers.shape == shape]
         fitting = [kept for kept in alike if kept.buffers.capacity >= length]
-        # Sets of this shape that are too short leave the pool: they are freed before a longer one is made.
+        # Sets of this shape that are too short leave the pool, so that they are freed before a longer set is made.
         taken = fitting[:1] or alike
         pool[:] = [kept for kept in pool if kept not in taken]
     if fitting:
         found = fitting[0]
-        # The device waits for the call before, and the host does not.
+        # Only the device waits for the earlier call, not the host.
         if found.idle is not None:
             torch.cuda.current_stream(shape.device).wait_event(found.idle)
         found.buffers.reopen()
         return found.buffers
-    # A new set is twice as long where that can be kept: a growing conversation is captured anew a few times, not with
-    # every turn.
+    # A new set is twice as long as the short one, if the pool can keep it. So the steps of a growing conversation are
+    # captured again a few times, and not with every turn.
     total = total_memory(shape.device) or 0
     most = total * KEPT_SHARE
     doubled = [2 * kept.buffers.capacity for kept in alike if 2 * kept.num_bytes() <= most]
     longest = max([round_up(length), *doubled])
-    # The last references to the short sets: their memory may be what the new one needs.
+    # These lists have the last references to the short sets, whose memory the new set may need.
     alike.clear()
     taken.clear()
 
@@ -336,7 +343,10 @@ def _take_from_pool(
 
 
 def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, least: int) -> T:
-    """Returns what `make` makes for `length` tokens or, after a draft's buffers are freed, for `least` of them."""
+    """Returns `make(length)`. If there is no memory for it, frees the draft's buffers and returns `make(least)`.
+
+    Raises `OutOfRoomError` if there is no memory for `least` tokens either.
+    """
     try:
         return make(length)
     except OutOfRoomError:
@@ -345,7 +355,10 @@ def else_freed(draft: DFlashDraftModel, make: Callable[[int], T], length: int, l
 
 
 def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers) -> None:
-    """Keeps buffers for the next call of their shape, instead of the least recently used ones if they are too many."""
+    """Puts buffers into the pool, for the next call of their shape.
+
+    If the pool then holds too many sets or bytes, the least recently used sets are dropped.
+    """
     device = buffers.shape.device
     idle: torch.cuda.Event | None = None
     if device.type == "cuda":
@@ -359,7 +372,7 @@ def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers)
             pool and total is not None and sum(one.num_bytes() for one in pool) > total * KEPT_SHARE
         ):
             del pool[0]
-        # Looked at under the lock: once it is released another thread may take the set.
+        # This is read under the lock, because another thread may take the set afterwards.
         is_kept = bool(pool)
     if not is_kept:
         logger.warning_once(
@@ -370,29 +383,29 @@ def give_buffers(draft: DFlashDraftModel, target: Target, buffers: FixedBuffers)
 
 
 def _mark_idle(buffers: FixedBuffers) -> torch.cuda.Event:
-    """Returns an event of the current CUDA stream: the work of a call over these buffers ends there."""
+    """Returns an event on the current CUDA stream that marks the end of a call's work over these buffers."""
     current = torch.cuda.current_stream(buffers.shape.device)
     idle = torch.cuda.Event()
     idle.record(current)
-    # Once freed, their memory is for others on the stream they were made on, which knows nothing of another one. On
-    # that stream itself torch does nothing.
+    # Torch would give freed memory to other work on the stream where the tensors were made, without waiting for this
+    # stream. So each tensor is recorded on this stream. On its own stream this does nothing.
     for tensor in buffers.owned():
         tensor.record_stream(current)
     return idle
 
 
 def kept_buffers(draft: DFlashDraftModel) -> Sequence[FixedBuffers]:
-    """Returns the buffers that a draft keeps between calls, with whatever target."""
-    # Copied first: another thread may give buffers back meanwhile.
+    """Returns the buffers that are kept between calls for a draft, with any target."""
+    # The list is copied first, because another thread may give buffers back at the same time.
     pools = list(_pool.get(draft, {}).values())
     return [kept.buffers for pool in pools for kept in pool]
 
 
 def free_buffers(draft: DFlashDraftModel) -> None:
-    """Frees the buffers, CUDA graphs and copies in FP8 that calls with this draft have left for the next call.
+    """Frees the buffers, CUDA graphs and FP8 copies that calls with this draft have left for the next call.
 
-    It also frees the copies of weights that were laid out for a CPU, of all models. Later calls make and capture all
-    of it again. Buffers of a call that is running in another thread stay.
+    It also frees the copies of all models' weights that were laid out for a CPU. Later calls make and capture
+    everything again. Buffers of a call that runs in another thread are not freed.
 
     Args:
         draft (`DFlashDraftModel`): The draft.

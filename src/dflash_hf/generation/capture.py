@@ -1,7 +1,7 @@
-"""Capturing one CUDA graph: the work before and behind it, and behind a capture that CUDA refuses.
+"""This module captures one CUDA graph, and cleans up after a capture that CUDA refuses.
 
-During a capture the generator of the device counts for the graph: random CUDA operations of other threads raise then,
-whatever their stream.
+During a capture, the random generator of the device belongs to the graph. Random CUDA operations of other threads then
+raise an error, whatever their stream.
 """
 
 from __future__ import annotations
@@ -17,49 +17,53 @@ from dflash_hf.devices import device_errors_explained
 from dflash_hf.errors import first_line
 
 T = TypeVar("T")
-# Graphs that CUDA has refused. Torch's allocators keep asking them which stream was theirs, also after their end.
+# Graphs that CUDA has refused are kept here, because torch's allocators use them even after their end.
 _refused: list[Any] = []
 
 
 class NotCapturableError(RuntimeError):
-    """A step cannot be captured; the message is the reason."""
+    """Is raised if a step cannot be captured. The message is the reason."""
 
 
 class HostNeededError(NotCapturableError):
-    """A step cannot be captured because it needs the host, which was found before CUDA was asked."""
+    """Is raised if a step cannot be captured because it needs the host. This is found before CUDA captures it."""
 
 
 def capture(
     warm_up: Callable[[], object], body: Callable[[], T], device: torch.device, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Captures what `body` launches; returns the graph, whose memory is the pool's, and what `body` returned.
+    """Captures the operations that `body` launches. Returns the graph and the result of `body`.
 
-    `warm_up` runs before, on the same stream: at their first calls libraries allocate, and kernels are compiled.
-    Raises `NotCapturableError` if CUDA cannot capture it, with generator and allocator as before, and `RuntimeError`
-    if the device has failed.
+    `warm_up` runs before on the same stream, because libraries allocate memory and kernels are compiled at their first
+    calls. The graph's memory belongs to `pool`.
+
+    Raises:
+        NotCapturableError: If CUDA cannot capture the operations. Generator and allocator are then as before.
+        RuntimeError: If the device has failed.
     """
     stream = _capture_stream(device)
     current = torch.cuda.current_stream(device)
-    # The two streams wait for each other: the step reads what this thread has just written, and writes scratch.
+    # The streams wait for each other, because the step reads tensors that this thread has just written, and writes
+    # scratch memory that later steps use.
     stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):
             warm_up()
     finally:
-        # Also of one that has raised: what it has launched writes scratch that the steps to come use.
+        # This also holds after an error, because operations launched before the error write this scratch memory.
         current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # The warm-up has made a workspace outside the graph's pool.
+    # The warm-up has made a workspace outside the graph's pool. It is freed, so that the graph makes its own.
     _clear_workspaces()
     try:
-        # The outer context puts the stream back also where `torch.cuda.graph` fails to: after a refused capture.
+        # After a refused capture, `torch.cuda.graph` does not restore the current stream. The outer context does.
         with torch.cuda.stream(current), _capturing_on(graph, stream, pool):
             return graph, body()
-    # No refusal of CUDA's: the caller gives the memory of all graphs back.
+    # Missing memory does not mean that the step cannot be captured. The caller frees the memory of all graphs.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # A device that has failed raises here: then nothing can be put right.
+        # If the device has failed, this raises, and no cleanup is possible.
         with device_errors_explained():
             torch.cuda.synchronize(device)
         _end_refused(graph, device, stream, pool)
@@ -69,10 +73,11 @@ def capture(
 
 
 def _clear_workspaces() -> None:
-    """Frees cuBLAS's workspaces: right before a capture and right after it, so that the graph has its own.
+    """Frees cuBLAS's workspaces. This happens right before and right after a capture, so that the graph has its own.
 
-    Others clear them too (Inductor, before captures of its own). A replay would then write into memory that has
-    become someone's tensor, if its workspace was not of the graph's pool, or the pool's went on to be used outside.
+    Other code clears the workspaces too, for example Inductor before its own captures. If a graph used a workspace
+    outside its pool, or other work used a workspace of the pool, a replay could then write into another tensor's
+    memory.
     """
     if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
         torch._C._cuda_clearCublasWorkspaces()
@@ -81,23 +86,24 @@ def _clear_workspaces() -> None:
 def _end_refused(
     graph: torch.cuda.CUDAGraph, device: torch.device, stream: torch.cuda.Stream, pool: Any
 ) -> None:
-    """Does what torch does behind CUDA's end of a capture, which has raised.
+    """Does the cleanup that torch skips if CUDA raises an error at the end of a capture.
 
-    Else the generator would refuse every random CUDA operation, and the allocator look for a capture at each call.
+    Without it, the generator would refuse every random CUDA operation, and the allocator would look for a capture at
+    each call.
     """
     _refused.append(graph)
     end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
     release: Any = getattr(torch._C, "_cuda_releasePool", None)
     is_ended = False
     if end is not None:
-        # Torch raises where it has ended the capture itself, and then counts the pool's graphs.
+        # Torch raises if it has ended the capture itself. It has then also counted the pool's graphs.
         with suppress(RuntimeError):
             end(device.index, pool)
             is_ended = True
     if is_ended and release is not None:
         release(device.index, pool)
     graph.reset()
-    # The generator's flag falls at the end of a capture that works, whatever is captured.
+    # The generator leaves its capturing state at the end of a successful capture, whatever is captured.
     number = torch.zeros(1, device=device)
     trivial = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.current_stream(device)), _capturing_on(trivial, stream):
@@ -108,10 +114,10 @@ def _end_refused(
 def _capturing_on(
     graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None
 ) -> Generator[None]:
-    """Captures on a stream, begun and ended outside inference mode.
+    """Captures on a stream. The capture begins and ends outside inference mode.
 
-    The first capture makes the tensors of the device's generator, which stay as long as any graph lives. Made in
-    inference mode, they could not be changed by captures of others outside of it (pytorch #166792).
+    The first capture makes tensors of the device's generator, which stay as long as any graph lives. If they were made
+    in inference mode, captures of other code outside inference mode could not change them (pytorch #166792).
     """
     is_inference = torch.is_inference_mode_enabled()
     with (
@@ -124,5 +130,5 @@ def _capturing_on(
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns one stream for all captures on a device: cuBLAS keeps a workspace for every stream that it has seen."""
+    """Returns the stream of all captures on a device. There is one, because cuBLAS keeps a workspace per stream."""
     return torch.cuda.Stream(device)

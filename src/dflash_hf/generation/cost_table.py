@@ -1,8 +1,8 @@
-"""Costs of steps that were measured once on this machine, and are kept in a file.
+"""This module reads and writes the costs of steps that were measured once on this machine.
 
-[`tune`](tune.py) measures the seconds of a step for some numbers of rows and of verified tokens, and writes them. From
-then on the width of a verify follows from this table and from the tokens that the text has accepted, and not from a
-clock: two runs of one call give the same text. Where there is no table, costs are modelled (`step_costs.py`).
+[`tune`](tune.py) measures the seconds of a step for some numbers of rows and of verified tokens, and writes them into
+a file. After that, the width of a verify depends on this table and on the accepted tokens, and not on a clock. So two
+runs of one call give the same text. Without a table, costs are modelled (`step_costs.py`).
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ logger: Any = logging.get_logger(__name__)
 
 # The folder of all tables, in the cache folder of Hugging Face (`HF_HOME`).
 TABLES = Path(constants.HF_HOME) / "dflash_hf" / "step_costs"
-# Raised when the same numbers would mean something else.
+# The version of the file's format. A change of the meaning of its numbers needs a higher version.
 VERSION = 1
-# A file of a few kB; one that is larger was not written here.
+# A table has a few kB. A file with more bytes than this was not written by this module.
 MAX_BYTES = 1_000_000
-# Rows and tokens of a step, at most.
+# The largest number of rows and of tokens of a step.
 MAX_COUNT = 2**16
-# What may be another in a run than it was when the costs of its pair were measured.
+# The properties that may differ between a run and the measurement of its pair's costs.
 CIRCUMSTANCES = frozenset(("threads", "device", "torch", "transformers", "attention", "autocast"))
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Seconds of a step by its rows and its verified tokens.
+    """Holds the seconds of a step by its number of rows and its number of verified tokens.
 
     Args:
-        steps (`dict[int, dict[int, float]]`): For each number of rows, the seconds of a step by the tokens that it
-            verifies in each row: 1 is a step without a draft, the others are trees where the pair verifies trees.
+        steps (`dict[int, dict[int, float]]`): For each number of rows, the seconds of a step by the number of tokens
+            that it verifies in each row. A step of 1 token has no draft. The others verify trees if the pair does.
         chains (`dict[int, float]`): For each number of rows, the seconds of a step that verifies the chain of all
             proposals.
     """
@@ -66,24 +66,24 @@ class CostTable:
         return interpolated(by_rows, rows)
 
     def of_chain(self, num_tokens: int, rows: int) -> float:
-        """Returns the seconds of a step that verifies the chain of all proposals, which are `num_tokens - 1`."""
+        """Returns the seconds of a step that verifies the chain of all `num_tokens - 1` proposals in each row."""
         return interpolated(self.chains, rows)
 
     def covers(self, width: int) -> bool:
-        """Returns True if steps of so many tokens were measured, or such of more."""
+        """Returns True if steps of `width` or more tokens were measured for each number of rows of the table."""
         return all(max(seconds) >= width for seconds in self.steps.values())
 
 
 def interpolated(points: Mapping[int, float], at: int) -> float:
-    """Returns the value at a number, on straight lines between known points.
+    """Returns the value at a number, by linear interpolation between the known points.
 
-    Below the first point and beyond the last one, the line of the nearest two goes on, but never below the least
-    known value: a step of more tokens is not for free because the clock had a hiccup.
+    Outside the known points, the line through the nearest two points continues. But no value is below the smallest
+    known value, so that noise of the clock does not make a step of more tokens free.
     """
     known = sorted(points)
     if at in points or len(known) == 1:
         return points.get(at, points[known[0]])
-    # The two points around the number, or the two at the end that it lies beyond.
+    # These are the two points around the number, or the two points at the nearest end.
     right = min(max(bisect_left(known, at), 1), len(known) - 1)
     low = known[right - 1]
     high = known[right]
@@ -94,10 +94,10 @@ def interpolated(points: Mapping[int, float], at: int) -> float:
 def about_pair(
     target: Target, draft: DFlashDraftModel, costs: StepCosts, is_tree: bool
 ) -> dict[str, Any]:
-    """Returns what the costs of a pair's steps depend on; a table is for this and nothing else."""
+    """Returns everything on which the costs of a pair's steps depend. A table is used only if all of it is equal."""
     device = target.device
     sizes = asdict(costs)
-    # What the model takes the machine to be plays no part where it was measured.
+    # Measured costs do not depend on the speed and overhead that the modelled costs assume.
     del sizes["speed"], sizes["layer_overhead"]
     return {
         "version": VERSION,
@@ -117,14 +117,17 @@ def about_pair(
 
 
 def _kinds_in(model: nn.Module) -> list[str]:
-    """Returns the classes of a model's modules and weights, and the dtypes: quantised ones have others."""
+    """Returns the names of the classes of a model's modules and weights, and the dtypes of its weights.
+
+    Quantised models differ in them.
+    """
     modules = {type(part).__name__ for part in model.modules()}
     weights = {f"{type(weight).__name__} {weight.dtype}" for weight in model.parameters()}
     return sorted(modules | weights)
 
 
 def _autocast_dtype(device_type: str) -> str:
-    """Returns the dtype that autocast computes in at the moment, or an empty text."""
+    """Returns the current dtype of autocast, or an empty text if autocast is off."""
     if not torch.is_autocast_enabled(device_type):
         return ""
     return str(torch.get_autocast_dtype(device_type))
@@ -137,15 +140,15 @@ def table_path(about: Mapping[str, Any]) -> Path:
 
 
 def _sorted_json(about: Mapping[str, Any]) -> str:
-    """Returns the text that names a pair and what its costs depend on."""
+    """Returns the JSON text of everything on which the costs of a pair's steps depend, with sorted keys."""
     return json.dumps(about, sort_keys=True)
 
 
 def read_table(about: Mapping[str, Any]) -> CostTable | None:
-    """Returns the table that was measured for a pair on this machine, or `None`.
+    """Returns the table that was measured for a pair on this machine, or `None` if there is none.
 
-    A file that cannot be read, or that is for something else, is as good as none; the log says so once. It also says
-    so where this pair has a table, but for example for another number of threads.
+    A file that cannot be read or that belongs to another pair is ignored, and the log says so once. The log also says
+    if the pair has a table that cannot be used, for example one for another number of threads.
     """
     path = table_path(about)
     try:
@@ -165,9 +168,9 @@ def read_table(about: Mapping[str, Any]) -> CostTable | None:
 
 @functools.cache
 def _say_what_differs(folder: Path, sorted_json: str) -> None:
-    """Says in the log which circumstances keep a pair from a table that was measured for it.
+    """Logs why a table that was measured for a pair cannot be used in this run.
 
-    Looks once at the files, and not at every call.
+    The function reads the files of a folder once per pair, and not at every call.
     """
     about = json.loads(sorted_json)
     for path in sorted(folder.glob("*.json")):
@@ -184,7 +187,7 @@ def _say_what_differs(folder: Path, sorted_json: str) -> None:
 
 
 def _about_of(path: Path) -> dict[str, Any]:
-    """Returns what a file's table is for; nothing where the file cannot be read."""
+    """Returns the properties for which a file's table was measured. The dict is empty if the file cannot be read."""
     try:
         with path.open("rb") as file:
             read: Any = json.loads(file.read(MAX_BYTES + 1))
@@ -194,7 +197,7 @@ def _about_of(path: Path) -> dict[str, Any]:
 
 
 def _checked(text: bytes, about: Mapping[str, Any]) -> CostTable:
-    """Returns the table that a file's text holds; raises `ValueError` for anything else."""
+    """Returns the table in a file's text. Raises `ValueError` if it is damaged or was measured for something else."""
     if len(text) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
     try:
@@ -213,7 +216,7 @@ def _checked(text: bytes, about: Mapping[str, Any]) -> CostTable:
 
 
 def _seconds(read: Mapping[str, Any]) -> dict[int, float]:
-    """Returns numbers by numbers from JSON, whose keys are strings; raises `ValueError` for what is no time."""
+    """Converts a JSON object into seconds by count. Raises `ValueError` for a count or time that is out of range."""
     seconds = {int(key): float(value) for key, value in read.items()}
     are_times = all(math.isfinite(value) and value > 0.0 for value in seconds.values())
     are_counts = all(1 <= key <= MAX_COUNT for key in seconds)
@@ -223,10 +226,11 @@ def _seconds(read: Mapping[str, Any]) -> dict[int, float]:
 
 
 def write_table(table: CostTable, about: Mapping[str, Any]) -> Path:
-    """Writes a table, whole or not at all, and returns its file; raises `ValueError` if it cannot be written."""
+    """Writes a table completely or not at all, and returns its file. Raises `ValueError` if it cannot be written."""
     path = table_path(about)
     written = {"about": about, "steps": table.steps, "chains": table.chains}
-    # Of the thread alone: two that measure at once each write a whole file, and the later one stays.
+    # The scratch file belongs to one thread. If two threads measure at once, each writes a whole file, and the later
+    # file stays.
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,14 @@
-"""One CUDA graph per step: whether steps can be captured, and the graphs that are captured, replayed and kept.
+"""This module decides whether steps can be captured as CUDA graphs, and captures, replays and keeps the graphs.
 
-A graph belongs to fixed buffers, a number of K/V slots that are read (all of them, where the attention reads lengths
-on the device), a number of tokens that are verified, and settings baked into it (`_settings`). All graphs that a run
-may need are captured before its first step, longest and widest first, into one pool of memory. Where the width is to
-be chosen, the longest are replayed to measure each width's cost, and widths that save nothing are dropped. Capturing
-runs the step over rows that count as finished, which changes nothing but scratch. A graph holds addresses of weights:
-where a weight has moved, or a module computes something else, it is captured again (`fingerprint_of`, `Code`).
+One graph replays one step. A graph belongs to a set of fixed buffers, a number of K/V slots that it reads (all slots,
+if the attention reads the lengths on the device), a number of tokens that it verifies, and the settings that are baked
+into it (`_settings`). All graphs that a run may need are captured before its first step, longest and widest first,
+into one pool of memory. If the width is chosen during the run, the longest graphs are replayed to measure each width's
+cost. Widths that save nothing are dropped. A capture runs the step over rows that count as ended, which changes only
+scratch memory. A graph holds the addresses of weights. So steps are captured again if a weight has moved or a module
+computes something else (`fingerprint_of`, `Code`).
 
-`capture.py` makes one graph. A process has one capture at a time here.
+`capture.py` captures one graph. A process runs one capture at a time in this module.
 """
 
 from __future__ import annotations
@@ -43,35 +44,37 @@ from dflash_hf.target_model.user_code import Code, has_own_forward, is_harmless
 from dflash_hf.undo import held
 
 logger: Any = logging.get_logger(__name__)
-# Settings whose graphs are kept, for several lengths each; every sampling temperature is a setting of its own.
+# The number of settings whose graphs are kept. Each may have graphs of several lengths and widths. For example, two
+# sampling temperatures are two settings.
 MAX_SETTINGS = 4
 EAGER = "Steps with a DFlash draft run eagerly, not as CUDA graphs: {reason}"
-# Replays that are timed to measure a width's cost.
+# The number of replays that are timed to measure a width's cost.
 NUM_TIMED = 3
-# One capture at a time: the beginning of one returns memory to the driver.
+# Captures run one at a time, because the beginning of a capture returns memory to the driver.
 _capturing = threading.Lock()
-# Dtypes of experts that torch itself multiplies; quantised ones have functions of their own.
+# The dtypes of experts that torch itself multiplies. Quantised experts have their own functions.
 _GROUPED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Types of the settings that modules keep as attributes.
+# The types of the settings that modules keep as attributes.
 _PLAIN_TYPES = frozenset((bool, int, float, str))
-# Forwards that users have put on modules, and a number for each. They are not held: a bound one holds its model.
+# A number for each forward that a user has put on a module. The references are weak, because a bound forward keeps its
+# model alive.
 _known_code = weakref.WeakKeyDictionary[Any, int]()
 _code_numbers = itertools.count(1)
 
 
 def why_not(target: Target, draft: DFlashDraftModel) -> str:
-    """Returns why steps of this pair cannot be captured, as far as it shows without running one, or an empty text."""
+    """Returns why steps of this pair cannot be captured, or an empty text if no reason shows without running one."""
     model = target.model
-    # A graph holds addresses, and such weights have a new one in every forward.
+    # A graph holds addresses, and offloaded weights have a new address in every forward.
     if is_offloaded(model) or is_offloaded(draft):
         return "weights that are offloaded"
-    # One graph is of one device.
+    # A graph runs on one device only.
     parts = [*target.layers, target.embedding, target.head, draft]
     devices = {device for part in parts for device in execution_devices(Inventory.of(part))}
     if len(devices) > 1:
         return "parts on several devices"
     is_asked_for = draft.generation_config.engine == "cuda_graph"
-    # Their kernels may read on the host, which shows only when a step is tried.
+    # Kernels of quantised or sharded weights may read on the host. Only a capture that is tried shows this.
     if not target.takes_inference_mode and not is_asked_for:
         return (
             "weights that are no plain tensors (quantised or sharded); engine='cuda_graph' tries it"
@@ -79,7 +82,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
     if target.facts.ropes:
         rope = target.facts.ropes[0]
         return f"a RoPE of type {rope.kind}, which looks at positions on the host"
-    # The copies live as long as the context of autocast, and a graph longer.
+    # A graph may live longer than the copies of weights, which end with the context of autocast.
     if torch.is_autocast_enabled(target.device.type):
         return "autocast, which keeps copies of weights"
     counted = counted_experts(target)
@@ -97,7 +100,7 @@ def why_not(target: Target, draft: DFlashDraftModel) -> str:
 
 
 def start_engine(run: Run) -> StaticStep | None:
-    """Returns the step that a run with fixed buffers takes, captured where it can be; `None` is the eager one."""
+    """Returns the captured step of a run with fixed buffers, or `None` if the steps must run eagerly."""
     step = GraphStep(run)
     try:
         step.capture()
@@ -109,19 +112,19 @@ def start_engine(run: Run) -> StaticStep | None:
 
 
 class GraphStep(StaticStep):
-    """A step over a run's fixed buffers, which are on CUDA, replayed from CUDA graphs."""
+    """Runs steps over a run's fixed buffers on CUDA, by replays of CUDA graphs."""
 
     name = "cuda_graph"
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.settings = _settings(run, self.accepts)
-        # A copy of the draft in FP8 shares modules with it and has weights of its own.
+        # An FP8 copy of the draft shares modules with the draft, and has its own weights.
         parts = [run.request.target.parts, run.request.draft_parts]
         if run.generator.drafter is not run.generator.draft:
             parts.append(Inventory.of(run.generator.drafter))
         found = fingerprint_of(run.request.target, parts)
-        # Graphs of other weights, switches or code would give another text.
+        # Graphs that were captured with other weights, switches or code would give another text.
         graphs = run.buffers.graphs
         if graphs.fingerprint != found or not graphs.code.is_same():
             kinds = {type(module) for inventory in parts for module in inventory.modules}
@@ -130,12 +133,13 @@ class GraphStep(StaticStep):
         self.kept = self.graphs.captured.get(self.settings, Kept())
 
     def capture(self) -> None:
-        """Captures all steps that the run may need and that are not kept, longest first.
+        """Captures all steps that the run may need and that are not kept yet, longest first.
 
-        Raises `NotCapturableError` if one cannot be, or there is no memory for it; nothing captured is kept then.
+        Raises `NotCapturableError` if a step cannot be captured or there is no memory for it. If a step needs the
+        host, the graphs of these settings are dropped, else all graphs over the buffers.
         """
         graphs = self.graphs
-        # What failed once over these buffers and models would fail again, after the same work.
+        # A capture that has failed once over these buffers and models would fail again, after the same work.
         reason = graphs.reason or graphs.needing_host.get(self.settings, "")
         if reason:
             raise NotCapturableError(reason)
@@ -144,7 +148,7 @@ class GraphStep(StaticStep):
             raise NotCapturableError(
                 f"inputs of the caller's own in every forward: {', '.join(unknown)}"
             )
-        # The settings go last: the first ones are those that were not asked for the longest.
+        # The settings move to the end of the dict, so that the first ones are the least recently used.
         graphs.captured.pop(self.settings, None)
         graphs.captured[self.settings] = self.kept
         while len(graphs.captured) > MAX_SETTINGS:
@@ -153,17 +157,17 @@ class GraphStep(StaticStep):
             with _finished_rows(self.run):
                 self._capture_all()
         except HostNeededError as error:
-            # Graphs of other settings stay: their steps need not do what this one does.
+            # Graphs of other settings stay, because their steps may not need the host.
             del graphs.captured[self.settings]
             graphs.needing_host[self.settings] = str(error)
             raise
         except BaseException as error:
-            # Graphs of one pool are kept or given up together, also where an interrupt comes between two of them.
+            # All graphs of a pool are dropped together, also if an interrupt comes between two captures.
             self.kept.clear()
             self.kept.costs.clear()
             graphs.captured.clear()
             if isinstance(error, torch.OutOfMemoryError):
-                # The pool's memory goes back to the driver, for the eager steps that follow.
+                # The pool's memory is returned to the driver, for the eager steps that follow.
                 torch.cuda.empty_cache()
                 graphs.reason = f"no memory left to capture it ({first_line(error)})"
                 raise NotCapturableError(graphs.reason) from error
@@ -172,11 +176,11 @@ class GraphStep(StaticStep):
             raise
 
     def _capture_all(self) -> None:
-        """Captures the steps of the run's widths, or of those widths that are worth having where the run chooses."""
+        """Captures the steps of all widths of the run. If the run chooses widths, only useful widths are kept."""
         chooser = self.run.chooser
         bounds = self.bounds()
         widths = chooser.widths
-        # A fixed width has no costs to be measured.
+        # For a fixed width no costs are measured.
         if not isinstance(chooser, WidthChooser):
             self._capture_missing(bounds, widths)
             return
@@ -185,19 +189,19 @@ class GraphStep(StaticStep):
         chooser.set_costs(costs)
 
     def _capture_missing(self, bounds: list[int], widths: list[int]) -> None:
-        """Captures the steps of these sizes that are not kept, in this order."""
+        """Captures the steps of these sizes that are not kept yet, in this order."""
         for bound, width in itertools.product(bounds, widths):
             if (bound, width) not in self.kept:
-                # The views of block and tokens that are captured follow from it.
+                # The captured views of block and tokens depend on the width.
                 self.run.state.width = width
                 with _capturing:
                     self.kept[bound, width] = self.capture_one(bound)
 
     def _find_costs(self, widths: list[int], bound: int) -> dict[int, float]:
-        """Returns the seconds of a step of each width that is worth having, widest first; measured once."""
+        """Returns the seconds of a step of each useful width, widest first. They are measured once."""
         kept = self.kept
         if not kept.costs:
-            # At the longest bound, where a verify costs the most.
+            # The steps are measured at the longest bound, where a verify costs the most.
             self._capture_missing([bound], widths)
             measured = {width: self.measure(kept[bound, width]) for width in widths}
             kept.costs = {width: measured[width] for width in useful_widths(measured)}
@@ -206,7 +210,7 @@ class GraphStep(StaticStep):
         return kept.costs
 
     def measure(self, captured: Captured) -> float:
-        """Returns the seconds of a replay, by the device's clock; waits for it."""
+        """Returns the seconds of a replay by the device's clock, and waits for the replays."""
         # The first replay also uploads the graph.
         captured.graph.replay()
         begin = torch.cuda.Event(enable_timing=True)
@@ -219,15 +223,15 @@ class GraphStep(StaticStep):
         return begin.elapsed_time(end) / 1000 / NUM_TIMED
 
     def launch(self, bound: int) -> CausalLMOutputWithPast | None:
-        """Replays the step over the first `bound` slots; waits for nothing."""
+        """Replays the step over the first `bound` slots. It does not wait for the device."""
         captured = self.kept[bound, self.run.state.width]
         captured.graph.replay()
-        # The graph has written into its own tensor, which the state had when it was captured.
+        # The graph writes into the tensor that the state had during the capture.
         self.run.state.draft_probs = captured.draft_probs
         return captured.outputs
 
     def capture_one(self, bound: int) -> Captured:
-        """Captures the step over `bound` slots, of the state's width, after running it once on the same stream."""
+        """Captures the step of the state's width over `bound` slots, after one run of it on the same stream."""
         if self.graphs.pool is None:
             self.graphs.pool = torch.cuda.graph_pool_handle()
         device = self.run.buffers.shape.device
@@ -238,11 +242,12 @@ class GraphStep(StaticStep):
         return Captured(graph, outputs, self.run.state.draft_probs, self.run.request.processors)
 
     def warm_up(self, bound: int) -> None:
-        """Runs the step once, uncaptured: under guard if it is the first of its settings and width.
+        """Runs the step once without capturing it.
 
-        Raises HostNeededError if it reads a tensor on the host.
+        The first step of its settings and width runs under [`NoHostReads`]. Raises `HostNeededError` if this step
+        reads a tensor on the host.
         """
-        # Another length runs the same operations, in which the guard would find nothing new.
+        # A step of another length runs the same operations, so that the guard would find nothing new.
         is_known = any(width == self.run.state.width for _, width in self.kept)
         if is_known:
             self.body(bound)
@@ -257,7 +262,7 @@ class GraphStep(StaticStep):
 
 @contextmanager
 def _finished_rows(run: Run) -> Generator[None]:
-    """Has all rows count as finished for a while: a step changes nothing but scratch then."""
+    """Marks all rows as ended for a while, so that a step changes only scratch memory."""
     state = run.state
     done = state.done.clone()
     width = state.width
@@ -270,13 +275,13 @@ def _finished_rows(run: Run) -> Generator[None]:
 
 
 def _settings(run: Run, accepts: bool) -> Settings:
-    """Returns the settings that are baked into a captured step of this run, besides the shapes of its buffers."""
+    """Returns the settings that are baked into a captured step of this run, apart from the shapes of its buffers."""
     generator = run.generator
     options = generator.draft.generation_config
     proposal = "greedy"
     if run.state.host.is_sampled:
         proposal = generator.proposal
-    # Inputs of the caller's own that are tensors were refused: their addresses would be captured.
+    # The caller's own inputs have no tensors here. Tensors were refused, because their addresses would be captured.
     keywords = [(name, value) for name, value in run.extra.items() if _is_plain(value)]
     return (
         accepts,
@@ -301,14 +306,14 @@ def _rounding_of_products() -> tuple[object, ...]:
 
 
 def fingerprint_of(target: Target, parts: Sequence[Inventory]) -> int:
-    """Returns a number that changes when weights move or are replaced, or modules are switched or changed.
+    """Returns a number that changes if weights move or are replaced, or if modules are replaced, switched or changed.
 
-    `parts` are the inventories of the target, of the draft, and of a copy that drafts in its place. What classes
-    compute by is no part of it; see `Code`.
+    `parts` are the inventories of the target, of the draft, and of a copy that drafts in its place. The number does
+    not depend on the code of the modules' classes; see `Code`.
     """
     experts = getattr(target.config, "_experts_implementation", None)
     found: list[object] = [experts, joint_products.chosen()]
-    # Everything is looked at in every call: a list of plain values is hashed once, at the end.
+    # Every call reads all modules. So plain values are collected in a list, which is hashed once at the end.
     for inventory in parts:
         found.extend(_address(tensor) for tensor in (*inventory.weights, *inventory.buffers))
         kinds = list(map(type, inventory.modules))
@@ -319,7 +324,7 @@ def fingerprint_of(target: Target, parts: Sequence[Inventory]) -> int:
             for module in inventory.altered
             if has_own_forward(module)
         )
-        # Looked for by class first: there are few classes and many modules.
+        # The classes are checked first, because there are few classes and many modules.
         adapting = {kind for kind in set(kinds) if _is_adapting(kind)}
         if adapting:
             found.extend(
@@ -329,21 +334,21 @@ def fingerprint_of(target: Target, parts: Sequence[Inventory]) -> int:
 
 
 def _settings_of(module: nn.Module) -> tuple[object, ...]:
-    """Returns the numbers and names that a module has: whether it is in training, its epsilon, sizes and factors."""
+    """Returns the plain attributes of a module, such as its training mode, epsilon, sizes and factors."""
     return tuple(value for value in vars(module).values() if type(value) in _PLAIN_TYPES)
 
 
 def _number_of_code(code: Any) -> int:
-    """Returns a number that no other forward of a module's own has had in this process."""
-    # Its address would not do: a forward that takes the place of a freed one may have the same.
+    """Returns the number of a forward that was put on a module. No other such forward in the process has it."""
+    # The address is not enough, because a new forward may get the address of a freed one.
     try:
         return _known_code.setdefault(code, next(_code_numbers))
-    except TypeError:  # an object of a class that nothing can refer to weakly
+    except TypeError:  # an object of a class without weak references
         return -id(code)
 
 
 def _is_adapting(kind: type) -> bool:
-    """Returns True for a class of PEFT's layers; models of Transformers have a method of the same name."""
+    """Returns True for a class of PEFT's layers. Models of Transformers have the same method, and are excluded."""
     return hasattr(kind, "active_adapters") and not issubclass(kind, PreTrainedModel)
 
 
@@ -357,18 +362,18 @@ def _adapters_of(layer: Any) -> tuple[object, ...]:
 
 
 def _address(tensor: Tensor | None) -> tuple[object, ...]:
-    """Returns where a tensor's numbers are, their dtype and how they are laid out."""
+    """Returns the address, dtype, shape and strides of a tensor."""
     if tensor is None:
         return ()
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     if is_plain:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    # A quantised tensor has several addresses.
+    # A tensor subclass, such as a quantised tensor, may have several addresses.
     return id(tensor), tensor.dtype
 
 
 def counted_experts(target: Target) -> str:
-    """Returns which experts an operation of torch counts on the host, or an empty text."""
+    """Returns the reason why torch counts the tokens of experts on the host, or an empty text if it does not."""
     for module in target.parts.modules:
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         if implementation != "grouped_mm":

@@ -1,4 +1,4 @@
-"""What has been captured over one set of fixed buffers: graphs by settings and size, and what steps cost there."""
+"""This module holds the CUDA graphs that were captured over one set of fixed buffers, and the costs of their steps."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from dflash_hf.target_model.user_code import Code
 
 Settings = tuple[object, ...]
 Size = tuple[int, int]  # slots that are read, tokens that are verified
-NO_CODE = Code(())  # of no classes: nothing was captured yet
+NO_CODE = Code(())  # the code of no classes, before the first capture
 
 
 class Captured(NamedTuple):
     """A graph, or anything else with a `replay`, and the tensors that each replay overwrites."""
 
     graph: Any
-    outputs: CausalLMOutputWithPast | None  # the target's, of a step that the host accepts
-    draft_probs: Tensor  # the state's
-    processors: BlockProcessors  # kept for as long as the graph: replays read their tensors
+    outputs: CausalLMOutputWithPast | None  # the target's output, if the host accepts the step
+    draft_probs: Tensor  # `DecodeState.draft_probs` of the captured step
+    processors: BlockProcessors  # kept as long as the graph, because replays read their tensors
 
 
 class Kept(dict[Size, Captured]):
-    """The graph of each size under some settings, and the costs of steps there."""
+    """Holds the graph of each size for one combination of settings, and the costs of these steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Seconds that a step of each useful width takes; empty until they are measured.
+        # The seconds that a step of each useful width takes. The dict is empty until they are measured.
         self.costs: dict[int, float] = {}
 
 
 @dataclass(slots=True)
 class Graphs:
-    """The graphs captured over one set of buffers, per settings, or the reason why nothing can be captured."""
+    """Holds the graphs captured over one set of buffers, by settings, or the reason why nothing can be captured."""
 
-    fingerprint: int = 0  # of the models at the time; nothing is captured under this one
-    code: Code = NO_CODE  # what the classes of their modules computed by at the time
-    pool: Any = None  # of memory, which all graphs share; replays never overlap
+    fingerprint: int = 0  # of the models at the time of the captures; 0 before the first one
+    code: Code = NO_CODE  # the code of the models' classes at the time of the captures
+    pool: Any = None  # the memory pool that all graphs share, because replays never overlap
     captured: dict[Settings, Kept] = field(default_factory=dict[Settings, Kept])
     reason: str = ""
-    # Why a step under some settings needs the host; other settings may not.
+    # The settings under which a step needs the host, with the reason. Other settings may not need it.
     needing_host: dict[Settings, str] = field(default_factory=dict[Settings, str])
