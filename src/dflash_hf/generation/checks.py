@@ -1,9 +1,9 @@
-"""What a call with a draft, and the draft's options, may be: the rest is refused before any forward runs.
+"""This module checks the arguments of a call with a draft and the draft's options, before any forward runs.
 
-Every refusal is a `ValueError` that names the setting, field or input. The functions come in the order in which a call
-goes through them. What a target, and a pair of target and draft, may be is in `target_model/support.py`, which values
-an option knows in `generation_config.py`. What shows only while a call runs is refused where it shows: what rules of
-the user's return (`iterate.py`), memory that is not there, positions and columns that have run out.
+To refuse something means to raise a `ValueError` that names the setting, field or input. The functions are in the
+order in which a call uses them. `target_model/support.py` checks targets and pairs. `generation_config.py` checks the
+values of options. Some errors show only while a call runs, and are raised there: results of the user's rules
+(`iterate.py`), missing memory, and positions or columns that have run out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dflash_hf.generation_config import DFlashGenerationConfig
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
-# Exact types: a subclass may store anything.
+# The types must be exact, because a subclass may store anything.
 _LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -47,7 +47,7 @@ _LAYERS = (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-# Settings of `generate` that no call with a draft can have, and why.
+# The settings of `generate` that are refused in every call with a draft, and the reasons.
 REFUSED_SETTINGS = {
     "dola_layers": "DoLa changes the target's logits",
     "constraints": "they need beams",
@@ -64,8 +64,8 @@ REFUSED_SETTINGS = {
 
 
 def check_stock(draft: DFlashDraftModel) -> None:
-    """Refuses drafts that Transformers' own DFlash path would run wrongly, with hardly a token accepted."""
-    # Transformers' path does not know what these fields say.
+    """Refuses drafts that Transformers' own DFlash path would run wrongly, so that it would accept few tokens."""
+    # Transformers' path does not know these fields.
     names = (
         "own_embed_tokens",
         "own_lm_head",
@@ -80,7 +80,7 @@ def check_stock(draft: DFlashDraftModel) -> None:
 
 
 def check_static_stock() -> None:
-    """Refuses, by `ValueError`, static caches in a Transformers whose own assisted decoding does not take them."""
+    """Refuses static caches if the assisted decoding of the installed Transformers does not support them."""
     require(
         getattr(StaticLayer, "is_croppable", False),
         "a Transformers whose own assisted decoding takes static caches, as 5.24 does",
@@ -93,7 +93,7 @@ def check_static_stock() -> None:
 
 
 def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory) -> None:
-    """Refuses drafts on several devices, and options that the draft, the target or the device cannot have."""
+    """Refuses drafts on several devices, and options that the draft, the target or the device does not support."""
     options: Any = draft.generation_config
     require(
         isinstance(options, DFlashGenerationConfig),
@@ -101,14 +101,14 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
         type(options).__name__,
         "assign dflash_hf.DFlashGenerationConfig(...)",
     )
-    # The draft's buffers are on one device.
+    # All buffers of the draft are on one device.
     devices = sorted(map(str, execution_devices(draft_parts)))
     require(
         len(devices) < 2, "a draft on one device", devices, 'load it with device_map={"": device}'
     )
-    # Options are plain attributes: they may have been set since the config was made.
+    # The options are checked again, because they are plain attributes that may have been set later.
     options.validate_options(draft.config.block_size, draft.config.sample_from_anchor)
-    # A state is taken on token by token, and a tree would need one per branch.
+    # A recurrent state follows one sequence of tokens, and a tree would need a state per branch.
     follows_one_path = bool(target.recurrences)
     require(
         not (options.num_tree_nodes and follows_one_path),
@@ -122,9 +122,9 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
 
 
 def check_float8(draft: DFlashDraftModel) -> None:
-    """Refuses drafting in FP8 where the draft's device has no products in it."""
+    """Refuses drafting in FP8 if the draft's device does not support FP8 matrix products."""
     dtype = draft.generation_config.draft_dtype
-    # Checked here and not when the copy is made: by then the prefill would have run.
+    # This is checked here, because the prefill would have run when the copy is made.
     capability = ".".join(map(str, float8.MIN_CAPABILITY))
     what = f"a draft on CUDA of compute capability {capability} or more under draft_dtype={dtype!r}"
     lacking = float8.why_not(execution_device(draft))
@@ -132,11 +132,11 @@ def check_float8(draft: DFlashDraftModel) -> None:
 
 
 def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
-    """Refuses `"cuda_graph"`, asked for by name, where no step can be captured and one setting would change that.
+    """Refuses `engine="cuda_graph"` if no step can be captured and one other setting would help.
 
-    That is a target that is not on CUDA, or whose experts are counted on the host.
+    This is so if the target is not on CUDA, or if torch counts the tokens of its experts on the host.
     """
-    # Under "auto" the steps run eagerly then, and the log says why.
+    # Under "auto", the steps run eagerly in these cases, and the log says why.
     is_asked_for = draft.generation_config.engine == "cuda_graph"
     if not is_asked_for:
         return
@@ -144,7 +144,7 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
     what = "a target on CUDA under engine='cuda_graph'"
     require(device.type == "cuda", what, str(device), "leave engine at 'auto'")
     action = "call target.set_experts_implementation('batched_mm'), or leave engine at 'auto'"
-    counted = counted_experts(target)  # asks CUDA about its device
+    counted = counted_experts(target)  # needs a target on CUDA
     require(not counted, "experts that need no host under engine='cuda_graph'", counted, action)
 
 
@@ -152,16 +152,16 @@ def check_capturable(target: Target, draft: DFlashDraftModel) -> None:
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuses generation settings that drafting cannot honour, or that lack something."""
+    """Refuses generation settings that a call with a draft cannot honour, or that need a missing argument."""
     beams = settings["num_beams"]
     alpha = settings["penalty_alpha"]
     guidance = settings["guidance_scale"]
     cache = settings["cache_implementation"]
     other = settings.arguments.get("custom_generate")
-    # Transformers chooses contrastive search by these three.
+    # Transformers chooses contrastive search by these three settings.
     is_contrastive = bool(alpha) and (settings["top_k"] or 0) > 1 and not settings["do_sample"]
     is_synchronized = _is_synchronized(settings)
-    # Whether the call asks for it, what is expected instead, what was given, and why it cannot be.
+    # Each entry says whether the setting is refused, what is expected, what was given, and the reason.
     refused: list[tuple[bool, str, object, str]] = [
         (other is not None, "no custom_generate", other, "choose one way of decoding"),
         ((beams or 1) > 1, "num_beams=1", beams, "beam search has no single text to draft for"),
@@ -177,7 +177,7 @@ def check_settings(settings: Settings) -> None:
     for bad, expected, got, reason in refused:
         require(not bad, f"{expected} with a DFlash draft", got, f"{reason}; or drop the draft")
     _check_num_assistant_tokens(settings.arguments)
-    # Transformers refuses it too, but later: what both need is done here, see `use_tokenizer`.
+    # Transformers would refuse a missing tokenizer later, but `use_tokenizer` needs the tokenizer before that.
     has_tokenizer = is_given(settings.arguments, "tokenizer")
     has_ids = isinstance(given_ids(settings.arguments), Tensor)
     heals = bool(settings["token_healing"])
@@ -191,7 +191,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _check_healed(settings: Settings) -> None:
-    """Refuses processors of the prompt beside token healing: plain `generate` hands them the prompt before it."""
+    """Refuses processors of the prompt with token healing: in plain `generate` they read the prompt before healing."""
     penalty = settings["encoder_repetition_penalty"]
     size = settings["encoder_no_repeat_ngram_size"]
     do = "it would look at the healed prompt, leave one of the two out; or drop the draft"
@@ -200,15 +200,15 @@ def _check_healed(settings: Settings) -> None:
 
 
 def _check_num_assistant_tokens(arguments: Mapping[str, Any]) -> None:
-    """Refuses a number of proposals in the call: as in Transformers it counts in the assistant's own config."""
-    # Not looked for in a config: pipelines of older releases of Transformers write its default there.
+    """Refuses a number of proposals in the call. As in Transformers, it belongs into the assistant's own config."""
+    # A given config is not checked, because pipelines of older Transformers write the default into it.
     given = arguments.get("num_assistant_tokens")
     do = "set draft.generation_config.num_assistant_tokens, as for any assistant in Transformers"
     require(given is None, "no num_assistant_tokens in the call", given, do)
 
 
 def _is_synchronized(settings: Settings) -> bool:
-    """Returns True if forwards wait for other processes: all rows of all would have to keep step."""
+    """Returns True if forwards wait for other processes, so that the rows of all of them must stay in step."""
     if settings.arguments.get("synced_gpus"):
         return True
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -222,28 +222,28 @@ def _is_synchronized(settings: Settings) -> bool:
 
 
 def check_inputs(target: Target, settings: Settings) -> None:
-    """Refuses prompts that cannot be decoded, and a cache that they cannot go on from.
+    """Refuses prompts that cannot be decoded, and a cache that the call cannot continue.
 
-    That is an empty prompt or row, a mask over tokens to come or with right padding, positions that plain decoding
-    counts on in another way, types of tokens that are added to texts, embeddings in chunks, and a cache that is not
-    the target's, not the rows', or cannot be read and advanced exactly.
+    These are refused: an empty prompt or row, a mask over future tokens or with right padding, positions of a dtype
+    that plain decoding continues differently, token types for a text target, embeddings in chunks, and a cache that
+    belongs to another target or other rows, or that cannot be read and advanced exactly.
     """
     given = settings.arguments
     if is_given(given, "position_ids"):
         _check_position_dtype(given["position_ids"])
-    # A target of images marks them by types, in the prefill; its text config is a part of its own.
+    # A target for images has a separate text config. It marks the tokens of images by their types, in the prefill.
     is_text = target.config is target.model.config
     has_types = is_text and is_given(given, "token_type_ids")
     require(not has_types, "no token_type_ids for a target of text", "some", "leave them out")
     has_embeds = is_given(given, "inputs_embeds")
     prompt = given["inputs_embeds"] if has_embeds else given_ids(given)
-    # Without a prompt Transformers makes one of the token that begins texts.
+    # Without a prompt, Transformers makes one of the beginning-of-sequence token.
     begins_with_bos = prompt is None and settings["bos_token_id"] is not None
     if begins_with_bos:
         return
-    # Embeddings come first in `generate` too: ids beside them are only the text so far.
+    # As in `generate`, embeddings are the prompt if they are given. Ids beside them are only the text so far.
     name = "inputs_embeds" if has_embeds else "input_ids"
-    # A row of ids is one number per token, a row of embeddings one vector.
+    # A row has one number per token in ids, and one vector per token in embeddings.
     num_dims = 3 if has_embeds else 2
     is_filled = isinstance(prompt, Tensor) and prompt.dim() == num_dims and prompt.numel() > 0
     require(
@@ -253,7 +253,7 @@ def check_inputs(target: Target, settings: Settings) -> None:
         "give a prompt",
     )
     assert isinstance(prompt, Tensor)
-    # The prompt is repeated later; a cache has to have these rows already.
+    # The prompt is repeated later, but a cache must have the repeated rows already.
     rows = prompt.shape[0] * (settings["num_return_sequences"] or 1)
     columns = prompt.shape[1]
     cache = given_cache(given)
@@ -263,9 +263,9 @@ def check_inputs(target: Target, settings: Settings) -> None:
     if has_embeds and is_in_chunks:
         _check_chunks(given_ids(given), columns, past, chunk_size)
     has_mask = is_given(given, "attention_mask")
-    # A call without a mask is one with a mask of ones.
+    # A call without a mask is checked like a call with a mask of ones.
     mask = given["attention_mask"] if has_mask else torch.ones(prompt.shape[:2], device="cpu")
-    # Plain `generate` fails over a mask that says for each query what it sees.
+    # Plain `generate` fails with a mask that has a dimension for queries.
     is_plain = isinstance(mask, Tensor) and mask.dim() == 2
     what = "attention_mask [rows, tokens]"
     require(is_plain, what, _shape(mask), "say which tokens are padding, and no more")
@@ -276,12 +276,12 @@ def check_inputs(target: Target, settings: Settings) -> None:
 
 
 def _shape(value: object) -> object:
-    """Returns the shape of a tensor, and anything else as it is."""
+    """Returns the shape of a tensor, and any other value unchanged."""
     return tuple(value.shape) if isinstance(value, Tensor) else value
 
 
 def _check_position_dtype(position_ids: object) -> None:
-    """Refuses positions of a dtype in which plain `generate` counts on otherwise: a small one, or fractions."""
+    """Refuses positions of a small integer or floating dtype, which plain `generate` continues in this dtype."""
     dtype = getattr(position_ids, "dtype", type(position_ids).__name__)
     counts_alike = dtype in (torch.int64, torch.int32)
     do = "plain generate counts on in their dtype, pass position_ids.long()"
@@ -289,9 +289,9 @@ def _check_position_dtype(position_ids: object) -> None:
 
 
 def _check_chunks(ids: object, columns: int, past: int, chunk_size: int) -> None:
-    """Refuses embeddings that would be cut into chunks: plain `generate` cuts the ids and positions beside them only.
+    """Refuses embeddings of `columns` columns that would be cut into chunks.
 
-    It fails then, or runs the whole prompt once per chunk. `columns` are the embeddings'.
+    Plain `generate` cuts only ids and positions. It then fails, or runs the whole prompt once per chunk.
     """
     has_ids = isinstance(ids, Tensor) and ids.shape[1] == columns
     is_one_chunk = has_ids and columns <= chunk_size and not past
@@ -300,13 +300,13 @@ def _check_chunks(ids: object, columns: int, past: int, chunk_size: int) -> None
 
 
 def _check_mask(mask: Tensor, columns: int, past: int) -> None:
-    """Refuses masks `[B, T]` with zeros behind the prompt's columns, with an empty row, or with right padding."""
+    """Refuses masks `[B, T]` with zeros after the prompt's columns, with an empty row, or with right padding."""
     if not past:
         what = f"ones behind the {columns} columns of the prompt in attention_mask"
         do = "they hide tokens to come, leave these columns out"
         require(bool(mask[:, columns:].all()), what, "zeros", do)
         mask = mask[:, :columns]
-    # One reading of the device is enough for the most frequent mask.
+    # The most frequent mask has only ones, and needs only this one read from the device.
     if bool(mask.all()):
         return
     is_empty = bool((mask.sum(dim=-1) == 0).any())
@@ -317,11 +317,11 @@ def _check_mask(mask: Tensor, columns: int, past: int) -> None:
 
 
 def _check_cache(cache: object, target: Target) -> None:
-    """Refuses a cache or layer of a kind that cannot be read and advanced exactly, or that is of another target."""
-    # A cache for an encoder and a decoder does not say anything about it.
+    """Refuses a cache of another target, and a cache or layer that cannot be read and advanced exactly."""
+    # A cache for an encoder and a decoder has no such attribute.
     offloading = getattr(cache, "offloading", "unknown")
     kind = "an offloaded cache" if offloading is True else type(cache).__name__
-    # A subclass with an update of its own may store anything.
+    # A subclass with its own `update` may store anything.
     is_plain = (
         isinstance(cache, Cache) and type(cache).update is Cache.update and offloading is False
     )
@@ -335,7 +335,7 @@ def _check_cache(cache: object, target: Target) -> None:
     references = DynamicCache(config=target.config).layers
     num = len(cache.layers)
     is_hybrid = any(isinstance(layer, LinearAttentionLayer) for layer in references)
-    # A cache that was made without a config makes a layer of attention for whatever asks.
+    # A cache that was made without a config adds layers of full attention when they are first used.
     fills_itself = not num and not is_hybrid and cache.layer_class_to_replicate is DynamicLayer
     fits = num == len(references) or fills_itself
     make = "make it with DynamicCache(config=model.config)"
@@ -345,7 +345,7 @@ def _check_cache(cache: object, target: Target) -> None:
 
 
 def _check_layer(layer: Any, reference: Any, index: int) -> None:
-    """Refuses a layer of a cache that is of another kind, or keeps other tokens, than the target's own would."""
+    """Refuses a cache layer that differs from the target's own in its kind or in the tokens that it keeps."""
     make = "make it with DynamicCache(config=model.config)"
     kind = type(layer).__name__
     what = f"a dynamic or static layer {index} in {CACHE_NAME}"
@@ -359,16 +359,16 @@ def _check_layer(layer: Any, reference: Any, index: int) -> None:
         return
     kept = layer_window(layer)
     window = layer_window(reference)
-    # A static layer that is shorter than the window is a matter of room: see `check_room`.
+    # A static layer that is shorter than the window is not refused here; `check_room` checks its length.
     is_short = isinstance(layer, StaticLayer) and bool(window and kept and kept < window)
     what = f"layer {index} of {CACHE_NAME} to keep {window or 'all'} tokens (the target's window)"
     require(kept in (None, window) or is_short, what, kept, make)
 
 
 def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> None:
-    """Refuses a cache whose layers do not all stand at one column, or whose rows or columns are not the call's.
+    """Refuses a cache whose layers differ in length, or whose rows or columns do not fit the call.
 
-    The call's rows include `num_return_sequences`; `num_ids` are the columns of `input_ids`, `num_masked` its mask's.
+    `rows` includes `num_return_sequences`. `num_ids` and `num_masked` are the columns of `input_ids` and of its mask.
     """
     past = int(cache.get_seq_length())
     layers = list[Any](cache.layers)
@@ -382,7 +382,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
         sorted(lengths),
         interrupted,
     )
-    # A forward that stops half-way has written the first layers only.
+    # An interrupted forward has written only the first layers.
     states = [all(layer.has_previous_state.values()) for layer in recurrent]
     require(
         set(states) <= {bool(past)},
@@ -390,7 +390,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
         states,
         interrupted,
     )
-    # A layer that was never used has no tensors and says nothing about rows.
+    # A layer that was never used has no tensors, so that its number of rows is open.
     stored = [layer.keys for layer in attention]
     stored += [state for layer in recurrent for state in layer.conv_states.values()]
     own = {tensor.shape[0] for tensor in stored if isinstance(tensor, Tensor) and tensor.dim() > 1}
@@ -401,7 +401,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
         sorted(own),
         "call cache.batch_repeat_interleave, or start from a new one",
     )
-    # `generate` takes a conversation whole, or what is new of it if the mask says that something came before.
+    # `generate` takes a whole conversation, or only its new tokens if the mask also covers the earlier ones.
     is_whole = num_masked == num_ids and num_ids > past
     is_new = num_masked == past + num_ids
     if past and not is_whole and not is_new:
@@ -418,7 +418,7 @@ def _check_columns(cache: Cache, rows: int, num_ids: int, num_masked: int) -> No
 
 
 def check_images(target: Target, arguments: Mapping[str, Any]) -> None:
-    """Refuses images that do not fit the tokens of a prompt or conversation, before anything looks at them."""
+    """Refuses images that do not fit the tokens of a prompt or conversation, before the images are used."""
     ids = given_ids(arguments)
     past = cached_columns(given_cache(arguments))
     if not isinstance(ids, Tensor):
@@ -430,18 +430,18 @@ def check_images(target: Target, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str, Any]) -> None:
-    """Refuses images that do not fit the tokens of prompts `[B, T]` without anything cached.
+    """Refuses images that do not fit the tokens of prompts `[B, T]`, in a call without cached tokens.
 
-    Only where an image is as many tokens as `image_grid_thw` says, in Qwen's family, and without videos (GLM spells
-    those with tokens of images); others check in their own forward. Tokens of images without any are text like any
-    other, as in plain `generate`.
+    This is checked only in Qwen's family, where `image_grid_thw` gives the number of an image's tokens, and without
+    videos (GLM uses image tokens for videos). Other targets check in their own forward. Image tokens without any image
+    are treated as text, as in plain `generate`.
     """
     model: Any = target.model
     grids = arguments["image_grid_thw"]
     inner: Any = getattr(model, "model", None)
     if not hasattr(inner, "get_rope_index") or is_given(arguments, "video_grid_thw"):
         return
-    # HunYuan counts positions by such a rule too, without videos, and has more tokens per image.
+    # HunYuan has such a method too, but without videos and with more tokens per image.
     if "video_grid_thw" not in inspect.signature(inner.get_rope_index).parameters:
         return
     token = model.config.image_token_id
@@ -463,20 +463,20 @@ def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str,
 
 
 def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str, Any]) -> None:
-    """Refuses images of a conversation `[B, T]` with `past` cached columns from which its positions do not follow.
+    """Refuses images from which the positions of a conversation `[B, T]` with `past` cached columns do not follow.
 
-    Under M-RoPE they follow from the sizes of all images: those of all are needed, and the patches of the new ones.
+    Under M-RoPE, positions need the sizes of all images. The prefill needs the patches of the new images.
     """
     types = arguments["mm_token_type_ids"]
     grids = arguments["image_grid_thw"]
-    # Transformers computes positions from all three, token by token.
+    # Transformers computes the positions from these three tensors, token by token.
     shapes = [_shape(tensor) for tensor in (ids, types, arguments.get("attention_mask"))]
     if len(set(shapes)) > 1 or ids.shape[1] <= past:
         raise ValueError(
             f"expected input_ids, mm_token_type_ids and attention_mask of the whole conversation, its {past} cached "
             f"columns too, beside image_grid_thw, got shapes {shapes}; pass what the processor made of all messages"
         )
-    # Tokens of videos are of type 2.
+    # Tokens of videos have type 2.
     highest = int(types.max())
     require(
         highest < 2, "no videos in a conversation with a cache", highest, f"leave out {CACHE_NAME}"
@@ -497,14 +497,14 @@ def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str
         )
 
 
-# ---- what Transformers has prepared of a call
+# ---- the inputs that Transformers has prepared
 
 
 def check_drawn_proposals(request: Request) -> None:
-    """Refuses drawn proposals that cannot be accepted by rejection; processors are known only once they are made."""
+    """Refuses drawn proposals if rejection sampling cannot be used with the call's processors or with a tree."""
     options = request.draft.generation_config
     processors = request.processors
-    # Rejection compares the distributions of all places at once; others need the text in front of each.
+    # Rejection sampling needs the distributions of all positions at once. Other processors need each prefix.
     require(
         processors.is_stateless,
         "only processors that need no text in front (temperature, top-k, min_new_tokens) under proposal='sample'",
@@ -520,18 +520,18 @@ def check_drawn_proposals(request: Request) -> None:
 
 
 def check_padding(target: Target, mask: Tensor) -> None:
-    """Refuses prepared masks `[B, T]` with right padding, or with padding between tokens where windows are columns.
+    """Refuses prepared masks `[B, T]` with right padding, or with padding between tokens for sliding windows.
 
-    A mask that was given has been looked at; `generate` infers one from pad ids where none was. Gaps come from turns
-    of a conversation in a cache.
+    `check_inputs` has checked a given mask. Without one, `generate` has inferred a mask from pad ids. Padding between
+    tokens comes from turns of a conversation in a cache.
     """
-    # Every row has to end in a token: the first new one follows from the last column's logits.
+    # Every row must end with a token, because the first new token follows from the logits of the last column.
     is_left = bool(mask[:, -1].all())
     got = "padding after the last token (as which every pad token counts)"
     do = "tokenize with padding_side='left' and pass attention_mask"
     require(is_left, "left-padded prompts", got, do)
     has_gaps = bool((mask[:, 1:] < mask[:, :-1]).any())
-    # Sliding layers are looked for only where it matters: to ask for them, a cache is made.
+    # Sliding layers are looked for last, because this needs a new cache object.
     is_refused = has_gaps and any(DynamicCache(config=target.config).is_sliding)
     what = "no padding between tokens with a target that has sliding windows, which plain generate counts in columns"
     do = f"pass the whole conversation left-padded, without {CACHE_NAME}"
@@ -539,11 +539,11 @@ def check_padding(target: Target, mask: Tensor) -> None:
 
 
 def check_room(target: Target, cache: Cache, num_columns: int) -> None:
-    """Refuses a run that may need more columns than a static cache has; prompts and limit have to be known."""
-    # The layers that Transformers would make know the target's windows.
+    """Refuses a run that may need more columns (`num_columns`) than a static cache has."""
+    # The layers that Transformers would make for the target have its windows.
     references = DynamicCache(config=target.config).layers
     for layer, reference in zip(cache.layers, references, strict=False):
-        # A static sliding layer as long as the window forgets the rest as it should.
+        # A static sliding layer that is as long as the window needs no more columns.
         is_sliding = isinstance(layer, StaticSlidingWindowLayer)
         forgets = is_sliding and layer.max_cache_len == layer_window(reference)
         if isinstance(layer, StaticLayer) and not forgets:
@@ -556,20 +556,20 @@ def check_room(target: Target, cache: Cache, num_columns: int) -> None:
 
 
 def check_is_draft(draft: object) -> None:
-    """Refuses what is no draft."""
+    """Refuses an object that is not a `DFlashDraftModel`."""
     is_draft = isinstance(draft, DFlashDraftModel)
     require(is_draft, "a DFlashDraftModel as draft", type(draft).__name__, "use load_draft")
 
 
 def check_iterated(draft: object, arguments: Mapping[str, Any]) -> None:
-    """Refuses, for `iterate`, what is no draft, and a second one among the arguments of `generate`."""
+    """Refuses, for `iterate`, an object that is not a draft, and a second draft among the arguments of `generate`."""
     check_is_draft(draft)
     has_second = "assistant_model" in arguments
     require(not has_second, "the draft as second argument", "assistant_model", "drop that keyword")
 
 
 def check_rules(request: Request, *, has_propose: bool, has_accept: bool) -> None:
-    """Refuses what a run that is looked at, or one with rules of the user's own, cannot honour."""
+    """Refuses options and inputs that `iterate` cannot honour, alone or with the user's own rules."""
     options = request.draft.generation_config
     if has_propose or has_accept:
         what = "proposal 'argmax' or 'shared_noise' beside a rule of your own"
@@ -587,7 +587,7 @@ def check_rules(request: Request, *, has_propose: bool, has_accept: bool) -> Non
         what = "only processors that need no text in front (temperature, top-k, min_new_tokens) beside accept"
         do = "the others never see what lies behind a mismatch"
         require(request.processors.is_stateless, what, names, do)
-        # Rows of such a call may advance together, token by token: a rule would not see the whole block.
+        # Rows of such a call may be synchronized token by token, so that a rule would not see the whole block.
         has_rows = len(request.input_ids) > 1
         own = request.own_criteria
         together = [type(one).__name__ for one in own if has_rows or may_compare_rows(one)]

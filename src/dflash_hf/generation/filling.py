@@ -1,6 +1,6 @@
-"""The target's forwards over the prompts, with taps on: all at once, or a chunk at a time.
+"""This module runs the target over the prompts with taps on, all columns at once or one chunk at a time.
 
-Transformers' own prefill runs them: the user's attention implementation, chunks and images are its business.
+The forwards are those of Transformers' own prefill, which handles the user's attention implementation and images.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dflash_hf.target_model.reentry import outermost
 from dflash_hf.target_model.user_code import is_library
 
 logger: Any = logging.get_logger(__name__)
-# Inputs of a forward that go along with the tokens, column by column.
+# The inputs of a forward that have one value for each token.
 PER_TOKEN = {
     "attention_mask",
     "position_ids",
@@ -43,22 +43,24 @@ PER_TOKEN = {
     "moe_mm_token_type_ids",
 }
 
-# What newer Transformers have encoded of images before the prefill.
+# The input in which newer Transformers pass encoded images to the prefill.
 ENCODED = "mm_encoder_outputs"
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Filling:
-    """The prompts of a run on their way through the target.
+    """Runs the prompts of a run through the target, and passes the tapped states to the draft.
 
-    The taps are projected to draft context forward by forward, so no feature tensor of the whole prompt is kept.
+    The tapped states of each forward become context of the draft immediately, so that those of a whole prompt are
+    never kept.
 
     Args:
-        inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them; changed.
-        generator (`DFlashCandidateGenerator`): The drafting side, which has the request and gets the tapped states.
-        positions (`torch.Tensor` of shape `[B, T]`, int64): Index of each token of the conversation, on the host,
-            negative for padding.
+        inputs (`dict[str, Any]`): The keywords for the target's prefill, as `generate` prepared them. They are changed
+            in place.
+        generator (`DFlashCandidateGenerator`): It holds the request and gets the tapped states.
+        positions (`torch.Tensor` of shape `[B, T]`, int64): The index of each token of the conversation in its row, on
+            the host. It is negative for padding.
         user_cache (`UserCache` or `NoUserCache`): The cache that the run will advance.
     """
 
@@ -73,19 +75,20 @@ class Filling:
         self.generator = generator
         self.positions = positions
         self.user_cache = user_cache
-        # Columns that the draft has, or that the cache had before.
+        # The number of columns that the draft has context for, or that the cache had before.
         self.seen = user_cache.past
-        # The rows that the target's next forward is about.
+        # The rows of the target's next forward.
         self.rows = list(range(len(positions)))
         if user_cache.is_given:
             inputs[CACHE_NAME] = user_cache.cache
         else:
             inputs[CACHE_NAME] = empty_cache(self.request, inputs)
         self._outputs: CausalLMOutputWithPast | None = None
-        # Code of the user's within a forward or between two may change weights, and looks would cost what copies save.
+        # There are no copies of weights if user code runs within a forward or between two. Such code may change
+        # weights, and checks for it would cost as much time as the copies save.
         target = self.request.target
         weight: Any = target.embedding.weight
-        # Asked in this order: a target that is not on a CPU is not walked through.
+        # The device is checked first, so that the modules of a target on a GPU are not searched.
         is_on = (
             ops.use_short_forwards(weight)
             and not self.request.calls_user_code
@@ -98,12 +101,12 @@ class Filling:
 
     @property
     def request(self) -> Request:
-        """What is asked for; a running batch looks at the models anew between two chunks."""
+        """The request. A running batch may replace it between two chunks, when it looks at the models again."""
         return self.generator.request
 
     @property
     def num_columns(self) -> int:
-        """Columns of the conversation."""
+        """The number of columns of the conversation."""
         return self.positions.shape[1]
 
     @property
@@ -119,7 +122,7 @@ class Filling:
 
     @property
     def last_logits(self) -> Tensor:
-        """The target's logits behind the last column of a single prompt, once it has been seen: `[1, V]`."""
+        """The target's logits `[1, V]` after the last column of a single prompt. The prompt must be done."""
         assert self._outputs is not None
         assert self._outputs.logits is not None
         return self._outputs.logits[0, -1:]
@@ -127,7 +130,7 @@ class Filling:
     def run(self) -> None:
         """Runs the target over all columns that its cache does not have.
 
-        Older Transformers cut a continued conversation into chunks as if nothing was cached, so that is done here.
+        A continued conversation is cut into chunks here, because older Transformers cut it as if nothing was cached.
         """
         request = self.request
         past = self.seen
@@ -139,12 +142,12 @@ class Filling:
                     self._run_groups(groups)
                     return
                 model: Any = request.target.model
-                # Transformers cuts the prompt into chunks where the call asks for them.
+                # Transformers cuts the prompt into chunks if the call asks for it.
                 self._outputs = model._prefill(request.input_ids, request.config, self.inputs)
             return
         num_left = self.num_columns - past
         chunk_size = request.config.prefill_chunk_size or num_left
-        # Images go with one forward, and their tokens with them.
+        # The images and all their tokens must be in one forward.
         if _has_images(self.inputs):
             chunk_size = num_left
         with self._tapped():
@@ -152,8 +155,8 @@ class Filling:
                 self._forward(min(end, self.num_columns))
 
     def _groups(self) -> list[RowGroup]:
-        """Returns the rows that go through the target together; one group where all do."""
-        # Whoever sees the cache gets it as one forward fills it.
+        """Returns the groups of rows that go through the target together. It may be one group of all rows."""
+        # A cache that the user will see must be filled as one forward fills it, so there is one group.
         is_kept = not isinstance(self.user_cache, NoUserCache)
         if is_kept or not takes_groups(self.request, self.inputs):
             return [RowGroup(self.rows, self.num_columns)]
@@ -162,7 +165,7 @@ class Filling:
         return groups_of((self.num_columns - num_padding).tolist())
 
     def _run_groups(self, groups: list[RowGroup]) -> None:
-        """Runs the target over one group of rows after the other, and puts together what comes out."""
+        """Runs the target over one group of rows after the other, and merges the caches and logits of the groups."""
         request = self.request
         target = request.target
         model: Any = target.model
@@ -178,13 +181,13 @@ class Filling:
                     inputs[name] = group.cut(inputs[name])
             inputs[CACHE_NAME] = DynamicCache(config=target.config)
             outputs = model._prefill(group.cut(request.input_ids), request.config, inputs)
-            # The taps did not fire: `filled` says so.
+            # If the taps did not fire, `filled` raises an error.
             if not self.is_done:
                 return
             caches.append(self._cache_of(outputs))
             rows.extend(group.rows)
             last_logits.append(outputs.logits[:, -1:])
-        # Back into the order of the request's rows.
+        # The logits are put back into the order of the request's rows.
         places = torch.tensor(rows, device="cpu").argsort()
         logits = torch.cat(last_logits)[places]
         cache = merged(caches, groups, self.num_columns, target.config)
@@ -199,17 +202,17 @@ class Filling:
         windows: Mapping[int, Tensor],
         states: Mapping[int, Tensor],
     ) -> None:
-        """Begins behind the first `num` tokens of a single prompt, fewer than it has, of which all is known.
+        """Begins after the first `num` tokens of a single prompt, whose cache content was kept.
 
         Args:
-            num (`int`): The tokens.
-            kept (mapping): Keys and values `[1, G, num, E]` of each layer of attention by its index; zeros where a
-                window has passed them.
+            num (`int`): The number of these tokens. It is less than the length of the prompt.
+            kept (mapping): The keys and values `[1, G, num, E]` of each attention layer by its index. Tokens that a
+                sliding window has passed have zeros.
             windows (mapping): The windows `[1, C, k]` of recurrent layers by their index.
-            states (mapping): The states `[1, ...]` of those that have one.
+            states (mapping): The states `[1, ...]` of the recurrent layers that have one, by their index.
         """
         cache = self.cache
-        # By the cache's own methods: a layer with a window keeps its newest tokens alone.
+        # The cache's own methods are used, because a layer with a window keeps only its newest tokens.
         for index, (keys, values) in kept.items():
             cache.update(keys, values, index)
         for index, window in windows.items():
@@ -219,7 +222,10 @@ class Filling:
         self.seen = num
 
     def run_chunk(self, num_tokens: int, images: PromptImages) -> None:
-        """Runs the target over the next columns of prompts of token ids: at most so many, or one image."""
+        """Runs the target over the next columns of prompts of token ids.
+
+        These are at most `num_tokens` columns, but always a whole image.
+        """
         end = min(self.seen + num_tokens, self.num_columns)
         end = images.end_of_chunk(self.seen, end)
         if not torch.is_inference_mode_enabled():
@@ -240,15 +246,16 @@ class Filling:
                 f"expected taps on {self.num_columns - past} prompt tokens, got {self.seen - past}; a compiled target "
                 "runs no hooks that are added later, use the model as it was before torch.compile"
             )
-        # Of the last chunk: its logits give the first token of the answer.
+        # These are the outputs of the last chunk. Its logits give the first token of the answer.
         outputs = self._outputs
         assert outputs is not None, "there is a column at least"
         return outputs, self._cache_of(outputs)
 
     def _cache_of(self, outputs: CausalLMOutputWithPast) -> Cache:
-        """Returns the cache that a forward has filled; errors as [`filled`]."""
+        """Returns the cache that a forward has filled. Raises as [`filled`] does if there is none or a new one."""
         target = self.request.target
-        # Not always the one that was handed in: Phi-3 starts a new one for prompts beyond its first RoPE range.
+        # This may be another cache than the forward got: Phi-3 starts a new one for prompts beyond its first RoPE
+        # range.
         filled = outputs.get(CACHE_NAME)
         if filled is None:
             raise RuntimeError(
@@ -256,22 +263,23 @@ class Filling:
                 "gradient checkpointing in training mode turns caches off"
             )
         goes_on = not self.user_cache.is_given or filled is self.user_cache.cache
-        # Nothing tells it before: the target's own forward decides.
+        # This cannot be checked earlier, because the target's own forward decides it.
         what = f"{type(target.model).__name__} to go on with the cache passed in (its RoPE depends on the length)"
         require(goes_on, what, "a new one", f"pass the whole conversation without {CACHE_NAME}")
         return filled
 
     @contextmanager
     def _tapped(self) -> Generator[None]:
-        """Has the states of the target's forwards become context of the draft."""
+        """Taps the target's forwards, so that their states become context of the draft."""
         target = self.request.target
         config = self.request.draft.config
-        # Nobody else calls the target where nothing of the user's runs in it.
+        # In a whole run no user code runs in the target, so that no other forwards of it have to be recognised.
         watching: AbstractContextManager[Any] = nullcontext(lambda: True)
         if not in_whole_run(target):
             watching = outermost(target.model, target.decoder)
         with watching as is_ours:
-            # The states go to the draft as they come: those of a long prompt are larger than its keys and values.
+            # The draft takes the states of each forward immediately, because the states of a long prompt are larger
+            # than its keys and values.
             taps = Taps(
                 target.layers,
                 config.target_layer_ids,
@@ -284,7 +292,7 @@ class Filling:
 
     def _observe(self, states: Tensor) -> None:
         """Takes the tapped states `[B, S, L * D]` of a forward."""
-        # A chunk's columns follow those of the chunk before: no chunk says which ones it has.
+        # A forward does not say which columns it has. They follow those of the forward before.
         end = self.seen + states.shape[1]
         positions = self.positions[:, self.seen : end]
         is_group = len(self.rows) < len(positions)
@@ -294,20 +302,20 @@ class Filling:
         self.seen = end
 
     def _forward(self, end: int, images: Mapping[str, Any] = NOTHING) -> None:
-        """Runs Transformers' prefill over the columns up to `end` that were not seen.
+        """Runs Transformers' prefill over the columns that were not seen, up to `end`.
 
-        `images` are keywords for this forward, in the place of those for the whole prompt.
+        `images` are keywords for this forward, which replace those for the whole prompt.
         """
         model: Any = self.request.target.model
         num_left = self.num_columns - end
         ids = self.request.input_ids
-        # The ids may be those of the whole conversation, or of its new columns alone: they are counted from the end.
+        # The ids may be those of the whole conversation or only of its new columns, so columns count from the end.
         first = ids.shape[1] - (self.num_columns - self.seen)
         chunk = ids[:, first : ids.shape[1] - num_left]
-        # The chunk is cut here, and Transformers would cut it again.
+        # The chunk is already cut here, so that Transformers must not cut it again.
         config = copy.copy(self.request.config)
         config.prefill_chunk_size = None
-        # What goes along with the tokens is of the whole conversation: the columns behind this chunk are cut off.
+        # Inputs with a value for each token cover the whole conversation. The columns after this chunk are cut off.
         cut = {**self.inputs, **images}
         for name in PER_TOKEN:
             value = self.inputs.get(name)
@@ -317,16 +325,16 @@ class Filling:
 
 
 def _has_images(inputs: Mapping[str, Any]) -> bool:
-    """Returns True if the keywords of a prefill hold images, or what else is no text: raw or encoded."""
+    """Returns True if the keywords of a prefill hold images or other inputs that are not text, raw or encoded."""
     names = set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) - {ENCODED}
-    # By kind, and nothing of kinds that the call does not have.
+    # The encoded inputs are a mapping by kind. Its values are `None` for kinds that the call does not have.
     encoded: Mapping[str, Any] = inputs.get(ENCODED) or {}
     found = [*(inputs.get(name) for name in names), *encoded.values()]
     return any(value is not None for value in found)
 
 
 def _make_states_plain(cache: Cache) -> None:
-    """Replaces the recurrent states that a chunk in inference mode has left: nobody else can write into them."""
+    """Replaces recurrent states made in inference mode, because code outside inference mode cannot write into them."""
     for layer in cache.layers:
         for name in ("conv_states", "recurrent_states"):
             states: dict[int, Tensor | None] = getattr(layer, name, {})
@@ -336,9 +344,9 @@ def _make_states_plain(cache: Cache) -> None:
 
 
 def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
-    """Returns the cache that `generate` prepared if it is what a prefill needs, else a new one.
+    """Returns the cache that `generate` prepared, if it is an empty `DynamicCache` on the device, else a new one.
 
-    A static or offloaded one would save nothing: decoding has a cache of its own, on the target's device.
+    A static or offloaded cache would save nothing, because decoding has its own cache on the target's device.
     """
     prepared: Any = inputs.get(CACHE_NAME)
     is_offloaded = getattr(prepared, "offloading", False)
@@ -354,7 +362,7 @@ def empty_cache(request: Request, inputs: dict[str, Any]) -> DynamicCache:
 
 
 def _may_change(draft_parts: Inventory) -> bool:
-    """Returns True if code of the user's runs within a draft's forward: it may change the draft's weights."""
+    """Returns True if user code runs within a draft's forward, because it may change the draft's weights."""
     if draft_parts.altered:
         return True
     names = {type(part).__module__ for part in draft_parts.modules}
