@@ -224,7 +224,8 @@ class Filling:
     def run_chunk(self, num_tokens: int, images: PromptImages) -> None:
         """Runs the target over the next columns of prompts of token ids.
 
-        These are at most `num_tokens` columns, but always a whole image.
+        A chunk has at most `num_tokens` columns. It is longer only if its first image is, because no chunk ends within
+        an image.
         """
         end = min(self.seen + num_tokens, self.num_columns)
         end = images.end_of_chunk(self.seen, end)

@@ -1,13 +1,13 @@
-"""Drafting in FP8: a copy of a draft whose linear layers hold 8-bit weights, for `draft_dtype="float8_e4m3fn"`.
+"""This module makes a copy of a draft whose linear layers hold FP8 weights, for `draft_dtype="float8_e4m3fn"`.
 
-A draft reads all of its weights, and the head's, for the few tokens of a block, so that on a GPU its time is the time
-of reading them; in FP8 they are half of bfloat16's size. The text stays the target's: only proposals come from here.
-Weights are rounded row by row and states token by token, each by its largest absolute number; these numbers are the
-row scales of `torch._scaled_mm`.
+A draft reads all of its weights, and those of the head, for the few tokens of a block. So on a GPU, its time is the
+time of reading weights. FP8 weights have half the size of bfloat16 weights. The text is still the target's, because
+the copy only makes proposals. Each row of a weight and the states of each token are scaled by their largest absolute
+number before they are rounded. The scales are the row scales of `torch._scaled_mm`.
 
-In FP8 are the products of attention, MLP and context (`fc`) in the block's forward, and the head. Prompts go through
-the draft's own weights, and so does the context of verified tokens where a kernel writes it. The draft and the target
-are not changed: the copy is a module tree of its own, which shares all but the rounded weights with the draft's.
+In the block's forward, these products are in FP8: attention, MLP, context (`fc`) and head. Prompts use the draft's own
+weights. So does the context of verified tokens if a kernel writes it. The draft and the target are not changed. The
+copy is a separate module tree, which shares everything except the rounded weights with the draft.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from dflash_hf.target_model.user_code import has_own_forward
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
-# The largest number that a row of zeros counts as having: nothing is divided by 0.
+# The smallest value for the largest number of a row, so that a row of zeros causes no division by 0.
 SMALLEST = 1e-12
 # Limits of `torch._scaled_mm`: the oldest compute capability, and the number that divides both sizes of a weight.
 MIN_CAPABILITY = (8, 9)
 MULTIPLE = 16
-# Rows of a weight that are rounded at once: meanwhile they are in float32.
+# The number of rows of a weight that are rounded at once, because rows are in float32 while they are rounded.
 NUM_ROWS = 4096
-# Modules of a draft that are copied together with their children; others stay as they are.
+# The modules of a draft that are copied together with their children. The copy shares all other modules.
 COPIED = (
     nn.ModuleList,
     DFlashDecoderLayer,
@@ -57,16 +57,16 @@ COPIED = (
 
 
 def round_rows(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds rows to FP8, each by its largest absolute number.
+    """Rounds rows to FP8, with one scale per row from its largest absolute number.
 
     Args:
-        states (`torch.Tensor` of shape `[N, K]`): Of any floating dtype.
+        states (`torch.Tensor` of shape `[N, K]`): The rows, in any floating dtype.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Numbers `[N, K]` in `torch.float8_e4m3fn` and scales `[N, 1]` in float32;
-        `numbers * scales` are the states, to three bits behind the leading one.
+        `tuple[torch.Tensor, torch.Tensor]`: Numbers `[N, K]` in `torch.float8_e4m3fn`, and scales `[N, 1]` in float32.
+        `numbers * scales` are the states, rounded to three bits after the leading one.
     """
-    # In float32: a scale that was rounded itself would push the largest number out of range.
+    # The scale is in float32, because a rounded scale could push the largest number out of range.
     states = states.float()
     largest = torch.linalg.vector_norm(states, torch.inf, dim=-1, keepdim=True)
     scales = largest.clamp_min(SMALLEST) / LARGEST
@@ -75,20 +75,20 @@ def round_rows(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled_linear(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies states with a rounded weight in FP8: `states @ (weight * scales).T`, the states rounded too.
+    """Multiplies states with a rounded weight in FP8: `states @ (weight * scales).T`. The states are rounded too.
 
     Args:
-        states (`torch.Tensor` of shape `[..., K]`): Of any floating dtype.
-        weight (`torch.Tensor` of shape `[N, K]`, float8_e4m3fn): Rows of the weight, rounded.
-        scales (`torch.Tensor` of shape `[N, 1]`, float32): Their scales.
+        states (`torch.Tensor` of shape `[..., K]`): The states, in any floating dtype.
+        weight (`torch.Tensor` of shape `[N, K]`, float8_e4m3fn): The rounded rows of the weight.
+        scales (`torch.Tensor` of shape `[N, 1]`, float32): The scales of these rows.
 
     Returns:
-        `torch.Tensor` of shape `[..., N]`: In the states' dtype, from a product in bfloat16, which is what row scales
-        give on every device that has them.
+        `torch.Tensor` of shape `[..., N]`: The product in the states' dtype. It is computed in bfloat16, which row
+        scales give on every device that supports them.
 
     Source: `torch._scaled_mm` with row scales; the definition is [`scaled_linear_in_float32`].
     """
-    # The operation takes two dimensions: every token is a row.
+    # The operation takes two dimensions, so every token becomes a row.
     tokens = states.reshape(-1, states.shape[-1])
     numbers, own_scales = round_rows(tokens)
     multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -97,21 +97,22 @@ def scaled_linear(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def scaled_linear_in_float32(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Computes [`scaled_linear`] in operations that every device has: its definition, and its stand-in in tests.
+    """Computes [`scaled_linear`] in operations that every device supports.
 
-    Arguments and result are the same; the products of rounded numbers are summed in float32.
+    It is the definition of [`scaled_linear`], and replaces it in tests. Arguments and result are the same. The
+    products of rounded numbers are summed in float32.
     """
     tokens = states.reshape(-1, states.shape[-1])
     numbers, own_scales = round_rows(tokens)
     product = numbers.float() @ weight.float().T
     scaled = product * own_scales * scales.T
-    # Rounded as the operation rounds its result.
+    # The result is rounded to bfloat16, as in `torch._scaled_mm`.
     rounded = scaled.to(torch.bfloat16).to(states.dtype)
     return rounded.view(*states.shape[:-1], -1)
 
 
 class Rounded(NamedTuple):
-    """A weight in FP8, and the weight that it was made of."""
+    """Holds a weight in FP8, and the identity of the weight that it was made from."""
 
     numbers: Tensor  # [N, K], float8_e4m3fn
     scales: Tensor  # [N, 1], float32
@@ -119,7 +120,7 @@ class Rounded(NamedTuple):
 
 
 class Float8Linear(nn.Module):
-    """Stands for a linear layer: its weight in FP8, its bias as it is."""
+    """Replaces a linear layer. Its weight is in FP8, and its bias is that of the layer."""
 
     weight: Tensor
     scales: Tensor
@@ -138,14 +139,14 @@ class Float8Linear(nn.Module):
         return product + self.bias
 
 
-# Per draft, the rounded weights of its linear layers and of heads, until the draft or the layer is gone.
+# For each draft, the rounded weights of its linear layers and of heads. An entry ends with its draft or its layer.
 _kept = weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, Rounded]]()
 _rounding = threading.Lock()
 
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Returns a description of a device that has no products in FP8, else `None`; it is tried once per device."""
+    """Returns the description of a device that does not support products in FP8, else `None`. Tries a device once."""
     if device.type != "cuda":
         return str(device)
     if torch.version.hip is not None:
@@ -153,24 +154,24 @@ def why_not(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"{device} of compute capability {capability[0]}.{capability[1]}"
-    # A small product is tried: releases of torch differ in the devices on which they have row scales.
+    # A small product is tried, because the devices with row scales differ between releases of torch.
     numbers, scales = round_rows(torch.zeros(MULTIPLE, MULTIPLE, device=device))
     try:
         scaled_linear(torch.zeros(1, MULTIPLE, device=device), numbers, scales)
     except torch.OutOfMemoryError:
-        raise  # says nothing of the device, and the answer is kept
+        raise  # this says nothing about the device, and a returned answer would be kept
     except RuntimeError as error:
         return f"{device}, where torch {torch.__version__} cannot multiply rows in FP8 ({one_line(error)})"
     return None
 
 
 def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
-    """Returns a copy of a draft in FP8, which computes the draft's blocks in its place.
+    """Returns an FP8 copy of a draft, which computes the blocks instead of the draft.
 
-    Rounded weights are kept for the next call, and made anew where torch has seen the weight written, moved or
-    replaced. A write that it does not count (through `weight.data`) is not seen; `dflash_hf.free_buffers` drops all.
-    The head is the draft's own or else the target's, if that is a plain linear layer on the draft's device. Raises
-    `ValueError` if there is no memory for it.
+    Rounded weights are kept for the next call. A weight is rounded again if torch has counted a write to it, or if it
+    was moved or replaced. Torch does not count a write through `weight.data`. After such a write,
+    `dflash_hf.free_buffers` drops all rounded weights. The head is the draft's own or else the target's. It is rounded
+    if it is a plain linear layer on the draft's device. Raises `ValueError` if there is no memory for the copy.
     """
     # The head is the largest matrix that a step of the draft reads.
     head: nn.Module = target.head
@@ -184,7 +185,7 @@ def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
     found: dict[nn.Module, Float8Linear] = {}
     for layer in layers:
         found[layer] = Float8Linear(rounded[layer], layer.bias)
-    # A shallow copy shares all modules with the draft, of which three are replaced in a dictionary of its own.
+    # A shallow copy shares all modules with the draft. Up to three of them are replaced in the copy's own dictionary.
     twin: Any = copy.copy(draft)
     twin._modules = dict(draft._modules)
     twin._modules["fc"] = _copy_of(draft.fc, found)
@@ -195,11 +196,11 @@ def drafting_copy(draft: DFlashDraftModel, target: Target) -> DFlashDraftModel:
 
 
 def _all_rounded(draft: DFlashDraftModel, layers: Sequence[nn.Linear]) -> dict[nn.Module, Rounded]:
-    """Returns the rounded weights of a draft's layers, kept ones where they are still right.
+    """Returns the rounded weights of a draft's layers. Weights that have changed are rounded again.
 
-    Raises `ValueError` if there is no memory for the others.
+    Raises `ValueError` if there is no memory for them.
     """
-    # Under the lock, so that two calls with one draft do not round its weights twice at a time.
+    # The lock keeps two calls with one draft from rounding its weights twice at the same time.
     with plain_tensors(), _rounding:
         kept = _kept.setdefault(draft, weakref.WeakKeyDictionary[nn.Module, Rounded]())
         stale = [
@@ -209,14 +210,14 @@ def _all_rounded(draft: DFlashDraftModel, layers: Sequence[nn.Linear]) -> dict[n
         ]
         _check_room(stale)
         for layer in stale:
-            # The old copy goes first, so that there are never two.
+            # The old copy is dropped first, so that there are never two.
             kept.pop(layer, None)
             kept[layer] = _rounded(layer)
         return {layer: kept[layer] for layer in layers}
 
 
 def float8_bytes(drafter: DFlashDraftModel) -> int:
-    """Returns the size of a copy's rounded weights in bytes; 0 for a draft itself."""
+    """Returns the size of a copy's rounded weights in bytes. It is 0 for a draft that is not a copy."""
     layers = [module for module in drafter.modules() if isinstance(module, Float8Linear)]
     return sum(layer.weight.nbytes + layer.scales.nbytes for layer in layers)
 
@@ -228,7 +229,7 @@ def free_float8(draft: DFlashDraftModel) -> None:
 
 
 def _linear_layers(module: nn.Module, device: torch.device) -> list[nn.Linear]:
-    """Returns the layers of a part that can be rounded: on this device, within modules that nobody has changed."""
+    """Returns the linear layers of a part that can be rounded: those on this device within unchanged modules."""
     if _is_altered(module):
         return []
     if isinstance(module, nn.Linear):
@@ -244,21 +245,21 @@ def _linear_layers(module: nn.Module, device: torch.device) -> list[nn.Linear]:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Returns True if a call of a module runs hooks, or a forward of its own (compiled, offloaded)."""
+    """Returns True if a call of a module runs hooks, or a forward that was put on the module (compiled, offloaded)."""
     own = module.__dict__
     has_hooks = bool(own["_forward_hooks"] or own["_forward_pre_hooks"])
     is_compiled = own.get("_compiled_call_impl") is not None
-    # A fast form of this package computes what the class does.
+    # A fast form of this package does not count, because it computes the same as the class.
     return has_hooks or has_own_forward(module) or is_compiled
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Returns True if a weight is a parameter of torch's, not one that is quantised or shared among processes."""
+    """Returns True if a weight is a plain parameter of torch, and not a quantised or sharded one."""
     return type(weight) is nn.Parameter
 
 
 def _fits(weight: Tensor, device: torch.device) -> bool:
-    """Returns True if a weight `[N, K]` is on this device and has sizes that can be multiplied in FP8."""
+    """Returns True if a weight `[N, K]` is on this device and its sizes are supported by products in FP8."""
     rows, columns = weight.shape
     return weight.device == device and rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
@@ -270,13 +271,13 @@ def _source_of(layer: nn.Linear) -> tuple[object, ...]:
 
 
 def _rounded(layer: nn.Linear) -> Rounded:
-    """Returns the rounded weight of a layer; made a few rows at a time."""
+    """Returns the rounded weight of a layer."""
     weight = layer.weight.detach()
     num_rows = weight.shape[0]
     device = weight.device
     numbers = torch.empty(weight.shape, dtype=FLOAT8, device=device)
     scales = torch.empty(num_rows, 1, device=device, dtype=torch.float32)
-    # A head of 150,000 rows would take gigabytes in float32 at once.
+    # A few rows are rounded at a time, because a head of 150,000 rows would take gigabytes in float32.
     for start in range(0, num_rows, NUM_ROWS):
         rows = slice(start, start + NUM_ROWS)
         some_numbers, some_scales = round_rows(weight[rows])
@@ -286,7 +287,7 @@ def _rounded(layer: nn.Linear) -> Rounded:
 
 
 def _check_room(layers: list[nn.Linear]) -> None:
-    """Raises `ValueError` if the rounded weights of layers, all on one device, are larger than what is free there."""
+    """Raises `ValueError` if the rounded weights of layers are larger than the free memory of their common device."""
     if not layers:
         return
     device = layers[0].weight.device
@@ -297,7 +298,7 @@ def _check_room(layers: list[nn.Linear]) -> None:
 
 
 def _copy_of(module: nn.Module, found: Mapping[nn.Module, Float8Linear]) -> nn.Module:
-    """Returns a copy of a module with the rounded layers in place of their own; itself where it has none of them."""
+    """Returns a copy of a module in which rounded layers replace its own. A module that is not copied is returned."""
     if module in found:
         return found[module]
     if _is_altered(module) or type(module) not in COPIED:

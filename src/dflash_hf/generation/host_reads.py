@@ -1,9 +1,9 @@
-"""Finding operations that need the host, on any device: no captured step may contain one.
+"""This module finds operations that need the host, on any device. No captured step may contain one.
 
-They need a tensor's value on the host, or copy a tensor from there, which waits too and would read the same memory
-again at every replay. CUDA has a debug mode of its own for that, but it is one for all threads, and there is none on a
-CPU. Custom operations that are written in Python are looked into. Those in C++ cannot be: the ones that are known to
-read are named here.
+Such an operation needs a tensor's value on the host, or copies a tensor from the host. Such a copy waits too, and a
+replay would read the same host memory again. CUDA has its own debug mode for this, but the mode holds for all threads,
+and a CPU has none. The bodies of custom operations in Python are checked too. Operations in C++ cannot be checked, so
+this module lists those that are known to read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Torch's own marks of operations that return a number, or a tensor whose size follows from values.
+# Torch marks operations that return a number, or a tensor whose size depends on values, with these tags.
 _MARKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Operations without a mark: they read in C++, to check their arguments or whether they have succeeded.
+# These operations have no tag, but read in C++, to check their arguments or whether they have succeeded.
 _READING = {
     "_linalg_check_errors",  # `linalg.inv`, `linalg.solve`, `linalg.cholesky` and others
     "_linalg_eigh",
@@ -34,33 +34,34 @@ _READING = {
     "multinomial",
     "transformers::grouped_mm_fallback",
 }
-# Definitions that read on the host. They stand in for a kernel on a CPU, where nothing has to be waited for.
+# Definitions that read on the host. They replace kernels on a CPU, where a read waits for no device.
 READING_ON_HOST = frozenset({"build_tree", "follow_tree"})
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
-# Compute capabilities on which torch multiplies groups in one kernel; on others it counts them on the host.
+# The major compute capabilities on which torch multiplies groups in one kernel. On others it counts them on the host.
 _GROUPED_ON = (9, 10)
 
 
 class HostReadError(RuntimeError):
-    """An operation needs the host: it reads a tensor there, or copies one from there."""
+    """Is raised if an operation reads a tensor on the host, or copies a tensor from the host."""
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises [`HostReadError`] at the first operation that needs the host, for its result or for what goes in."""
+    """Raises [`HostReadError`] at the first operation that needs the host, for its result or its inputs."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # No operation: it asks where a tensor of a subclass is.
+        # This is not an operation. Torch asks for the device of a tensor subclass in this way.
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if reads_on_host(func, args, kwargs):
             raise HostReadError(f"{func} reads a tensor on the host")
         if _copies_from_host(func, args, kwargs):
             raise HostReadError(f"{func} copies a tensor from the host")
-        # Under inference mode an operation that is made of others arrives here whole, as custom ones always do.
+        # Custom operations arrive here as one operation. So do composite operations in inference mode. Both are run by
+        # their parts, so that the parts are checked.
         body = _body(func, args)
         if body is None:
             body = func.decompose
@@ -84,15 +85,15 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     if name in _GROUPED:
         return counts_groups(args[0], is_scaled=name != "_grouped_mm")
     if name == "isin" and overload.startswith("Tensor_Tensor"):
-        # Torch's own rule: from so many on it sorts, and asks how many are unique.
+        # This is torch's own rule: from this number of elements on, it sorts and counts the unique ones.
         return args[1].numel() >= int(10 * args[0].numel() ** 0.145)
     if name == "normal" and overload.endswith("Tensor"):
-        # It looks whether a deviation is negative.
+        # The operation checks whether a standard deviation is negative.
         return True
     if name.endswith("_ex") and name.startswith("linalg_"):
         return kwargs.get("check_errors") is True
     if name == "histc":
-        # Equal limits, which are the default, stand for the least and the greatest value.
+        # Equal limits, which are the default, mean the smallest and the largest value.
         low, high = (*args[2:4], 0, 0)[:2]
         return low == high
     if name == "_to_copy":
@@ -102,12 +103,13 @@ def reads_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
         )
     if name == "copy_":
         return _is_on_host(args[0]) and not _is_on_host(args[1])
-    # Operations that are made of others are looked into: `one_hot` reads only where it is not given the number.
+    # The parts of composite operations are checked one by one. For example, `one_hot` reads only without a number of
+    # classes.
     return not func._can_decompose() and not _MARKS.isdisjoint(func.tags)
 
 
 def _counts_mask(name: str, args: Sequence[Any]) -> bool:
-    """Returns True if an index operation counts where a mask is true."""
+    """Returns True if an index operation counts the true elements of a mask."""
     masks = [
         index
         for index in args[1]
@@ -115,15 +117,15 @@ def _counts_mask(name: str, args: Sequence[Any]) -> bool:
     ]
     if not masks:
         return False
-    # One number put under a mask is filled in, without counting where.
+    # A single number is filled in under a mask without counting its elements.
     is_filled_in = name.endswith("put_") and args[2].numel() == 1
     return not is_filled_in
 
 
 def _copies_from_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns True if an operation copies a tensor of the host to a device, indices included.
+    """Returns True if an operation copies a tensor from the host to a device. Indices count too.
 
-    A single number of the host in arithmetic is not copied: it goes along with the launch.
+    A single number from the host in arithmetic does not count, because it is passed with the launch.
     """
     name = _name(func)
     if name == "_to_copy":
@@ -146,13 +148,13 @@ def _name(func: Any) -> str:
 
 
 def _body(func: Any, args: Sequence[Any]) -> Any:
-    """Returns the Python function that a custom operation of torch.library runs for these arguments, else `None`."""
+    """Returns the Python function that a custom operation of torch.library runs for these arguments, if it has one."""
     definition: Any = OPDEFS.get(func._schema.name)
     if definition is None:
         return None
     # Arguments may be lists of tensors, as buffers are.
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    # For tensors without values it runs another function, which only makes a result.
+    # For tensors without values, torch runs another function, which only makes a result.
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return None
     if func._schema.name.rpartition("::")[2] in READING_ON_HOST and all(map(_is_on_host, tensors)):
@@ -169,7 +171,10 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def counts_groups(first: Tensor, is_scaled: bool = False) -> bool:
-    """Returns True if a product of groups with this first operand, scaled or not, copies their ends to the host."""
+    """Returns True if a grouped product with this first operand copies the ends of the groups to the host.
+
+    `is_scaled` says whether it is a scaled product.
+    """
     if not first.is_cuda or not (is_scaled or first.dtype == torch.bfloat16):
         return True
     return torch.cuda.get_device_capability(first.device)[0] not in _GROUPED_ON

@@ -1,7 +1,7 @@
-"""Decoding one verify at a time, to look at it and to try other rules: `for step in iterate(target, draft, ...)`.
+"""This module decodes step by step, to inspect steps or try other rules: `for step in iterate(target, draft, ...)`.
 
-The run is `generate`'s own: the same preparation, prefill and step function, with a pause after each step. Nothing is
-held during a pause: no hook, no switched attention.
+The run has the same preparation, prefill and step function as in `generate`, with a pause after each step. During a
+pause, no hooks are set, and the models use their own attention.
 """
 
 from __future__ import annotations
@@ -35,39 +35,42 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.packed_weights import PackedWeights
 from dflash_hf.undo import calling
 
-# See [`iterate`]: proposals [B, W - 1], the target's tokens [B, W] and logits [B, W, V] -> number accepted [B].
+# A caller's own rule, see [`iterate`]: it gets the proposals [B, W - 1], the target's tokens [B, W] and the target's
+# logits [B, W, V], and returns the numbers of accepted proposals [B].
 Accept = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DFlashStep:
-    """One step and its results, for `B` rows and `W` verified tokens. The tensors are copies on the target's device.
+    """Holds one step and its results, for `B` rows and `W` verified tokens. The tensors are on the target's device.
 
-    Step 0 is the prefill: it commits one token of the target's own and has no proposals (`W` is 1). Under
-    `verify_width="auto"` and `num_tree_nodes="auto"` every step has its own `W`.
+    All tensors are copies. Step 0 is the prefill. It commits one token, which is the target's own, and has no
+    proposals (`W` is 1). Under `verify_width="auto"` and `num_tree_nodes="auto"`, every step has its own `W`.
 
     Args:
-        index (`int`): Number of the step.
-        anchor (`torch.Tensor` of shape `[B]`, int64): The committed token that the block begins with.
-        proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): The draft's proposals after it.
+        index (`int`): The number of the step.
+        anchor (`torch.Tensor` of shape `[B]`, int64): The committed token with which the block begins.
+        proposals (`torch.Tensor` of shape `[B, W - 1]`, int64): The draft's proposals after the anchor.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after the anchor and after each proposal.
-            Under `proposal="sample"`, the tokens that rejection sampling left: the proposals, and at `num_accepted`
-            the redrawn token. With processors that read the prefix, or if rows advance together (user-defined
-            stopping criteria and processors), only the chosen tokens; zeros or old tokens follow them.
-        positions (`torch.Tensor` of shape `[B, W]`, int64): Index of each of `tokens` in its row, padding not counted.
-        num_accepted (`torch.Tensor` of shape `[B]`, int64): Proposals that stand, before any cut; 0 in finished rows.
-        committed (`list[torch.Tensor]`): Per row, the tokens that were committed `[n]`, int64; empty in finished rows.
-        done (`torch.Tensor` of shape `[B]`, bool): Rows that have finished, this step included.
-        logits (`torch.Tensor` of shape `[B, W, V]`, *optional*): The target's, unprocessed; with `output_logits`, not
-            of the prefill.
-        draft_logits (`torch.Tensor` of shape `[B, n, V]`, *optional*): The draft's, with `output_logits`; `n` is
-            `W - 1`, or all proposals of the block if a tree has more nodes.
-        node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Under `num_tree_nodes`, the tokens of the tree
-            that was verified, the anchor first. `proposals`, `tokens` and `logits` are those of the path that was
-            accepted, and `proposals` are -1 after its end. Steps that verify a chain or one token have none.
-        parents (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Which node each of them follows.
-        hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): Tapped states of the anchor and the
-            proposals, as the draft gets them, in its dtype; with `output_hidden_states`, not of the prefill.
+            Under `proposal="sample"`, these are the tokens after rejection sampling: the proposals, and the redrawn
+            token at `num_accepted`. With processors that read the prefix or synchronized rows (user-defined stopping
+            criteria and processors), only the first tokens are chosen. Zeros or old tokens follow them.
+        positions (`torch.Tensor` of shape `[B, W]`, int64): The index of each of `tokens` in its row, without padding.
+        num_accepted (`torch.Tensor` of shape `[B]`, int64): The number of accepted proposals, before the commit is cut
+            at an end token or a limit. It is 0 in rows that had ended before.
+        committed (`list[torch.Tensor]`): The committed tokens `[n]` of each row, int64. They are empty in rows that
+            had ended before.
+        done (`torch.Tensor` of shape `[B]`, bool): Whether each row has ended, in this step or before.
+        logits (`torch.Tensor` of shape `[B, W, V]`, *optional*): The target's unprocessed logits, with
+            `output_logits`. The prefill has none.
+        draft_logits (`torch.Tensor` of shape `[B, n, V]`, *optional*): The draft's logits, with `output_logits`. `n`
+            is `W - 1`, or the number of all proposals of the block if a tree has more nodes.
+        node_ids (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Under `num_tree_nodes`, the tokens of the
+            verified tree, the anchor first. `proposals`, `tokens` and `logits` are then those of the accepted path,
+            and `proposals` are -1 after its end. Steps that verify a chain or one token have no such tensor.
+        parents (`torch.Tensor` of shape `[B, W]`, int64, *optional*): The parent node of each of these nodes.
+        hidden_states (`torch.Tensor` of shape `[B, W, L * D]`, *optional*): The tapped states of the anchor and the
+            proposals, as the draft gets them, in the draft's dtype, with `output_hidden_states`. The prefill has none.
     """
 
     index: int
@@ -95,84 +98,87 @@ def iterate(
     output_hidden_states: bool = False,
     **kwargs: Any,
 ) -> Generator[DFlashStep]:
-    """Does what `model.generate(**kwargs, assistant_model=draft)` does, one [`DFlashStep`] at a time.
+    """Decodes as `model.generate(**kwargs, assistant_model=draft)` does, one [`DFlashStep`] at a time.
 
-    Checks and prefill happen at the call, each verify when the next step is asked for. The committed tokens of all
-    steps, joined row by row, are the new tokens of `generate`. Statistics are in `draft.last_stats`, up to date at
-    every pause and without the time spent in pauses. Closing the iterator early, or dropping it, needs no clean-up.
+    The checks and the prefill run at the call. Each verify runs when the next step is asked for. The committed tokens
+    of all steps, joined row by row, are the new tokens of `generate`. The statistics in `draft.last_stats` are up to
+    date at every pause, without the time spent in pauses. The iterator may be closed or dropped early without any
+    clean-up.
 
     Args:
         model (`PreTrainedModel`): The target.
         draft (`DFlashDraftModel`): Its draft.
-        propose (callable, *optional*): `propose(logits, anchor) -> proposals` instead of the draft's own rule: its
-            logits `[B, W - 1, V]` and the token before them `[B]` to int64 `[B, W - 1]`. Any rule keeps the
-            text exact. A DSpark draft's logits come without what its Markov head adds.
-        accept (callable, *optional*): `accept(proposals, tokens, logits) -> num_accepted` instead of the longest
-            matching prefix: proposals `[B, W - 1]`, the target's tokens `[B, W]` and its unprocessed logits
-            `[B, W, V]` to integers `[B]` in `[0, W - 1]`. This number of proposals is committed, and then the target's
-            token after them. A rule that keeps more than the matching prefix is lossy.
-        output_logits, output_hidden_states (`bool`): Also return logits, and tapped states. They cost memory.
-        kwargs: Arguments of `generate`: inputs, settings, processors, criteria, streamer.
+        propose (callable, *optional*): A rule `propose(logits, anchor) -> proposals` instead of the draft's own rule.
+            It gets the draft's logits `[B, W - 1, V]` and the token before them `[B]`, and returns int64 `[B, W - 1]`.
+            The text is exact under any such rule. A DSpark draft's logits do not include its Markov head.
+        accept (callable, *optional*): A rule `accept(proposals, tokens, logits) -> num_accepted` instead of the
+            longest matching prefix. It gets the proposals `[B, W - 1]`, the target's tokens `[B, W]` and the target's
+            unprocessed logits `[B, W, V]`, and returns integers `[B]` in `[0, W - 1]`. This number of proposals is
+            committed, and then the target's token after them. A rule that keeps more than the matching prefix is
+            lossy.
+        output_logits, output_hidden_states (`bool`): Whether steps also hold logits, and tapped states. They cost
+            memory.
+        kwargs: The arguments of `generate`: inputs, settings, processors, criteria, streamer.
 
     Returns:
-        An iterator of [`DFlashStep`]; rows, dtypes and devices as in `generate`.
+        An iterator of [`DFlashStep`]. Rows, dtypes and devices are as in `generate`.
 
     Raises:
-        ValueError: If `generate` with a draft refuses the call; for a rule of one's own under `proposal="sample"` or
-            `num_tree_nodes`; for `accept` beside processors that read the prefix, criteria that are not known to be
-            row-wise, or, with several rows, any criteria or a streamer; for rules that return another shape, dtype or
-            range; for a cache that is passed in.
+        ValueError: If `generate` with a draft refuses the call, or if a cache is passed in. Also if a rule of the
+            caller is used under `proposal="sample"` or `num_tree_nodes`, or returns another shape, dtype or range.
+            Also if `accept` is used with processors that read the prefix, with criteria that are not known to be
+            row-wise, or, with several rows, with any criteria or a streamer.
     """
     draft = unwrapped(draft)
     check_iterated(draft, kwargs)
     for name, rule in {"propose": propose, "accept": accept}.items():
         is_rule = rule is None or callable(rule)
         require(is_rule, f"{name} that can be called, or None", rule, "pass a function")
-    # Checks and prefill run here and not in the generator: an error is raised at the call.
+    # Checks and prefill run here and not in the generator, so that errors are raised at the call.
     start = functools.partial(_start, propose=propose, accept=accept)
     run = answer_with(start, cast(Any, model).generate, model, draft, kwargs)
-    # The object that the steps go on counting in, so that statistics are up to date at every pause.
+    # The steps count in this object, so that the statistics are up to date at every pause.
     draft.last_stats = run.stats
     run.generator.iterated.keeps_logits = output_logits
     steps = _keeping_widths(run, _steps(run, output_logits, output_hidden_states))
-    # Begun here: closing or dropping a generator that was never begun runs nothing of it.
+    # The generator begins here, because one that never began would not run its `finally` when it is closed.
     next(steps)
     return steps
 
 
 class CustomBlockRule(BlockRule):
-    """A [`BlockRule`] in which a function of the caller says how many proposals stand; see `iterate`.
+    """Is a [`BlockRule`] in which a function of the caller chooses the number of accepted proposals; see `iterate`.
 
     Args:
-        rule (`BlockRule`): The run's own rule, in whose place this one stands.
+        rule (`BlockRule`): The run's own rule, which this rule replaces.
         accept (callable): The caller's function.
     """
 
     def __init__(self, rule: BlockRule, accept: Accept) -> None:
         super().__init__(rule.processors, rule.criteria, rule.is_recorded)
         self.accept = accept
-        # [B, W]: the target's own tokens for the last block, for whoever looks at the step.
+        # [B, W]: the target's own tokens for the last block, which the step shows to the user.
         self.tokens = torch.empty(0, dtype=torch.long, device="cpu")
 
     @property
     def runs_on_device(self) -> bool:
-        """False: the caller's function may look at anything."""
+        """False, because the caller's function may read tensors on the host."""
         return False
 
     def choose(self, state: DecodeState, logits_BWV: Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses as [`BlockRule.choose`]."""
+        """Chooses as [`BlockRule.choose`] does. The caller's function returns the number of accepted proposals."""
         scores, _ = self._choose_block(state, logits_BWV)
         tokens = state.tokens
         self.tokens = tokens.clone()
-        # Copies: the caller's function may keep what it gets, and both are written again.
+        # Copies, because the caller's function may keep the tensors, and the next step overwrites both.
         found = self.accept(state.proposals.clone(), tokens.clone(), logits_BWV)
-        # The caller's function may count on the host.
+        # The caller's function may return a tensor on the host.
         num_accepted = found.to(tokens.device, torch.long)
         # Accepted proposals are committed whether or not they equal the target's tokens.
         place = torch.arange(state.width - 1, device=tokens.device)
         is_kept = place < num_accepted[:, None]
         tokens[:, :-1] = torch.where(is_kept, state.proposals, tokens[:, :-1])
-        # Criteria see what the caller's function keeps: they are asked behind it.
+        # Criteria are called last, because they must see the proposals that the caller's function accepts.
         if self.criteria:
             stop_by_criteria(state, self.criteria, num_accepted)
         return scores, num_accepted
@@ -181,31 +187,31 @@ class CustomBlockRule(BlockRule):
 def _start(
     request: Request, inputs: dict[str, Any], propose: Propose | None, accept: Accept | None
 ) -> Run:
-    """Stands where `decode` stands, and returns after the prefill."""
+    """Replaces `decode`: checks the caller's rules, and returns the run after its prefill."""
     check_rules(request, has_propose=propose is not None, has_accept=accept is not None)
     # A run may be left half-way, so that no cache is advanced and no buffers are taken from the pool.
     with eagerly(request.target.parts, request.draft_parts):
         run = prefill(request, inputs, NoUserCache(), is_looked_at=True)
-    # The user may change weights in a pause.
+    # There are no copies of weights, because the user may change weights in a pause.
     run.packed = PackedWeights(request.target.parts, is_on=False)
     if propose is not None:
         vocab_size = request.target.vocab_size
         run.generator.iterated.propose = _checked_propose(propose, vocab_size)
     if accept is not None:
-        # Processors and criteria that want another rule were refused beside a rule of the caller's.
+        # `check_rules` has refused processors and criteria that need another rule.
         assert isinstance(run.rule, BlockRule)
         run.rule = CustomBlockRule(run.rule, _checked_accept(accept))
-    # To be looked at, a run drafts at every step, unless another width is asked for. At the end: an error before it
-    # leaves the widths that an earlier run has kept.
+    # The run drafts at every step, so that each step shows proposals, unless the options ask for other widths. The
+    # widths are chosen last, because this takes the chooser that an earlier run has left, and an error would lose it.
     options = request.draft.generation_config
     if options.asked_width is not None or options.num_tree_nodes == "auto":
         run.chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
-        run.watch.lap("rest")  # no step's time
+        run.watch.lap("rest")  # this does not count as time of a step
     return run
 
 
 def _keeping_widths(run: Run, steps: Generator[DFlashStep]) -> Generator[Any]:
-    """Yields nothing, then the steps of a run, and keeps its widths, also where it is left half-way."""
+    """Yields `None`, then the steps of a run. At the end it keeps the run's chooser, also if the run ends early."""
     try:
         yield
         yield from steps
@@ -214,14 +220,14 @@ def _keeping_widths(run: Run, steps: Generator[DFlashStep]) -> Generator[Any]:
 
 
 def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generator[DFlashStep]:
-    """Yields the prefill, then one step after the other; nothing is held while it waits."""
+    """Yields the prefill, then one step after the other. During a pause, no hook and no mode is active."""
     state = run.state
     models = (run.request.target.parts, Inventory.of(run.generator.draft))
-    # Looked up once: every part of both models has to be asked.
+    # This is found once, because it reads every module of both models.
     compiled = [parts for parts in models if is_compiled(parts)]
     # The prefill counts as a step that has verified the prompts' last tokens.
     state.width = 1
-    # The cursor stands behind the first token by now.
+    # The cursor is already after the first new token, so the columns of the prompts give the last prompt token.
     last_of_prompt = state.ids[:, state.host.columns - 1]
     yield _look(
         run, 0, last_of_prompt, state.lengths - 1, state.tokens, run.rows.reported.committed, {}
@@ -237,9 +243,9 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             eagerly(*compiled),
             no_gradients(run.request.target, _runs_user_code(run)),
         ):
-            # The pause is the user's time, and counts for no part of the run.
+            # The pause is the user's time and counts as no part of the run.
             run.watch.last = time.perf_counter()
-            # Copies of what the commit moves on: a step is shown as it was verified.
+            # Copies, because the commit changes these tensors, and the user sees the step as it was verified.
             anchor = state.anchor.clone()
             lengths = state.lengths.clone()
             logits, committed = step(run)
@@ -255,22 +261,22 @@ def _steps(run: Run, output_logits: bool, output_hidden_states: bool) -> Generat
             states = run.generator.newest.states
             optional["hidden_states"] = states.to(state.ids.device, copy=True)
         if state.is_tree:
-            # The block is in the order of the path by now; the report has the tree as it was drafted.
+            # The block is already in the order of the path. The report has the tree as it was drafted.
             report = state.report
             optional["node_ids"] = report.node_ids.clone()
             optional["parents"] = report.parents.clone()
         tokens = state.tokens
         if isinstance(run.rule, CustomBlockRule):
-            # By now the accepted proposals stand in `state.tokens`.
+            # `state.tokens` already has the accepted proposals in place of the target's tokens.
             tokens = run.rule.tokens
         yield _look(run, index, anchor, lengths, tokens, committed, optional)
-    # A run that is left half-way never gets here: its streamer is not ended.
+    # The streamer of a run that the user leaves early is not ended, because such a run never gets here.
     if run.request.streamer is not None:
         run.request.streamer.end()
 
 
 def _runs_user_code(run: Run) -> bool:
-    """Returns True if code of the user's runs within a step: a rule of the caller's is some too."""
+    """Returns True if user code runs within a step. A rule of the caller is user code too."""
     has_own_rule = run.generator.iterated.propose is not None or isinstance(
         run.rule, CustomBlockRule
     )
@@ -286,24 +292,24 @@ def _look(
     num_committed: list[int],
     optional: dict[str, Tensor],
 ) -> DFlashStep:
-    """Returns a step that has run as the user gets it.
+    """Returns the [`DFlashStep`] of a step that has run.
 
     Args:
-        run (`Run`): The run, behind the step.
-        index (`int`): Number of the step.
-        anchor, lengths (`torch.Tensor` of shape `[B]`, int64): The state's, before the step.
+        run (`Run`): The run after the step.
+        index (`int`): The number of the step.
+        anchor, lengths (`torch.Tensor` of shape `[B]`, int64): The state's anchor and lengths before the step.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): The target's token after the anchor and each proposal.
-        num_committed (`list[int]`): Tokens that each row has committed.
-        optional (`dict[str, torch.Tensor]`): Fields that only some calls or steps have, by name.
+        num_committed (`list[int]`): The number of tokens that each row has committed.
+        optional (`dict[str, torch.Tensor]`): The fields that only some calls or steps have, by name.
     """
     state = run.state
     device = lengths.device
     committed: list[Tensor] = []
     for row, (end, num) in enumerate(zip(state.cursor.tolist(), num_committed, strict=True)):
         committed.append(state.ids[row, end - num : end].clone())
-    # A row that had ended before has matching proposals by chance.
+    # In a row that had ended before, proposals may match by chance, so its number is set to 0.
     is_idle = torch.tensor(num_committed, device=device) == 0
-    # Copied outside inference mode, so that autograd takes the copies.
+    # The copies are made outside inference mode, so that autograd accepts them.
     lengths = lengths.clone()
     return DFlashStep(
         index=index,
@@ -319,11 +325,11 @@ def _look(
 
 
 def _checked_propose(rule: Propose, vocab_size: int) -> Propose:
-    """Returns a proposal rule of the user with its results checked: tokens `[B, W - 1]`."""
+    """Returns a proposal rule that calls the user's rule, and checks its result: tokens `[B, W - 1]`."""
 
     def propose(logits: Tensor, anchor: Tensor) -> Tensor:
         proposals = rule(logits, anchor)
-        # Other ids would be looked up in the target's embedding, out of its range.
+        # Other ids would be out of the range of the target's embedding.
         _check_integers(proposals, logits.shape[:2], vocab_size - 1, rule)
         return proposals
 
@@ -331,11 +337,11 @@ def _checked_propose(rule: Propose, vocab_size: int) -> Propose:
 
 
 def _checked_accept(rule: Accept) -> Accept:
-    """Returns an acceptance rule of the user with its results checked: numbers of proposals `[B]`."""
+    """Returns an acceptance rule that calls the user's rule, and checks its result: numbers of proposals `[B]`."""
 
     def accept(proposals: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
         num_accepted = rule(proposals, tokens, logits)
-        # More than there are proposals would commit what was never verified.
+        # A number above that of the proposals would commit tokens that were never verified.
         _check_integers(num_accepted, proposals.shape[:1], proposals.shape[1], rule)
         return num_accepted
 
@@ -343,7 +349,7 @@ def _checked_accept(rule: Accept) -> Accept:
 
 
 def _check_integers(found: Any, shape: torch.Size, highest: int, rule: Any) -> None:
-    """Raises `ValueError` unless a user's rule has returned integers of this shape in `[0, highest]`."""
+    """Raises `ValueError` if a user's rule has not returned integers of this shape in `[0, highest]`."""
     name = getattr(rule, "__name__", type(rule).__name__)
     is_tensor = isinstance(found, Tensor)
     if not is_tensor or found.shape != shape or found.dtype.is_floating_point:

@@ -1,10 +1,10 @@
-"""Rows that join a run between two eager steps: the counterpart of `run.drop_finished`; captured: `places.py`.
+"""This module adds rows to a running batch between two eager steps. For captured steps, `places.py` does this.
 
-A request is prefilled as a run of one row. Its row then goes into the running one: keys and values of both caches,
-recurrent states, the newest context and the state. From then on it is a row like the others.
+A request is prefilled as a run of one row. This row is then added to the running batch: the keys and values of both
+caches, the recurrent states, the newest context and the state. After that it is a row like the others.
 
-Rows of a running batch have no columns of prompts in common. So every text begins in the first column of `ids`, and to
-the run all of it is new: `host.columns` is 0, and limit and room count whole texts.
+The rows of a running batch have no prompt columns in common. So every text begins in the first column of `ids`, and
+counts as new text: `host.columns` is 0, and limit and room count whole texts.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from dflash_hf.generation.widths import FixedWidth, WidthChooser
 
 
 class RowSettings(NamedTuple):
-    """What is said of one row alone."""
+    """Holds the settings of one row."""
 
     processors: BlockProcessors
     end_ids: list[int]  # tokens that end the row
-    seed: Tensor | None  # [], int64: of the row's sampling noise; greedy rows have none
-    length: int  # tokens of prompt and answer, at most
+    seed: Tensor | None  # [], int64: the seed of the row's sampling noise; `None` for a greedy row
+    length: int  # the largest number of tokens of prompt and answer
 
 
 class TableWidths(FixedWidth):
-    """Looks the width up by the rows that are running.
+    """Chooses the width from a table, by the number of running rows.
 
     Args:
-        table (mapping): `{most rows: tokens}`, see [`width_of_rows`].
-        widest (`int`): Tokens that the buffers have room for.
+        table (mapping): The table `{most rows: tokens}`, see [`width_of_rows`].
+        widest (`int`): The largest width for which the buffers have room.
     """
 
     def __init__(self, table: Mapping[int, int], widest: int) -> None:
@@ -52,17 +52,17 @@ class TableWidths(FixedWidth):
         self.use_rows(1)
 
     def use_rows(self, rows: int) -> None:
-        """Goes on with so many rows."""
+        """Sets the width for this number of running rows."""
         self.widths = [min(width_of_rows(self.table, rows), self.widest)]
 
 
 def _by_table(
     generator: DFlashCandidateGenerator, chooser: WidthChooser | FixedWidth
 ) -> WidthChooser | FixedWidth:
-    """Returns what chooses the width in a running batch: a table where one is asked for, else the chooser."""
+    """Returns the chooser of widths in a running batch: one for the table if a table is asked for, else `chooser`."""
     options = generator.draft.generation_config
     table = options.asked_width
-    # A number of nodes holds for any number of rows; under "auto" the table says how long a path may be.
+    # A number of nodes holds for any number of rows. Under "auto", the table limits the length of a path instead.
     is_of_nodes = options.num_tree_nodes not in (None, 0)
     if not isinstance(table, Mapping) or is_of_nodes:
         return chooser
@@ -70,61 +70,62 @@ def _by_table(
 
 
 def begin_batch(run: Run, row: RowSettings) -> None:
-    """Makes the run of one prompt the first row of a running batch."""
-    # Its text already begins in the first column: a single prompt has no padding.
+    """Makes the run of one prompt a running batch with one row."""
+    # The text already begins in the first column, because a single prompt has no padding. Room now counts whole texts.
     run.room += run.state.host.columns
-    # Ends are the rows' own.
+    # Each row has its own end tokens, which the run's rule checks.
     run.state.padded_eos_ids.fill_(-1)
     use_settings(run, [row])
-    # At the end: an error before it leaves the widths that an earlier run has kept.
+    # The widths are chosen last, because this takes the chooser that an earlier run has left. An error would lose it.
     chooser = choose_widths(run.generator, run.state, run.keeps_buffers)
     run.chooser = _by_table(run.generator, chooser)
-    run.watch.lap("rest")  # no step's time
+    run.watch.lap("rest")  # this does not count as time of a step
 
 
 def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> None:
-    """Adds the one row of another run, behind its prefill, to a running batch.
+    """Adds the row of another run, which has finished its prefill, to a running batch.
 
     Args:
-        run (`Run`): The batch, between two steps; changed in place.
-        other (`Run`): The row's run, which is of no use afterwards.
-        rows (sequence of `RowSettings`): Of all rows, the new one last.
-        max_rows (`int`): Rows to allocate at once, where there is no memory for one more.
+        run (`Run`): The batch, between two steps. It is changed in place.
+        other (`Run`): The run of the row. It cannot be used afterwards.
+        rows (sequence of `RowSettings`): The settings of all rows, the new one last.
+        max_rows (`int`): The number of rows to allocate at once if the buffers have no place for one more.
 
     Raises:
-        ValueError: If the two runs draft or verify in other sizes.
-        OutOfRoomError: If there is no memory for the row. The batch is as it was then.
+        ValueError: If the two runs draft or verify with different sizes.
+        OutOfRoomError: If there is no memory for the row. The batch is then unchanged.
     """
     check_alike(run, other)
     num_tokens = other.num_new + other.state.host.columns
     if num_tokens > run.room:
         longest = max(row.length for row in rows)
-        # Twice the room, so that rows are copied a few times and not for every longer prompt.
+        # The room doubles, so that rows are copied only a few times and not for every longer prompt.
         wanted = min(longest, max(2 * run.room, num_tokens))
         else_freed(run.generator.draft, partial(grow, run), wanted, num_tokens)
-    # Tokens that were decoded without a draft gather from one column on in all rows: the new one has none.
+    # Tapped states of tokens that were decoded without a draft gather in the same columns of all rows. They are
+    # written now, because the new row has none.
     run.generator.flush()
     length = other.longest
     run.buffers.add_row(other.buffers, length, max_rows)
-    # The batch has no request whose rows could be numbered: they are numbered by their places.
+    # The rows of a batch belong to several requests, so they are numbered by their places.
     run.rows = Rows(
         numbers=list(range(len(rows))),
         reach=run.rows.reach + other.rows.reach,
         reported=Reported(*map(list.__add__, run.rows.reported, other.rows.reported)),
     )
-    # One request with code of the user's is enough for none of them to have copies.
+    # Copies of weights are used only if no request runs user code.
     if run.packed.is_on:
         run.packed = other.packed
-    # Weights may have been changed since the new request's prefill began.
+    # Weights may have changed since the new request's prefill began.
     run.packed.look_again()
-    # A step over more rows costs more, which may make another width the best.
+    # A step over more rows costs more, so that another width may be the best.
     run.chooser.use_rows(len(rows))
     use_settings(run, rows)
 
 
 def is_alike(mine: BufferShape, theirs: BufferShape) -> bool:
-    """Returns True if rows of two runs can stand side by side."""
-    # Rows and end tokens are no part of what has to be alike.
+    """Returns True if the rows of two runs can be in one batch."""
+    # The numbers of rows and of end tokens may differ.
     alike = replace(theirs, batch=mine.batch, num_eos=mine.num_eos)
     alike = replace(alike, position_delta=mine.position_delta)
     return alike == mine
@@ -141,10 +142,10 @@ def check_alike(run: Run, other: Run) -> None:
 
 
 def leave(run: Run, rows: Sequence[RowSettings]) -> list[int]:
-    """Goes on without the rows that have ended, of which there is one at least that has not.
+    """Drops the rows that have ended. At least one row must still run.
 
     Returns:
-        `list[int]`: The place that each row that is left had before.
+        `list[int]`: The earlier place of each remaining row.
     """
     drop_finished(run)
     places = run.rows.numbers
@@ -154,13 +155,13 @@ def leave(run: Run, rows: Sequence[RowSettings]) -> list[int]:
 
 
 def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
-    """Has each row of a running batch go by its own processors, end tokens and noise."""
+    """Gives each row of a running batch its own processors, end tokens and noise."""
     state = run.state
     device = state.ids.device
-    # One tensor for all rows: shorter lists are filled up with ids that no token has.
+    # One tensor holds the end tokens of all rows. Shorter lists are padded with an id that no token has.
     num_ends = max([1, *(len(row.end_ids) for row in rows)])
     ends = [row.end_ids + [-1] * (num_ends - len(row.end_ids)) for row in rows]
-    # A greedy row's noise is never looked at.
+    # The noise of a greedy row is never used.
     nothing = torch.zeros((), dtype=torch.long, device=device)
     seeds = [nothing if row.seed is None else row.seed.to(device) for row in rows]
     state.seed = torch.stack(seeds)[:, None]
@@ -168,7 +169,7 @@ def use_settings(run: Run, rows: Sequence[RowSettings]) -> None:
 
 
 def go_by(run: Run, rows: Sequence[RowSettings], end_ids: Tensor) -> None:
-    """Has each row of a running batch go by its own processors, and by its own end tokens `[B, N]`, int64."""
+    """Gives each row of a running batch its own processors, and its own end tokens `end_ids` `[B, N]`, int64."""
     is_sampled = [row.seed is not None for row in rows]
     processors = RowProcessors([row.processors for row in rows], is_sampled)
     if processors.is_stateless:
@@ -176,13 +177,13 @@ def go_by(run: Run, rows: Sequence[RowSettings], end_ids: Tensor) -> None:
     else:
         run.rule = RowPositionRule(processors, end_ids)
     run.generator.request = replace(run.request, processors=processors)
-    # Rows end by what they may still generate; this one says how long the buffers may get.
+    # Each row ends at its own number of remaining tokens. This limit is the length that the buffers may get.
     limit = max(row.length for row in rows)
     run.state.host = HostNumbers(columns=0, limit=limit, has_eos=False, is_sampled=any(is_sampled))
 
 
 def failed_of(run: Run) -> dict[int, Exception]:
-    """Returns what processors of single rows have raised in the last step of a run, by the rows' places."""
+    """Returns the errors that processors of rows have raised in the last step of a run, by the places of the rows."""
     processors = run.request.processors
     assert isinstance(processors, RowProcessors)
     return processors.failed
