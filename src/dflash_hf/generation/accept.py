@@ -213,8 +213,8 @@ class PositionRule:
     ) -> Tensor:
         """Returns scores `[B, V]` that are processed for the active rows with a prefix of `length` columns.
 
-        All rows go through the processors each time, because processors may hold settings per row. The prefix of the
-        other rows is their own committed tokens, cut or padded to `length`. Their processed scores are dropped.
+        All rows go through the processors each time, because processors may hold settings per row. The other rows have
+        their own tokens as prefix, cut or padded to `length`. Their processed scores are dropped.
 
         Raises `ValueError` if a processor returns scores of a wrong shape.
         """
@@ -257,9 +257,9 @@ def stop_by_criteria(
 ) -> None:
     """Calls the stopping criteria after each token that would be committed, row by row, and ends rows that they stop.
 
-    The criteria look at a row's own tokens only. Other criteria use [`SynchronizedRows`]. The function copies tensors
-    to the host. It lowers `state.remaining` of the rows that stop, and writes columns of `state.ids` after the
-    committed ones. `num_accepted` is that of [`commit`].
+    The criteria look at a row's own tokens only. A run with other criteria uses [`SynchronizedRows`]. The function
+    copies tensors to the host. It lowers `state.remaining` of the rows that stop, and writes columns of `state.ids`
+    after the committed ones. `num_accepted` is the argument of [`commit`].
     """
     # The number of tokens that the commit would take in each row.
     num_accepted = accepted(state, num_accepted)

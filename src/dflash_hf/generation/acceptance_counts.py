@@ -89,8 +89,8 @@ class NodeCounts:
     def shares(self, optimism: float = 0.0) -> list[float]:
         """Returns the share of verifies that accept each node, divided by the share of the node before it.
 
-        With these ratios, [`expected_tokens`] sums up to the mean number of accepted nodes. A node counts as accepted
-        up to `optimism` times more than it was.
+        With these ratios, the result of [`expected_tokens`] is the mean number of accepted nodes plus the bonus token.
+        A node counts as accepted up to `optimism` times more than it was.
         """
         runs: list[_Run] = []
         before = 1.0

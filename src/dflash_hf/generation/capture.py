@@ -22,11 +22,11 @@ _refused: list[Any] = []
 
 
 class NotCapturableError(RuntimeError):
-    """Is raised if a step cannot be captured. The message is the reason."""
+    """An error that says why a step cannot be captured."""
 
 
 class HostNeededError(NotCapturableError):
-    """Is raised if a step cannot be captured because it needs the host. This is found before CUDA captures it."""
+    """An error that says that a step needs the host, so that it cannot be captured. It is found before the capture."""
 
 
 def capture(

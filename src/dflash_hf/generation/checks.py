@@ -124,7 +124,7 @@ def check_draft(target: Target, draft: DFlashDraftModel, draft_parts: Inventory)
 def check_float8(draft: DFlashDraftModel) -> None:
     """Refuses drafting in FP8 if the draft's device does not support FP8 matrix products."""
     dtype = draft.generation_config.draft_dtype
-    # This is checked here, because the prefill would have run when the copy is made.
+    # This is checked here, with the other options, because the copy is made after Transformers has prepared the call.
     capability = ".".join(map(str, float8.MIN_CAPABILITY))
     what = f"a draft on CUDA of compute capability {capability} or more under draft_dtype={dtype!r}"
     lacking = float8.why_not(execution_device(draft))
@@ -200,7 +200,7 @@ def _check_healed(settings: Settings) -> None:
 
 
 def _check_num_assistant_tokens(arguments: Mapping[str, Any]) -> None:
-    """Refuses a number of proposals in the call. As in Transformers, it belongs into the assistant's own config."""
+    """Refuses a number of proposals in the call. As in Transformers, it belongs in the assistant's own config."""
     # A given config is not checked, because pipelines of older Transformers write the default into it.
     given = arguments.get("num_assistant_tokens")
     do = "set draft.generation_config.num_assistant_tokens, as for any assistant in Transformers"
@@ -281,7 +281,7 @@ def _shape(value: object) -> object:
 
 
 def _check_position_dtype(position_ids: object) -> None:
-    """Refuses positions of a small integer or floating dtype, which plain `generate` continues in this dtype."""
+    """Refuses positions of a small integer or floating dtype, because plain `generate` counts on in this dtype."""
     dtype = getattr(position_ids, "dtype", type(position_ids).__name__)
     counts_alike = dtype in (torch.int64, torch.int32)
     do = "plain generate counts on in their dtype, pass position_ids.long()"

@@ -42,7 +42,7 @@ VERSION = 1
 MAX_BYTES = 1_000_000
 # The largest number of rows and of tokens of a step.
 MAX_COUNT = 2**16
-# The properties that may differ between a run and the measurement of its pair's costs.
+# The properties that can change between the measurement of a pair's costs and a later run of the same pair.
 CIRCUMSTANCES = frozenset(("threads", "device", "torch", "transformers", "attention", "autocast"))
 
 

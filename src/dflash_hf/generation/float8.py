@@ -83,8 +83,8 @@ def scaled_linear(states: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         scales (`torch.Tensor` of shape `[N, 1]`, float32): The scales of these rows.
 
     Returns:
-        `torch.Tensor` of shape `[..., N]`: The product in the states' dtype. It is computed in bfloat16, which row
-        scales give on every device that supports them.
+        `torch.Tensor` of shape `[..., N]`: The product in the states' dtype. It is rounded to bfloat16 before, because
+        row scales give bfloat16 on every device that supports them.
 
     Source: `torch._scaled_mm` with row scales; the definition is [`scaled_linear_in_float32`].
     """

@@ -43,7 +43,7 @@ _GROUPED_ON = (9, 10)
 
 
 class HostReadError(RuntimeError):
-    """Is raised if an operation reads a tensor on the host, or copies a tensor from the host."""
+    """An error that says which operation reads a tensor on the host, or copies a tensor from the host."""
 
 
 class NoHostReads(TorchDispatchMode):

@@ -93,7 +93,7 @@ def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> No
 
     Raises:
         ValueError: If the two runs draft or verify with different sizes.
-        OutOfRoomError: If there is no memory for the row. The batch is then unchanged.
+        OutOfRoomError: If there is no memory for the row. The rows of the batch are then unchanged.
     """
     check_alike(run, other)
     num_tokens = other.num_new + other.state.host.columns
