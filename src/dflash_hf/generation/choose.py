@@ -1,8 +1,8 @@
-"""Choosing the target's tokens for a verified block: at once, or in a walk from token to token.
+"""This module chooses the target's tokens for a verified block, all at once or one after the other.
 
-At once, all tokens are chosen from their logits alone; in a walk a token is chosen only behind the ones before it, by
-processors that read them. Either way the chosen tokens of a tree stand in the order of the path that they take, as if
-they had been a chain. `accept.py` has the rules that call this.
+At once means that all tokens are chosen from their logits alone. For processors that read the earlier tokens, a walk
+goes from token to token, and each token is chosen after the tokens before it. In both cases, the chosen tokens of a
+tree are in the order of the path that they take, as if they were a chain. The rules in `accept.py` call this module.
 
 Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 """
@@ -28,17 +28,18 @@ def choose_block(
 ) -> Tensor | None:
     """Chooses the tokens of a block at once and writes `state.tokens`.
 
-    Returns how many proposals stand under rejection `[B]`, int64; `None` by other rules, for [`accepted`] to count.
+    Returns the number of accepted proposals `[B]`, int64, under rejection sampling. Otherwise it returns `None`, and
+    [`accepted`] counts the proposals.
     """
-    # Columns are computed only where somebody asks for them: each step would launch them.
+    # The columns are computed only if tokens are hidden, because each step would launch this work.
     if processors.hides:
         logits_BWV = processors.hide(logits_BWV, state.columns_behind_block)
     has_drawn_proposals = state.draft_probs.numel() > 0
-    # A block of one token has no proposals; `draft_probs` are then those of an earlier block.
+    # A block of one token has no proposals, and `draft_probs` then belongs to an earlier block.
     if has_drawn_proposals and state.width > 1:
         return _choose_by_rejection(state, logits_BWV, processors)
     if state.host.is_sampled:
-        # Nodes of a tree that stand equally deep share their noise: the text is that of a chain.
+        # Nodes of a tree at the same depth have the same noise, so that the text is the same as with a chain.
         positions = state.positions_behind_block
         tokens = draw_from_logits(logits_BWV, processors, state.noise_key, positions)
     else:
@@ -46,7 +47,7 @@ def choose_block(
     state.tokens.copy_(tokens)
     tree = state.tree
     if tree is not None:
-        # Every node has its token now; those on the path that the tokens take come first.
+        # Each node now has the target's token after it. The tokens along the accepted path are moved to the front.
         report = state.report
         tree.follow(state.block, state.tokens, report.node_ids, report.path)
     return None
@@ -55,7 +56,7 @@ def choose_block(
 def _choose_by_rejection(
     state: DecodeState, logits_BWV: Tensor, processors: BlockProcessors
 ) -> Tensor:
-    """Keeps drawn proposals, or redraws behind them; returns the number accepted `[B]`."""
+    """Accepts drawn proposals, or draws another token at the first rejection. Returns the numbers accepted `[B]`."""
     num_accepted, tokens = accept_rejection(
         state.proposals,
         processors.warp(logits_BWV),
@@ -68,11 +69,11 @@ def _choose_by_rejection(
 
 
 def accepted(state: DecodeState, num_accepted: Tensor | None) -> Tensor:
-    """Returns how many proposals stand `[B]`: if not given, as many as equal the target's tokens without a gap."""
+    """Returns the number of accepted proposals `[B]`: the given one, or that of the matching prefix."""
     if num_accepted is not None:
         return num_accepted
     matches = state.proposals == state.tokens[:, :-1]
-    # A product that is 0 from the first mismatch on counts the prefix without a read on the host.
+    # The product is 0 from the first mismatch on, so its sum is the length of the prefix, without a read on the host.
     return matches.cumprod(dim=1).sum(dim=1)
 
 
@@ -85,53 +86,53 @@ def scores_of_block(state: DecodeState, logits_BWV: Tensor, processors: BlockPro
 
 
 def check_first_draw(state: DecodeState, logits_B1V: Tensor, processors: BlockProcessors) -> None:
-    """Refuses a first token that stateless processors leave nothing to draw for; see [`check_drawable`]."""
+    """Raises `ValueError` if stateless processors leave no token to draw as the first one; see [`check_drawable`]."""
     if processors.hides:
         logits_B1V = processors.hide(logits_B1V, state.decided_columns)
-    # Warpers leave the likeliest token: they are applied only where there is none, as one replaces NaN.
+    # Warpers always keep the most likely token. They are applied only if there is none, because one replaces NaN.
     has_likeliest = bool(logits_B1V.amax(dim=-1).isfinite().all())
     if not has_likeliest:
         check_drawable(processors.warp(logits_B1V)[:, 0])
 
 
 class ChainWalk:
-    """Goes through a chain token by token, where a token is decided only behind the ones before it: nothing moves."""
+    """Goes through a chain token by token. It moves nothing, because a chain is already in the order of the path."""
 
     def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
-        """Does nothing: what is behind a token of a chain stands behind it."""
+        """Does nothing, because the next token of a chain is already at the next position."""
 
 
 class TreeWalk:
-    """Goes through a tree token by token, where a token is decided only behind the ones before it.
+    """Goes through a tree token by token, along the path that the chosen tokens take.
 
-    The nodes on the way come to stand in the order of the path, as if they had been a chain: in the state's
-    `proposals` and the path of its `report`, and in the scores.
+    The walk puts the nodes of the path in the order of a chain: in `proposals` of the state, in the path of its
+    `report`, and in the scores.
 
     Args:
         state (`DecodeState`): Changed in place.
-        tree (`DraftTree`): The tree that it verifies.
-        raw_BWV (`torch.Tensor`): The scores of all nodes; they are copied.
+        tree (`DraftTree`): The tree that the state verifies.
+        raw_BWV (`torch.Tensor`): The scores of all nodes. They are copied.
     """
 
     def __init__(self, state: DecodeState, tree: DraftTree, raw_BWV: Tensor) -> None:
         self.state = state
         self.tree = tree
-        # Copies, because scores, block and proposals are put in the order of the path meanwhile.
+        # Copies, because the walk changes scores, block and proposals.
         self.raw = raw_BWV.clone()
         self.block = state.block.clone()
         self.node = torch.zeros_like(state.anchor)
         report = state.report
         report.node_ids.copy_(state.block)
         self.path = report.path.zero_()
-        # A token id of -1 matches no token: behind the path's end nothing is accepted.
+        # A token id of -1 matches no token, so that nothing is accepted after the end of the path.
         state.proposals.fill_(-1)
 
     def step(self, position: int, tokens_B: Tensor, scores_BWV: Tensor) -> None:
-        """Goes on to the child that has the token decided at `position`; where there is none, no proposal matches.
+        """Goes to the child that holds the token chosen at `position`. If there is none, no further proposal matches.
 
-        The column `position + 1` of `scores_BWV` becomes the child's, in place.
+        The column `position + 1` of `scores_BWV` is overwritten by the scores of the child.
         """
-        # A row whose path has ended goes on from the anchor: a child found there stands behind a mismatch, and is not
+        # A row whose path has ended continues from the anchor. A child found there comes after a mismatch, and is not
         # accepted.
         self.node, is_found = self.tree.child(self.block, self.node, tokens_B)
         self.path[:, position + 1] = self.node
@@ -140,7 +141,7 @@ class TreeWalk:
 
 
 def walk_of(state: DecodeState, raw_BWV: Tensor) -> ChainWalk | TreeWalk:
-    """Returns the walk through the verified tokens, whose scores are given; a tree's clears the state's proposals."""
+    """Returns the walk through the verified tokens with these scores. For a tree, it clears the state's proposals."""
     tree = state.tree
     if tree is None:
         return ChainWalk()
