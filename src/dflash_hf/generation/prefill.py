@@ -1,4 +1,4 @@
-"""From a request to the run that decodes it: the target's prefill with taps on, and the first token."""
+"""This module turns a request into a run: the target's prefill with its layers tapped, and the first token."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from dflash_hf.generation.widths import FixedWidth
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.support import check_length, check_takes_positions, check_windows
 
-# New tokens that there is room for at the beginning, at most; fixed buffers do not grow, see `run.make_room`.
+# At the beginning, a run has room for at most this many new tokens. Fixed buffers do not grow; see `run.make_room`.
 FIRST_ROOM = 512
 FIXED_ROOM = 32768
-# Columns of the longest text: of a caller whose limit is infinite.
+# Limit of columns for a caller whose own limit is infinite.
 LONGEST_TEXT = 1 << 40
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 
 
-# Sizes of the images: Transformers hands them to every forward, where they do nothing beside explicit positions.
+# Sizes of images. Transformers passes them to every forward, but they have no effect if positions are given
+# explicitly.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
-# What a verify does not get of what a prefill got: it has ids, positions and a cache of its own, and sees no image.
+# Inputs of a prefill that a verify does not get. A verify has its own ids, positions and cache, and sees no image.
 OF_CALL = {CACHE_NAME, "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
 OF_PREFILL = PER_TOKEN | IMAGE_SIZES | OF_CALL | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 
@@ -59,16 +60,16 @@ def prefill(
 ) -> Run:
     """Runs the target over the prompts with taps on, moves its cache into the ragged one, commits the first token.
 
-    Reads lengths on the host. Arguments and errors as of [`begin_prefill`].
+    Reads lengths on the host. The arguments and further errors are those of [`begin_prefill`].
 
     Returns:
-        `Run`: The run, behind its first token.
+        `Run`: The run after its first token.
 
     Raises:
         RuntimeError: If the taps did not fire.
     """
     begun = begin_prefill(request, inputs, user_cache, keeps_buffers, is_looked_at)
-    # Transformers' own prefill, whose tapped states become the draft's context chunk by chunk.
+    # Transformers runs its own prefill. The tapped states of each chunk become a part of the draft's context.
     with request.ranks.forward():
         begun.filling.run()
     return begun.finish()
@@ -84,42 +85,46 @@ def begin_prefill(
     num_places: int = 0,
     max_rows: int = 0,
 ) -> Prefill:
-    """Prepares all that a prefill needs, up to the target's first forward.
+    """Prepares everything that a prefill needs before the target's first forward.
 
     Args:
         request (`Request`): The request.
         inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them.
         user_cache (`UserCache` or `NoUserCache`): The cache that the run will advance at its end.
-        keeps_buffers (`bool`): Take the buffers of an earlier call, and give them back for the next one.
-        is_looked_at (`bool`): Verify chains unless something else is asked for.
-        seed (`torch.Tensor` of shape `[]`, int64, *optional*): Of the sampling noise. By default it is drawn from
-            torch's global generator.
-        num_places (`int`): Of a prompt whose row then goes to one of so many places of fixed buffers (`places.py`):
-            it is verified there, and the run's own buffers are neither taken nor kept.
-        max_rows (`int`): Of a prompt whose row then joins others: rows that run together, at most.
+        keeps_buffers (`bool`): Whether to take the buffers of an earlier call, and to keep them for the next call.
+        is_looked_at (`bool`): Whether the caller looks at each step. Such a run verifies chains unless the options ask
+            for something else.
+        seed (`torch.Tensor` of shape `[]`, int64, *optional*): Seed of the sampling noise. By default, it is drawn
+            from torch's global generator.
+        num_places (`int`): Number of places for rows in the fixed buffers (`places.py`) that the prompt's row moves to
+            after its prefill. The row is verified there, so the run's own buffers are neither taken from an earlier
+            call nor kept. 0 for other runs.
+        max_rows (`int`): Maximum number of rows that run together, if the prompt's row joins other rows after its
+            prefill. 0 for other runs.
 
     Raises:
         ValueError: If the run would cross a boundary of the target's RoPE.
-        OutOfRoomError: If its keys and values have no room in memory.
+        OutOfRoomError: If there is no memory for the keys and values.
     """
-    inputs = dict(inputs)  # the cache to be filled is put into it
+    inputs = dict(inputs)  # a copy, because the cache to be filled is put into it
     watch = Stopwatch(SpeculativeStats(), request.started, _devices_to_wait_for(request))
-    # What Transformers has done since the user's call.
+    # The time since the user's call, in which Transformers has prepared the inputs.
     watch.lap("prepare")
-    # 1. How much is drafted and verified, and where every token of the prompts stands.
+    # 1. Resolve how many tokens are drafted and verified, and compute the index of every token of the prompts.
     num_rows = num_places or len(request.input_ids)
     most_rows = max(num_rows, max_rows)
     is_captured = keeps_buffers or num_places > 0
     options = resolve(request, range(num_rows, most_rows + 1), is_captured, is_looked_at)
     prompts = prompts_of(request, inputs, user_cache.past)
-    # The FP8 copy is made before anybody asks how much memory is free.
+    # The FP8 copy is made before the free memory is measured.
     drafter = request.draft
     if drafter.generation_config.draft_dtype is not None:
         drafter = drafting_copy(request.draft, request.target)
-    # 2. The buffers, and the drafting side over them, with the context of a cache that was passed in.
+    # 2. Prepare the buffers and the candidate generator, with the draft's context of a cache that was passed in.
     room = _room_for(request, prompts, keeps_buffers)
     generator = _start_draft(request, drafter, options, prompts, room, keeps_buffers, user_cache)
-    # All that can be refused is refused by now: the ranks compare the call and begin their forwards together.
+    # By now, everything that can be refused was refused. The ranks compare the call, and start their forwards
+    # together.
     if not request.ranks.is_alone:
         _compare_ranks(request, inputs, options, user_cache)
     if seed is None and request.config.do_sample:
@@ -139,30 +144,30 @@ def begin_prefill(
 
 @dataclass(slots=True, kw_only=True)
 class Prefill:
-    """A prefill that has begun: the target goes over the prompts in `filling`, then [`finish`] makes a run of it."""
+    """A prefill that has begun. `filling` runs the target over the prompts, and then [`finish`] returns the run."""
 
     user_cache: UserCache | NoUserCache
     watch: Stopwatch
     prompts: Prompts
     generator: DFlashCandidateGenerator
     filling: Filling
-    seed: Tensor | None  # of the sampling noise; greedy runs have none
-    room: int  # new tokens that the buffers are made for
+    seed: Tensor | None  # seed of the sampling noise; None in greedy runs
+    room: int  # new tokens that the buffers have room for
     keeps_buffers: bool
 
     def finish(self) -> Run:
-        """Returns the run, behind its first token; errors as of [`prefill`]."""
+        """Returns the run after its first token; errors as of [`prefill`]."""
         prompts = self.prompts
         generator = self.generator
         request = generator.request
         outputs, filled = self.filling.filled()
-        # 1. The filled cache, row by row without padding, into the ragged one.
+        # 1. Move the filled cache into the ragged cache, row by row and without padding.
         length = max(prompts.row_lengths) + self.room
         keeps_filled = self.user_cache.is_given
         cache = _into_ragged(
             generator, filled, prompts.positions, length, keeps_filled, self.keeps_buffers
         )
-        # 2. The state, as if the prompts' last tokens were to be verified now.
+        # 2. Begin the state as if the last token of each prompt were the token to verify.
         state = generator.buffers.state
         state.begin(
             request.input_ids,
@@ -192,7 +197,8 @@ class Prefill:
             rule=rule,
             recorder=recorder,
             watch=self.watch,
-            # Until a caller says that widths are chosen: what was kept of them is not taken while this may fail.
+            # The caller may replace it by a `WidthChooser`, but only after this prefill: taking a kept chooser out of
+            # its pool would lose it if the prefill failed.
             chooser=FixedWidth(generator.verify_width),
             packed=self.filling.packed,
             user_cache=self.user_cache,
@@ -206,7 +212,7 @@ class Prefill:
                 reported=Reported.before(prompts.row_lengths, state.host.columns),
             ),
         )
-        # 3. The first token, by the commit of every step: the prefill's logits are those of a verify of one token.
+        # 3. Commit the first token as every step does. The prefill's logits are those of a verify of one token.
         _commit_first(run, outputs)
         return run
 
@@ -214,11 +220,11 @@ class Prefill:
 def _compare_ranks(
     request: Request, inputs: dict[str, Any], options: Options, user_cache: UserCache | NoUserCache
 ) -> None:
-    """Has the processes of a group compare what they were given; raises `ValueError` where that differs."""
+    """Compares the inputs of all processes of a group; raises `ValueError` if they differ."""
     past = None
     if user_cache.is_kept:
         past = user_cache.past
-    # Options are part of it: another block size on one rank would be another shape in a collective operation.
+    # The options are compared too, because another block size on one rank would give collectives of another shape.
     request.ranks.compare(
         {
             **inputs,
@@ -235,11 +241,11 @@ def _compare_ranks(
 def _start_stats(
     stats: SpeculativeStats, request: Request, generator: DFlashCandidateGenerator
 ) -> None:
-    """Tells the statistics what the run is: its rows, its longest path, how it proposes, and its memory."""
+    """Begins the statistics with the number of rows, the longest path, the proposal rule and the bytes of memory."""
     proposal = "greedy"
     if request.config.do_sample:
         proposal = generator.proposal
-    # The anchor of a path is no proposal.
+    # The anchor is on the path, but it is no proposal.
     stats.start_run(len(request.input_ids), generator.buffers.shape.path - 1, proposal)
     stats.cache_bytes = sum(cache.num_bytes() for cache in generator.buffers.caches())
     if generator.drafter is not request.draft:
@@ -247,14 +253,14 @@ def _start_stats(
 
 
 def _devices_to_wait_for(request: Request) -> tuple[torch.device, ...]:
-    """Returns the devices to wait for at each reading of the clock."""
+    """Returns the devices that are synchronized before each reading of the clock."""
     if not request.draft.generation_config.synchronize:
         return ()
     return request.input_ids.device, request.draft.device
 
 
 def _room_for(request: Request, prompts: Prompts, keeps_buffers: bool) -> int:
-    """Returns how many new tokens to begin with room for."""
+    """Returns the number of new tokens that a run has room for at its beginning."""
     if not keeps_buffers:
         return min(prompts.limit, FIRST_ROOM)
     affordable = affordable_length(request.target, request.draft, len(request.input_ids))
@@ -262,10 +268,10 @@ def _room_for(request: Request, prompts: Prompts, keeps_buffers: bool) -> int:
 
 
 def fixed_room(limit: int, affordable: int) -> int:
-    """Returns for how many of `limit` new tokens fixed buffers are made.
+    """Returns the number of new tokens, of at most `limit`, that fixed buffers have room for.
 
-    `affordable` is for how many they can be kept between calls: for more than that they have a quarter of the room
-    that they could have.
+    `affordable` is the largest number for which buffers can be kept between calls. If the room would be larger than
+    that, the result is at most a quarter of `FIXED_ROOM`.
     """
     room = min(limit, FIXED_ROOM)
     if room > affordable:
@@ -282,9 +288,9 @@ def _start_draft(
     keeps_buffers: bool,
     user_cache: UserCache | NoUserCache,
 ) -> DFlashCandidateGenerator:
-    """Returns the drafting side, over buffers with room for new tokens, with the context of a cache passed in.
+    """Returns the candidate generator, over buffers with `room` for new tokens, and loads the user cache's context.
 
-    Raises as [`prefill`].
+    Raises the errors of [`begin_prefill`].
     """
     target = request.target
     draft = request.draft
@@ -296,13 +302,13 @@ def _start_draft(
         prompts.position_delta,
         prompts.eos_ids,
     )
-    # A verify also looks at proposals, up to a path behind the last token of the answer.
+    # A verify also runs over proposals that follow the last token of the answer: up to a path without its anchor.
     next_positions = prompts.lengths + prompts.position_delta
     furthest = prompts.limit + shape.path - 1
     if target.facts.ropes:
         check_length(target, next_positions, furthest, prompts.num_columns, user_cache.past)
     if isinstance(user_cache, UserCache):
-        # The last new token is in no cache.
+        # The last new token is not in the cache.
         num_columns = prompts.num_columns + prompts.limit - 1
         check_room(target, user_cache.cache, num_columns)
         check_windows(target, user_cache.cache, num_columns)
@@ -311,7 +317,7 @@ def _start_draft(
         target, draft, shape, length, request.input_ids.shape[1] + room, keeps_buffers
     )
     generator = DFlashCandidateGenerator(request, buffers, options.proposal, drafter)
-    # The cache first: its context says from which token on the draft counts.
+    # The cache's context is loaded first, because it determines the index from which the draft counts.
     user_cache.load_context(generator, prompts.positions.to(request.input_ids.device))
     generator.begin(prompts.lengths)
     return generator
@@ -327,8 +333,8 @@ def _into_ragged(
 ) -> RaggedCache:
     """Moves the prefill's cache into a ragged one with room for `max_length` tokens and a block.
 
-    The prefill's own cache is emptied, one passed in is not. Where there is no room beside what calls of other shapes
-    have left, that is freed, and fixed buffers are made no longer than they have to be.
+    The prefill's own cache is emptied, but a cache that the caller passed in is not. If memory runs out, the buffers
+    that earlier calls of the draft have left are freed, and fixed buffers are made only as long as necessary.
     """
     buffers = generator.buffers
     width = generator.verify_width
@@ -345,20 +351,20 @@ def _into_ragged(
         )
 
     cache = else_freed(generator.draft, take, length, least)
-    if cache is not buffers.cache:  # nothing was captured over this one
+    if cache is not buffers.cache:  # no graph was captured over the new cache
         buffers.cache = cache
         buffers.graphs = Graphs()
     return cache
 
 
 def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
-    """Commits the token that the prefill decides: a step that has verified the prompts' last tokens."""
+    """Commits the first new token: the prefill counts as a step that has verified the last token of each prompt."""
     run.recorder.first_hidden_states = outputs.hidden_states
     state = run.state
     logits = outputs.logits
     assert logits is not None
     logits = logits[:, -1:].to(state.ids.device)
-    # Other rules look at every token that they draw; this one reads nothing on the host in a step.
+    # The other rules check every token that they draw. `BlockRule` does not, because it reads nothing on the host.
     if state.host.is_sampled and isinstance(run.rule, BlockRule):
         check_first_draw(state, logits, run.rule.processors)
     scores = accept(run, logits)
@@ -371,16 +377,16 @@ def _commit_first(run: Run, outputs: CausalLMOutputWithPast) -> None:
     run.watch.lap("rest")
 
 
-# ---- where the prompts' tokens stand
+# ---- the indices of the prompts' tokens
 
 
 class Prompts(NamedTuple):
-    """The prompts of a call. `B` rows, `T` columns of the whole conversation, cached or new."""
+    """The prompts of a call. `B` is the number of rows, and `T` the columns of the conversation, cached and new."""
 
     # [B, T], int64, on the host: index of each token in its row, negative for padding.
     positions: Tensor
-    lengths: Tensor  # [B], int64: tokens of each row, on the target's device
-    row_lengths: list[int]  # the same, known on the host
+    lengths: Tensor  # [B], int64: number of tokens of each row, on the target's device
+    row_lengths: list[int]  # the same numbers on the host
     # [B], or [rows, B] under M-RoPE, int64: target position minus index at the last token.
     position_delta: Tensor
     limit: int  # tokens that a row may generate, at least one
@@ -388,12 +394,12 @@ class Prompts(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Columns of the conversation."""
+        """Number of columns of the conversation, cached and new."""
         return self.positions.shape[1]
 
 
 def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
-    """Returns the prompts of a request, of which a cache has `past` columns; errors as [`prompt_positions`].
+    """Returns the prompts of a request whose cache holds `past` columns; errors as of [`prompt_positions`].
 
     `inputs` are the keywords for the target's prefill, as `generate` prepared them.
     """
@@ -402,21 +408,22 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
     lengths_on_host = positions[:, -1] + 1
     lengths = lengths_on_host.to(device)
     criteria = request.criteria
-    # Transformers has made criteria of both, and a caller may have passed more of them: all count. Exact types: a
-    # subclass may stop elsewhere, and is called.
+    # Transformers turns both settings into criteria, and a caller may have passed further criteria of these classes.
+    # All of them count. Only these exact classes count: a subclass may stop elsewhere, so it is called like any other
+    # criterion.
     ends = [torch.empty(0, dtype=torch.long, device=device)]
     end_criteria = [one for one in criteria if type(one) is EosTokenCriteria]
     ends.extend(one.eos_token_id.reshape(-1).to(device) for one in end_criteria)
     length_criteria = [one for one in criteria if type(one) is MaxLengthCriteria]
     limits = [one.max_length for one in length_criteria] or [request.config.max_length]
-    # A caller's limit may be a fraction, or infinite: a text ends with the first column that is not below it.
+    # A caller's limit may be a fraction or infinite. A text ends at the first column that is not below the limit.
     longest_text = math.ceil(min(*limits, LONGEST_TEXT))
     return Prompts(
         positions=positions,
         lengths=lengths,
         row_lengths=lengths_on_host.tolist(),
         position_delta=position_delta(request, inputs, lengths),
-        # Plain `generate` looks at the limit after a token, so there is always one.
+        # Plain `generate` checks the limit after each token, so an answer has at least one token.
         limit=max(1, longest_text - request.input_ids.shape[1]),
         eos_ids=torch.cat(ends),
     )
@@ -425,15 +432,16 @@ def prompts_of(request: Request, inputs: dict[str, Any], past: int) -> Prompts:
 def prompt_positions(request: Request, inputs: dict[str, Any], past: int) -> Tensor:
     """Returns the index in its row of every token of the conversation, cached or new: `[B, T]`, negative for padding.
 
-    On the host, where all that follows from them is decided: a mask is read once.
+    The tensor is on the host, where everything that depends on it is decided. The mask is read only once.
 
-    With nothing cached a mask may go on behind the prompt: plain `generate` then shifts all positions by as much,
-    which is in `position_delta`. Raises `ValueError` if a row ends in padding, or has padding between tokens where
-    windows are counted in columns; also in a mask that `generate` inferred from pad ids.
+    If no token is cached, a mask may be longer than the prompt. Plain `generate` then shifts all positions by the
+    number of additional columns, and `position_delta` contains this shift. A row must not end in padding. If the
+    target counts its windows in columns, a row must not have padding between tokens either. Raises `ValueError`
+    otherwise, even if `generate` inferred the mask from pad ids.
     """
     mask = _host_mask(request, inputs, past)
     if bool(mask.all()):
-        # Not the rows of the mask: one row of ones may stand for all.
+        # The number of rows is not read from the mask, because a mask with a single row may apply to all rows.
         return torch.arange(mask.shape[1], device="cpu").expand(len(request.input_ids), -1)
     check_padding(request.target, mask)
     # The index of a token is the number of tokens before it.
@@ -442,9 +450,9 @@ def prompt_positions(request: Request, inputs: dict[str, Any], past: int) -> Ten
 
 
 def _host_mask(request: Request, inputs: dict[str, Any], past: int) -> Tensor:
-    """Returns which columns of the conversation hold tokens, bool `[B, T]` on the host."""
+    """Returns a mask of the conversation's columns that hold tokens, bool `[B, T]` on the host."""
     embeds = inputs.get("inputs_embeds")
-    # Embeddings stand for the prompt: the ids beside them are the answer so far, mostly none.
+    # Embeddings stand for the prompt. The ids beside them are the answer so far, which is usually empty.
     new = request.input_ids
     if embeds is not None:
         new = embeds[..., 0]
@@ -452,40 +460,40 @@ def _host_mask(request: Request, inputs: dict[str, Any], past: int) -> Tensor:
     mask = inputs.get("attention_mask")
     if mask is not None:
         mask = mask.cpu() != 0
-        # A mask may be longer than a prompt, but not than a conversation.
+        # A mask may be longer than the prompt, but not longer than the conversation.
         return mask if past else mask[:, :columns]
     if embeds is None and past:
-        # A mask of ones is dropped on the way; its width says what is cached already.
+        # Transformers drops a mask of ones. The width of that mask says how many columns the conversation has.
         columns = getattr(request.config, "_mask_length", columns)
     return torch.ones(batch, columns, dtype=torch.bool, device="cpu")
 
 
 def position_delta(request: Request, inputs: dict[str, Any], lengths: Tensor) -> Tensor:
-    """Returns the target's position minus the index at each prompt's last token: plain decoding counts on from there.
+    """Returns the target's position minus the index at each prompt's last token. Later positions continue from there.
 
-    The target's own preparation of a step is asked, which may shift the positions that `generate` prepared (PaliGemma
-    counts from 1).
+    The target's own `prepare_inputs_for_generation` gives the positions, because it may shift the positions that
+    `generate` prepared (PaliGemma counts from 1).
 
     Args:
         request (`Request`): The request.
         inputs (`dict[str, Any]`): Keywords for the target's prefill, as `generate` prepared them.
-        lengths (`torch.Tensor` of shape `[B]`, int64): Tokens of each prompt.
+        lengths (`torch.Tensor` of shape `[B]`, int64): Number of tokens of each prompt.
 
     Returns:
-        `torch.Tensor`: Int64, `[B]`; or `[rows, B]` under M-RoPE, where a token has several positions. They differ
-        where an image is the last thing in a prompt, and plain decoding counts each of them on.
+        `torch.Tensor`: Int64, of shape `[B]`, or `[rows, B]` under M-RoPE, where a token has several positions. These
+            positions differ if a prompt ends with an image. Plain decoding continues each of them separately.
 
     Raises:
-        ValueError: If the target leaves out the positions that `generate` prepared, and counts by itself.
+        ValueError: If the target ignores the positions that `generate` prepared, and counts positions itself.
     """
     if inputs.get("position_ids") is None:
         return torch.zeros_like(lengths)
     model: Any = request.target.model
     position_ids = inputs["position_ids"]
-    # Transformers' own takes the last position as it is.
+    # Transformers' own method takes the last position without a change.
     is_usual = getattr(model.prepare_inputs_for_generation, "__func__", None) is _PREPARE
     if not is_usual:
-        # An empty cache, so that what is prepared is a step behind the prompt and not the prompt itself.
+        # With an empty cache, the target prepares the step after the prompt, and not the prompt itself.
         kwargs = {**inputs, CACHE_NAME: empty_cache(request, inputs), "use_cache": True}
         last = torch.zeros_like(lengths[:, None])
         step = model.prepare_inputs_for_generation(

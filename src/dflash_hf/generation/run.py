@@ -1,8 +1,8 @@
-"""The run that answers a request, and how many new tokens its buffers have room for.
+"""This module defines `Run`, which holds the parts of one run, and makes room for new tokens in the buffers of a run.
 
-A limit says little about how long an answer gets, and plain `generate` allocates nothing for it. So a run begins with
-room for some tokens of its limit, and doubles that when a step could need more. The host knows from the last step how
-much there is, so that nothing is read for it.
+The limit of new tokens says little about the length of an answer, and plain `generate` allocates no memory for it. So
+a run begins with room for a part of its limit, and doubles the room if the next step could need more. The host knows
+the number of committed tokens from the last step, so this test reads nothing from the device.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from dflash_hf.undo import hooked
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """What the host knows of the rows of the state, and the texts of the request's rows that have left it."""
+    """The host's knowledge of the rows in the state, and the texts of the rows that have left the state."""
 
     numbers: list[int]  # the number in the request of each row of the state
-    # Per row the length at which a target with a table of positions has used all; else empty
+    # For each row, the length at which it has used the target's whole table of positions. Empty without such a table.
     reach: list[int]
-    reported: Reported  # of the last step that was read
-    # Prompt and answer of each row that has ended and was dropped, by its number.
+    reported: Reported  # the numbers of the last step that the host has read
+    # Prompt and answer of each row that has ended and was dropped, by the row's number.
     ended: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def keep(self, places: Sequence[int]) -> None:
-        """Keeps the rows of these places alone, in this order."""
+        """Keeps only the rows at these places, in this order."""
         self.numbers = [self.numbers[place] for place in places]
         kept = ([numbers[place] for place in places] for numbers in self.reported)
         self.reported = Reported(*kept)
@@ -57,7 +57,10 @@ class Rows:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """The parts of one run, after its prefill."""
+    """The parts of one run, after its prefill.
+
+    `buffers`, `cache`, `state` and `stats` are parts of `generator` and `watch`.
+    """
 
     generator: DFlashCandidateGenerator
     rule: AcceptanceRule
@@ -65,17 +68,17 @@ class Run:
     watch: Stopwatch
     chooser: WidthChooser | FixedWidth  # a fixed width in the prefill
     packed: PackedWeights  # copies of both models' weights that are laid out for a CPU
-    user_cache: UserCache | NoUserCache  # the one that was passed in or asked for
-    taps: Taps  # of the verifies: they record what the target runs over the run's cache
-    extra: dict[str, Any]  # keywords of the caller's own for the target's forward
-    room: int  # new tokens that the buffers are made for
-    keeps_buffers: bool  # whether they go back for the next call when the run has ended well
+    user_cache: UserCache | NoUserCache  # the cache that the caller has passed or asked for
+    taps: Taps  # they record the target's tapped states in forwards over this run's cache
+    extra: dict[str, Any]  # further keywords of the caller for the target's forward
+    room: int  # new tokens that the buffers have room for
+    keeps_buffers: bool  # whether the next call may use the buffers, if this run ends well
     rows: Rows
-    # Parts of the parts above.
+    # These four are shortcuts to parts of the fields above.
     buffers: FixedBuffers = field(init=False)  # the tensors that steps read and write
-    cache: RaggedCache = field(init=False)  # the target's
+    cache: RaggedCache = field(init=False)  # the target's cache
     state: DecodeState = field(init=False)  # what the steps change
-    stats: SpeculativeStats = field(init=False)  # whose seconds the watch books
+    stats: SpeculativeStats = field(init=False)  # the watch adds its seconds to them
 
     def __post_init__(self) -> None:
         self.buffers = self.generator.buffers
@@ -85,7 +88,7 @@ class Run:
 
     @property
     def request(self) -> Request:
-        """What is asked for; once rows have joined, with the processors of all."""
+        """The request of this run. After rows have joined, it has the processors of all rows."""
         return self.generator.request
 
     @property
@@ -95,25 +98,25 @@ class Run:
 
     @property
     def longest(self) -> int:
-        """Tokens in the caches of the longest row."""
+        """Number of tokens that the longest row has in the caches."""
         return max(self.rows.reported.lengths)
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, padding not counted."""
-        # Caches and ids grow by the same tokens, but for the anchor, which is in no cache yet.
+        """Number of tokens of the longest prompt, without padding."""
+        # A row has as many tokens in the ids as in the caches, plus its anchor, which is in no cache yet.
         pairs = zip(self.rows.reported.lengths, self.rows.reported.filled, strict=True)
         num_padding = min(filled - length for length, filled in pairs) - 1
         return self.state.host.columns - num_padding
 
     @property
     def num_new(self) -> int:
-        """Tokens that the longest answer has."""
+        """Number of tokens of the longest answer."""
         return max(self.rows.reported.filled) - self.state.host.columns
 
     @property
     def ends_at_next(self) -> bool:
-        """Whether every row ends with the step behind the last one that was read: each commits a token at least."""
+        """Whether the next step ends every row. Each running row commits at least one token in a step."""
         host = self.state.host
         last = host.columns + host.limit - 1
         rows = zip(self.rows.reported.done, self.rows.reported.filled, strict=True)
@@ -122,11 +125,11 @@ class Run:
     def check_reach(self) -> None:
         """Raises `ValueError` if a row needs more positions than the target has.
 
-        At the forward that plain decoding would fail in: nothing is made of positions that do not exist.
+        A row that needs such a position raises at the same forward as in plain decoding.
         """
         reported = self.rows.reported
         for row, reach in enumerate(self.rows.reach):
-            # A row that goes on feeds its anchor to the next forward.
+            # A row that continues feeds its anchor to the next forward.
             num_needed = 0 if reported.done[row] else 1
             if reported.lengths[row] + num_needed > reach:
                 num = self.request.target.facts.num_positions
@@ -137,17 +140,17 @@ class Run:
 
 
 def taps_of_verifies(request: Request, cache: RaggedCache) -> Taps:
-    """Returns the taps that record the target's states in verifies over a cache, and in no other forward."""
+    """Returns taps that record the target's states in forwards over this `cache`, and in no other forward."""
 
     def counts(kwargs: dict[str, Any]) -> bool:
-        # Code of the user's may run the same layers between two verifies, or inside one.
+        # The user's code may run the same layers between two verifies or inside one.
         return kwargs.get(KEYWORD) is cache
 
     return Taps(request.target.layers, request.draft.config.target_layer_ids, counts=counts)
 
 
 def look_at_models(run: Run) -> None:
-    """Has a run know the models as they are now: the user may have changed modules and hooks since it began."""
+    """Updates a run's knowledge of target and draft, because the user may have changed modules and hooks."""
     request = run.request
     target = find_target(request.target.model)
     draft_parts = Inventory.of(request.draft)
@@ -157,16 +160,16 @@ def look_at_models(run: Run) -> None:
 
 @contextmanager
 def tapped(run: Run) -> Generator[Taps]:
-    """Has the target run by fast layers, with its attention switched, its layers tapped and its blocks recorded.
+    """Prepares the target for verifies: fast layers, ragged attention, the cache's hooks and the taps are switched on.
 
-    Where it is so already, for several verifies, nothing is done.
+    Does nothing if an outer `tapped` has already switched these parts on, for several verifies.
     """
     if run.taps.is_open:
         yield run.taps
         return
     target = run.request.target
     with (
-        fast_layers(target),  # first: hooks on the model would keep them away
+        fast_layers(target),  # first, because the hooks that follow would switch fast layers off
         ragged_attention(target),
         hooked(*run.cache.hooks()),
         run.taps.open(),
@@ -175,73 +178,73 @@ def tapped(run: Run) -> Generator[Taps]:
 
 
 def has_room(run: Run, num_unread: int = 0) -> bool:
-    """Returns True if another step surely fits in, with `num_unread` steps begun that the host has not read."""
-    # The ids of a whole answer fit in, and a step commits nothing beyond the limit.
+    """Returns True if another step certainly fits, after `num_unread` steps that the host has not read yet."""
+    # If the room holds a whole answer, every step fits, because no step commits tokens beyond the limit.
     is_for_all = run.room >= run.state.host.limit
-    # A step that was not read may have committed all that it verified.
+    # A step that the host has not read may have committed all the tokens that it verified.
     most_unread = num_unread * run.generator.verify_width
     return is_for_all or run.num_new + most_unread <= run.room
 
 
 def drops_rows(run: Run) -> bool:
-    """Whether a run goes on without rows that have ended: nobody has to see the whole batch."""
+    """Returns True if a run drops rows that have ended, because nothing has to see the whole batch."""
     target = run.request.target
-    # Criteria and processors are called with all rows, and a cache that is left behind has all of them.
+    # Criteria and processors are called with all rows, and a cache that the call leaves behind holds all rows.
     is_seen_whole = not run.rule.runs_on_device or run.user_cache.is_kept or bool(run.extra)
-    # Graphs have their rows baked in.
+    # A captured graph has a fixed number of rows.
     is_bound = run.keeps_buffers
-    # Such a RoPE goes by the longest row of the batch, also where that has ended.
+    # Such a RoPE depends on the longest row of the batch, even if that row has ended.
     follows_longest = bool(target.facts.ropes)
     is_one = len(run.rows.numbers) == 1
     is_alone = run.request.ranks.is_alone
     if is_one or is_seen_whole or is_bound or follows_longest or not is_alone:
         return False
-    # Code of the user's in the model may count rows.
+    # The user's code in the model may count rows.
     return in_whole_run(target) or target.is_unmodified
 
 
 def drop_finished(run: Run) -> None:
-    """Goes on without the rows that have ended: eagerly, a forward costs what its rows do.
+    """Drops the rows that have ended, because the cost of an eager forward depends on its number of rows.
 
-    The last rows go where they were.
+    The last running rows move to the places of the rows that have ended.
     """
     rows = run.rows
     done = rows.reported.done
     if not any(done):
         return
     running = [row for row, has_ended in enumerate(done) if not has_ended]
-    # 1. Which row goes where: the last ones fill the places of those that have ended, and no other row is copied.
+    # 1. Choose the moves. The last rows fill the places of rows that have ended, and no other row is copied.
     moved = [row for row in running if row >= len(running)]
     left = [moved.pop() if done[row] else row for row in range(len(running))]
-    # 2. The texts of the others. Copies, because another row's go to their place.
+    # 2. Copy the texts of the rows that have ended, because other rows move to their places.
     for row, has_ended in enumerate(done):
         if has_ended:
             text = run.state.ids[row, : rows.reported.filled[row]]
             rows.ended[rows.numbers[row]] = text.clone()
-    # 3. Everything that the host knows by row, then the tensors, then the times of steps of so many rows.
+    # 3. Move the host's numbers of each row, and then the tensors. The chooser uses the times of this number of rows.
     rows.keep(left)
     run.buffers.keep_rows(left)
     run.chooser.use_rows(len(left))
 
 
 def make_room(run: Run) -> None:
-    """Lets both caches and the ids grow where the next step could need it; what is in them stays.
+    """Grows both caches and the ids if the next step could need more room; their content stays.
 
-    Fixed buffers that grow are no longer: the run goes on without them, and they are not kept for the next call.
-    Raises `OutOfRoomError` if there is no memory even for the next few tokens.
+    If fixed buffers have to grow, the run no longer has fixed buffers, and the next call does not get them. Raises
+    `OutOfRoomError` if there is no memory even for the tokens of the next step.
     """
     if has_room(run):
         return
     limit = run.state.host.limit
-    # The next step alone may commit as many as it verifies.
+    # The next step alone may commit as many tokens as it verifies.
     least = min(limit, run.num_new + run.generator.verify_width)
-    # Twice the room, so that a long answer is copied a few times and not at every step.
+    # The room is doubled, so that a long answer is copied only a few times.
     wanted = min(limit, max(2 * run.room, least))
     else_freed(run.generator.draft, partial(grow, run), wanted, least)
 
 
 def grow(run: Run, room: int) -> None:
-    """Makes room for so many new tokens of every row."""
+    """Grows both caches and the ids to room for `room` new tokens of every row."""
     generator = run.generator
     state = run.state
     # Graphs that were captured over the old tensors would write into freed memory.
@@ -252,7 +255,7 @@ def grow(run: Run, room: int) -> None:
     for cache in run.buffers.caches():
         cache.grow(length)
     batch, num_before = state.ids.shape
-    # A block of scratch behind the last token, where rules show processors what may follow.
+    # The last token is followed by a block of scratch memory. Rules show processors possible next tokens there.
     num_columns = state.host.columns + room + state.whole_block.shape[1]
     with plain_tensors():
         ids = state.ids.new_zeros(batch, num_columns)

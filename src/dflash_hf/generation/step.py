@@ -1,9 +1,11 @@
-"""One step of decoding: draft a block, verify it, accept what stands, report it to the host.
+"""This module runs one step of decoding: it drafts a block, verifies it, commits accepted tokens and reports them.
 
-[`draft`], [`verify`] and [`accept`] read nothing on the host where the run's rule does not; [`report`] is the host's
-part, once it has read the outcome. [`step`] runs them one after the other, over exactly as many keys as there are;
-[`finish`] is its second half.
-[`StaticStep`] (`static_step.py`) runs the same functions with lengths rounded up, which is what a CUDA graph replays.
+[`step`] calls [`draft`], [`verify`], [`accept`] and [`report`] one after the other. [`finish`] is the part of a step
+that follows the verify. [`draft`] and [`verify`] do not copy values from the device to the host. [`accept`] copies
+values only if the acceptance rule of the run needs them. [`report`] runs on the host, after the outcome of the step
+was copied.
+An eager step reads only as many cache slots as the longest row needs. [`StaticStep`] (`static_step.py`) runs the same
+functions with lengths that are rounded up, and a CUDA graph replays that step.
 """
 
 from __future__ import annotations
@@ -27,28 +29,28 @@ logger: Any = logging.get_logger(__name__)
 
 
 def step(run: Run) -> tuple[Tensor, list[int]]:
-    """Runs one step eagerly; returns the target's logits `[B, W, V]`, and how many tokens each row has committed.
+    """Runs one step eagerly; returns the target's logits `[B, W, V]` and the number of tokens that each row committed.
 
-    Logits of a tree are in the order of its nodes; see [`DecodeState.along_path`].
+    The logits of a tree are in the order of its nodes; see [`DecodeState.along_path`].
     """
-    # 1. Begin: room in the buffers, and how many tokens are verified.
+    # 1. Begin: make room in the buffers, and choose how many tokens are verified.
     make_room(run)
     begin(run)
     with run.request.ranks.forward(), packing(run.packed):
-        # 2. Draft: `[anchor, MASK, ...]` becomes proposals behind the anchor.
+        # 2. Draft: `[anchor, MASK, ...]` becomes the proposals that follow the anchor.
         block = draft(run)
         run.watch.lap("draft")
-        # 3. Verify: the only forward of the target.
+        # 3. Verify: run the only forward of the target.
         outputs = verify(run, block)
-    # 4. Finish: [`accept`] commits the matching prefix and one token of the target's more, then [`report`] tells the
-    # host, after the one wait of the step.
+    # 4. Finish: [`accept`] commits the proposals that match and one bonus token. The host then waits for the device,
+    # once in this step, and [`report`] reads the outcome.
     return finish(run, outputs)
 
 
 def begin(run: Run) -> None:
-    """Sets what the step verifies and counts its forwards; a block of one token is not drafted."""
+    """Sets the verify width of the step and counts its forwards; at width 1 the draft does not run."""
     state = run.state
-    # All ranks take the first one's choice, which follows its clock.
+    # All ranks take the choice of the first rank, because the choice depends on that rank's clock.
     width, is_chain = run.request.ranks.meet(run.chooser.next_choice())
     state.width = width
     state.is_chain = bool(is_chain)
@@ -58,14 +60,15 @@ def begin(run: Run) -> None:
 
 
 def draft(run: Run, bound: int | None = None) -> RaggedBlock:
-    """Drafts a block into `state.block`, where more than the anchor is to be verified.
+    """Drafts a block and writes the proposals into `state.block`, if the step verifies more than the anchor.
 
     Args:
-        run (`Run`): Changed in place.
-        bound (`int`, *optional*): How many slots of every row to read; by default as many as the longest row needs.
+        run (`Run`): The run, which is changed in place.
+        bound (`int`, *optional*): Number of slots to read in every row. By default, this is as many as the longest row
+            needs.
 
     Returns:
-        `RaggedBlock`: Where the tokens to be verified stand.
+        `RaggedBlock`: The places of the tokens to be verified.
     """
     state = run.state
     generator = run.generator
@@ -74,15 +77,15 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
     # The block to verify: a chain, or the nodes of a tree.
     verified = next_block(run, state.width, bound, tree)
     if state.width == 1:
-        # Nothing is drafted; the newest context waits, or is written when its columns are full.
+        # Nothing is drafted. The newest context waits in its buffer, and is written once that buffer is full.
         generator.keep_context(is_static)
         return verified
-    # The draft's block is as long as in its training, however many of its proposals are verified.
+    # The draft's block is as long as in its training, even if fewer proposals are verified.
     drafted = verified
     if tree is not None or state.width != generator.block_size:
         drafted = next_block(run, generator.block_size, bound)
     generator.propose(state, drafted, is_static)
-    # Ranks may round differently: all of them verify the first one's proposals.
+    # Ranks may round differently, so all of them verify the proposals of the first rank.
     run.request.ranks.share(state.proposals, state.nodes)
     return verified
 
@@ -90,10 +93,10 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
 def next_block(
     run: Run, num_tokens: int, bound: int | None, tree: DraftTree | None = None
 ) -> RaggedBlock:
-    """Returns the next tokens of every row, a chain or the nodes of a `tree`; `bound` as of [`draft`]."""
+    """Returns the places of each row's next tokens: a chain or the nodes of a `tree`. `bound` is as in [`draft`]."""
     positions = run.state.next_positions[:, :num_tokens]
     last = bound or run.longest + num_tokens
-    # With one row the longest row is the row.
+    # The host knows the length of the longest row. In a batch of one row, this is the exact length of the row.
     is_exact = bound is None and positions.shape[0] == 1
     if tree is not None:
         return TreeBlock(positions, last, is_exact, tree=tree)
@@ -101,44 +104,44 @@ def next_block(
 
 
 def verify(run: Run, block: RaggedBlock) -> CausalLMOutputWithPast:
-    """Runs the target once over `state.block`, which stands at `block`, and hands its tapped states to the draft.
+    """Runs the target once over `state.block`, at the places that `block` gives, and stores the tapped states.
 
-    Through the top-level model, so that soft caps, adapters and device hooks apply. Keys and values of all `W` tokens
-    go into the cache; the rejected ones are overwritten by the next block. Returns the target's output, with logits
-    `[B, W, V]`; raises `RuntimeError` if a layer did not go over the ragged cache as it must.
+    The top-level model is called, so that soft caps, adapters and device hooks apply. The keys and values of all `W`
+    tokens go into the cache. The next block overwrites the keys and values of rejected tokens. Returns the target's
+    output, with logits `[B, W, V]`. Raises `RuntimeError` if a layer did not use the ragged cache.
     """
     state = run.state
     target = run.request.target
     cache = run.cache
     with tapped(run) as taps:
-        # The cache is told where the block stands: its layers and masks follow from it.
+        # The layers and masks of the cache depend on the place of the block.
         cache.begin(block)
         outputs = target.model(
             input_ids=state.block,
-            # Positions count on from the prompt's, which for images are no plain indices.
+            # Positions continue from the last position of the prompt. In a prompt with images, this is not the index.
             position_ids=target.position_ids(block.indices, state.position_delta),
             use_cache=True,
             return_dict=True,
             **{CACHE_NAME: cache, KEYWORD: cache},
             **run.extra,
         )
-        # A target that attends elsewhere would give another text without any error.
+        # A target that does not attend to the ragged cache would give another text without any error.
         cache.check_passed()
-        # What the tapped layers said of these tokens is the draft's next context.
+        # The draft's next forward computes its context from the tapped states of these tokens.
         run.generator.newest.add(taps.take(), block)
     return outputs
 
 
 def finish(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[int]]:
-    """Accepts and reports what a step has verified, on the host's side; returns what [`step`] returns."""
+    """Accepts and reports the verified tokens of a step; returns the same as [`step`]."""
     run.watch.lap("verify")
-    # 1. Accept: the target's own tokens; the matching prefix and one token more are committed.
+    # 1. Accept: choose the target's own tokens, and commit the proposals that match and one bonus token.
     logits = logits_of(run, outputs)
     scores = accept(run, logits)
-    # The one wait of such a step: all that the host has to know is in one tensor.
+    # The only wait of such a step: one tensor holds everything that the host has to know.
     outcome = run.state.outcome.to("cpu")
     run.watch.lap("accept")
-    # 2. Report: the streamer, the statistics, and what chooses the next width.
+    # 2. Report: inform the streamer, the statistics and the object that chooses the next width.
     committed = report(run, outcome, run.state.width)
     if run.recorder.is_on:
         record(run, scores, logits, outputs, committed)
@@ -146,75 +149,76 @@ def finish(run: Run, outputs: CausalLMOutputWithPast) -> tuple[Tensor, list[int]
 
 
 def logits_of(run: Run, outputs: CausalLMOutputWithPast) -> Tensor:
-    """Returns the target's logits `[B, W, V]` where ids go in, which need not be where the head is."""
+    """Returns the target's logits `[B, W, V]` on the device of the ids; the target's head may be on another device."""
     assert outputs.logits is not None
     return outputs.logits.to(run.state.ids.device)
 
 
 def accept(run: Run, logits_BWV: Tensor) -> Tensor:
-    """Chooses the target's tokens and commits what stands; returns scores `[B, W, V]` for the recorder."""
+    """Chooses the target's tokens and commits the accepted ones; returns scores `[B, W, V]` for the recorder."""
     state = run.state
-    # 1. The target's own token behind each verified one, in the order of the path that they take. `num_accepted` may
-    # be None: as many as equal the target's tokens, which the commit counts.
+    # 1. Choose the target's own token after each verified token, in the order of the accepted path. If `num_accepted`
+    # is None, the commit counts the proposals that equal the target's tokens.
     scores, num_accepted = run.rule.choose(state, logits_BWV)
     num_accepted = run.request.ranks.decided(state, num_accepted, run.rule)
-    # 2. What the path's nodes left behind moves where a chain's would stand, before `lengths` moves on.
+    # 2. Before `lengths` advances, move the states of the accepted nodes to the places that a chain would have.
     if state.is_tree:
         longest_path = run.buffers.shape.path
         keep_path(run, state.report.path[:, :longest_path])
-    # 3. The matching proposals and one token more are the row's, and that one is the next anchor.
+    # 3. Commit the accepted proposals and one bonus token. The bonus token is the next anchor.
     commit(state, num_accepted)
     return scores
 
 
 def keep_path(run: Run, path_BN: Tensor) -> None:
-    """Has the caches and the newest context keep a tree's accepted path, as if it had been a chain."""
+    """Keeps a tree's accepted path `[B, n]` in the caches and the newest context, as if it had been a chain."""
     state = run.state
     state.report_nodes()
-    # On a CPU a look is free: often the path already stands where a chain would.
+    # On a CPU, this test needs no wait. Often, the nodes of the path are already at the places of a chain.
     may_look = path_BN.device.type == "cpu" and not run.keeps_buffers
     stays = may_look and is_in_place(path_BN)
-    # Nodes stand in the caches in their own order; the path's are copied to the slots behind the anchor.
+    # The caches hold the nodes in the order of the tree. The nodes of the path are copied to the slots after the
+    # anchor.
     if not stays:
         run.cache.keep_path(path_BN, state.lengths)
     run.generator.newest.add_path(path_BN, stays)
 
 
 def report(run: Run, outcome: Tensor, width: int) -> list[int]:
-    """Tells the host what a step has done: the run's counts, the streamer, the statistics, what chooses the width.
+    """Informs the run's rows, the streamer, the statistics and the chooser of widths about a step.
 
     Args:
-        run (`Run`): Changed in place.
+        run (`Run`): The run, which is changed in place.
         outcome (`torch.Tensor` of shape `[5 + W, B]` or `[5 + 5 W, B]`, int64): The step's `state.outcome`, on the
             host.
-        width (`int`): Tokens that the step has verified.
+        width (`int`): Number of tokens that the step has verified.
 
     Returns:
-        `list[int]`: How many tokens each row has committed.
+        `list[int]`: Number of tokens that each row has committed.
 
     Raises:
         ValueError: If a row needs more positions than the target has.
     """
-    # 1. The numbers per row, and the tree, which a streamer gets before the tokens that were taken of it.
+    # 1. Read the numbers per row, and the tree. A streamer gets the tree before the tokens that were accepted from it.
     reported = Reported(*outcome[:NUM_REPORTED].tolist())
-    # The rows that the step was for: one that had ended before has committed nothing.
+    # Only rows that were running in this step have committed tokens.
     running = [row for row, num in enumerate(reported.committed) if num]
     tree: ReportedTree | None = None
     nodes: list[list[int]] = []
     if run.state.is_tree_of(width):
         tree = ReportedTree(*run.state.tree_parts(outcome, width).tolist())
-        # Node 0 is the anchor, which was no proposal.
+        # Node 0 is the anchor, which is no proposal.
         nodes = [tree.path[row][1 : reported.accepted[row] + 1] for row in running]
         if run.request.streamer is not None:
             stream_tree(run, tree, reported)
-    # 2. Where the rows stand now, and the new tokens for the streamer.
+    # 2. Note the new lengths of the rows, and give the new tokens to the streamer.
     tokens = outcome[NUM_REPORTED : NUM_REPORTED + width].T
     take_report(run, reported, tokens)
-    # 3. The statistics, by the request's rows.
+    # 3. Update the statistics, by the numbers of the rows in the request.
     stats = run.stats
     stats.count(run.rows.numbers, reported, running, width, tree, nodes)
-    # 4. What chooses the width of the next step.
-    # Without the rest: how long a streamer takes does not depend on the width.
+    # 4. Inform the object that chooses the width of the next step.
+    # The time of the streamer is left out, because it does not depend on the width.
     seconds = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
     run.chooser.observe(width, reported, running, seconds, tree, nodes)
     if run.finished:
@@ -226,32 +230,32 @@ def report(run: Run, outcome: Tensor, width: int) -> list[int]:
 
 
 def take_report(run: Run, reported: Reported, tokens: Tensor) -> None:
-    """Notes where the rows stand, and hands the step's new tokens to the streamer; errors as [`report`].
+    """Notes the new lengths of the rows, and gives the new tokens to the streamer; raises as [`report`].
 
     Args:
-        run (`Run`): Changed in place.
-        reported (`Reported`): What the step has done.
+        run (`Run`): The run, which is changed in place.
+        reported (`Reported`): The numbers of the step.
         tokens (`torch.Tensor` of shape `[B, W]`, int64): The step's tokens, on any device.
     """
     run.rows.reported = reported
-    # Few targets have a table of positions, whose end a row may reach.
+    # Few targets have a table of positions. In these targets, a row may reach the end of the table.
     if run.rows.reach:
         run.check_reach()
     streamer = run.request.streamer
     num_new = reported.committed[0]
-    # Several rows go to a streamer column by column, by the rule that keeps them together.
+    # A streamer gets several rows column by column, from the acceptance rule that synchronizes these rows.
     if streamer is not None and num_new and not run.rule.feeds_streamer:
-        # A copy: the next step writes into the same memory, and a streamer may keep what it gets.
+        # The streamer gets a copy: it may keep the tensor, and the next step writes into the same memory.
         new_tokens = tokens[0, :num_new].to("cpu", copy=True)
         streamer.put(new_tokens)
 
 
 def stream_tree(run: Run, tree: ReportedTree, reported: Reported) -> None:
-    """Hands the tree of the first row to a streamer that takes trees."""
+    """Gives the tree of the first row to the streamer, if the streamer takes trees."""
     put_tree = getattr(run.request.streamer, "put_tree", None)
     is_fed = reported.committed[0] > 0 and not run.rule.feeds_streamer
     if put_tree is not None and is_fed:
-        # Copies: a streamer may change what it gets, and the statistics are still to be counted.
+        # The streamer gets copies: it may change them, and the statistics still have to read the tree.
         of_first_row = {name: part[0].copy() for name, part in tree._asdict().items()}
         put_tree(**of_first_row)
 
@@ -259,19 +263,19 @@ def stream_tree(run: Run, tree: ReportedTree, reported: Reported) -> None:
 def record(
     run: Run, scores: Tensor, logits: Tensor, outputs: CausalLMOutputWithPast, committed: list[int]
 ) -> None:
-    """Has the recorder keep of a step what the call has asked for.
+    """Gives the recorder the scores, logits and hidden states of a step.
 
     Args:
-        run (`Run`): The run, behind the step.
-        scores (`torch.Tensor` of shape `[B, W, V]`): What [`accept`] has returned.
-        logits (`torch.Tensor` of shape `[B, W, V]`): The target's.
-        outputs (`CausalLMOutputWithPast`): The target's, of which hidden states are kept.
-        committed (`list[int]`): Tokens that each row has committed.
+        run (`Run`): The run after the step.
+        scores (`torch.Tensor` of shape `[B, W, V]`): The scores that [`accept`] has returned.
+        logits (`torch.Tensor` of shape `[B, W, V]`): The target's logits.
+        outputs (`CausalLMOutputWithPast`): The target's output, whose hidden states are recorded.
+        committed (`list[int]`): Number of tokens that each row has committed.
     """
     state = run.state
     states: Any = outputs.get("hidden_states")
     if state.is_tree:
-        # Whoever looks at a step sees the path as if it had been a chain.
+        # The recorder gets the accepted path, as if it had been a chain.
         logits = state.along_path(logits)
         if states is not None:
             states = [state.along_path(layer.to(logits.device)) for layer in states]
