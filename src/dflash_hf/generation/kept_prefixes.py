@@ -1,10 +1,12 @@
-"""Keys, values and states of texts that a running batch has decoded, for requests that begin with the same tokens.
+"""This module keeps the keys, values and states of decoded texts, for requests that begin with the same tokens.
 
-The next turn of a conversation begins with the whole of the one before, and many conversations with one system prompt.
-Their tokens need not go through the target again: keys and values of both caches are copied in, and the prefill goes
-on behind them. Windows and states of recurrent layers are there for the end of a text alone. So a prefill that has the
-beginning of a kept text, and cannot go on from the middle of it, stops behind this beginning once: what is there then
-is kept too. Tokens of images are the same for all images: what these show has to be the same too.
+The next turn of a conversation begins with the whole turn before it. Many conversations begin with the same system
+prompt. The target need not compute these tokens again: their keys and values in both caches are copied, and the
+prefill continues after them. Of a layer with a window, only the newest keys and values are kept, and of a recurrent
+layer, only the states after the last token. If a target has such layers, a prefill can continue only after the last
+token of a kept text, and not from its middle. So a prompt that begins like a kept text, and cannot continue from
+there, makes a stop in its prefill: after the tokens that both have in common, these tokens are kept as a text, too.
+All images have the same tokens, so the images are compared as well.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ from dflash_hf.generation.run import Run
 from dflash_hf.target_model.parts import Target
 
 logger: Any = logging.get_logger(__name__)
-# Fewer tokens are sooner computed than looked up.
+# Computing fewer tokens is faster than copying them.
 SHORTEST = 16
 
-# Of layers, by their index: keys and values `[n, G, E]`, or `[1, G, n, E]` as caches of Transformers take them.
+# Keys and values of layers, by the layer's index: `[n, G, E]`, or `[1, G, n, E]` as Transformers' caches take them.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentStates:
-    """Windows and states of one row's recurrent layers, by their index; a layer may have a window alone."""
+    """Windows and states of one row's recurrent layers, by the layer's index. A layer may have only a window."""
 
     windows: dict[int, Tensor]  # [1, C, k]
     states: dict[int, Tensor]  # [1, ...]
 
     @classmethod
     def of_row(cls, cache: RaggedCache, place: int) -> RecurrentStates:
-        """Returns views of a row's, at a place of a cache."""
+        """Returns views of the windows and states of the row at a place of a cache."""
         one = slice(place, place + 1)
         found = cls({}, {})
         for group in cache.groups:
@@ -59,7 +61,7 @@ class RecurrentStates:
 
     @classmethod
     def of_filled(cls, filled: Cache, indices: Collection[int]) -> RecurrentStates:
-        """Returns views of those of a prefill's only row."""
+        """Returns views of the windows and states of a prefill's only row."""
         found = cls({}, {})
         for index in indices:
             layer: Any = filled.layers[index]
@@ -75,7 +77,7 @@ class RecurrentStates:
         return sum(tensor.nbytes for tensor in (*self.windows.values(), *self.states.values()))
 
     def copied(self) -> RecurrentStates:
-        """Returns the same states in tensors of their own."""
+        """Returns the same windows and states in new tensors."""
         windows = {index: window.clone() for index, window in self.windows.items()}
         states = {index: state.clone() for index, state in self.states.items()}
         return RecurrentStates(windows, states)
@@ -90,14 +92,14 @@ class KeptPrefix:
     # Keys and values `[m, G, E]` of each layer: of all tokens, or of the newest `m` in a window.
     target: Pairs
     draft: Pairs
-    states: RecurrentStates  # of the target's recurrent layers, behind the last token
-    is_shared: bool  # whether it is the beginning of several texts
+    states: RecurrentStates  # of the target's recurrent layers, after the last token
+    is_shared: bool  # whether several texts begin with it
 
     @classmethod
     def of_row(cls, run: Run, place: int, ids: Sequence[int], images: PromptImages) -> KeptPrefix:
-        """Returns copies of a row's first tokens, those that are in the caches of its run.
+        """Returns copies of a row's first tokens: the tokens that are in the caches of its run.
 
-        Arguments as of [`KeptPrefixes.keep`]; context and states have to be there up to the last of them.
+        The arguments are those of [`KeptPrefixes.keep`]. Context and states must include the last of these tokens.
         """
         length = run.rows.reported.lengths[place]
         return cls(
@@ -111,7 +113,7 @@ class KeptPrefix:
 
     @classmethod
     def of_prefill(cls, begun: Prefill, images: PromptImages) -> KeptPrefix:
-        """Returns copies of the tokens of a single prompt that the target has seen, which other texts begin with."""
+        """Returns copies of the tokens of a single prompt that the target has computed, for texts that begin alike."""
         num = begun.filling.seen
         filled = begun.filling.cache
         recurrences = begun.generator.request.target.recurrences
@@ -134,39 +136,39 @@ class KeptPrefix:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are keys of every token in every layer of the target, so that a part of the text will do."""
+        """Whether every layer of the target has the keys of every token, so that any part of the text can be used."""
         has_all_keys = all(len(keys) == len(self.ids) for keys, _ in self.target.values())
         return has_all_keys and not self.states.windows
 
     def num_same(self, prompt: Tensor, images: list[PromptImage]) -> int:
-        """Returns how many of a prompt's first tokens `[n]` are the same here; the last one does not count."""
+        """Returns how many of a prompt's first tokens `[n]` are the same here, without the prompt's last token."""
         # The last token goes through the target in any case: its logits give the first token of the answer.
         longest = min(len(self.ids), len(prompt) - 1)
         is_same = self.ids[:longest] == prompt[:longest]
         num_same = int(is_same.long().cumprod(dim=0).sum())
-        # What stands behind an image that only one of the two has follows from it.
+        # If only one of the two texts has an image, all tokens after this image depend on it.
         only_of_one = {*self.images} ^ {*images}
         num_same = min([num_same, *(image.first for image in only_of_one)])
-        # An image goes through the target as a whole.
+        # The target computes an image as a whole.
         for image in images:
             if image.first < num_same < image.end:
                 num_same = image.first
         return num_same
 
     def goes_on_behind(self, num: int) -> bool:
-        """Returns True if a prefill can begin behind the first `num` tokens."""
-        # In a window older keys are gone, and a state is that of the end: only from there can be gone on.
+        """Returns True if a prefill can continue after the first `num` tokens."""
+        # A window has lost its older keys, and a state is the state after the last token.
         return num == len(self.ids) or self.is_whole
 
     def begins_with(self, other: KeptPrefix) -> bool:
-        """Returns True if this text begins with all of another one, and shows the same."""
+        """Returns True if this text begins with the whole of another text, with the same images."""
         num = len(other.ids)
         has_tokens = num <= len(self.ids) and bool((self.ids[:num] == other.ids).all())
         images = [image for image in self.images if image.first < num]
         return has_tokens and images == other.images
 
     def first(self, kept: Pairs, num: int) -> Pairs:
-        """Returns `target` or `draft` of the first `num` tokens: `[1, G, num, E]`, zeros where nothing is kept."""
+        """Returns `target` or `draft` for the first `num` tokens: `[1, G, num, E]`, zeros where nothing is kept."""
         length = len(self.ids)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for index, (keys, values) in kept.items():
@@ -180,22 +182,23 @@ class KeptPrefixes:
     """The texts that were used last, within a budget of memory.
 
     Args:
-        max_bytes (`int`): Size of all copies, at most; 0 keeps none.
+        max_bytes (`int`): Maximum size of all copies; 0 keeps none.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        # The least recently used ones first.
+        # The least recently used text is the first.
         self.kept: list[KeptPrefix] = []
-        # What the target is that has computed them; none before the first request.
+        # The state of the target that has computed the texts; `None` before the first request.
         self.state: ModelState | None = None
 
     def look_at(self, target: Target, is_alone: bool) -> None:
-        """Drops all texts where the target is not the one any more that has computed them.
+        """Drops all texts if the target has changed since it computed them.
 
         Args:
             target (`Target`): The target as it is now.
-            is_alone (`bool`): Whether no row runs: all weights are read then. Nobody changes them below a row.
+            is_alone (`bool`): Whether no row runs. Only then are all weights read, because nobody changes weights
+                while a row runs.
         """
         if not self.max_bytes:
             return
@@ -208,55 +211,55 @@ class KeptPrefixes:
             )
 
     def keep(self, run: Run, place: int, ids: Sequence[int], images: PromptImages) -> None:
-        """Keeps the first tokens of the row at a place of a run, those that are in its caches.
+        """Keeps the first tokens of the row at a place of a run: the tokens that are in its caches.
 
         Args:
             run (`Run`): The run, between two steps.
-            place (`int`): The row's.
-            ids (sequence of `int`): The row's text, one token longer at least.
-            images (`PromptImages`): Those of its prompt.
+            place (`int`): The place of the row.
+            ids (sequence of `int`): The row's text, which is at least one token longer.
+            images (`PromptImages`): The images of the row's prompt.
         """
         length = run.rows.reported.lengths[place]
-        # Looked at before anything is copied: a text that is too long would push all others out.
+        # The size is tested before anything is copied, because a text that is too long would push out all others.
         num_bytes = _num_bytes(run.cache, length) + _num_bytes(run.generator.draft_cache, length)
         num_bytes += RecurrentStates.of_row(run.cache, place).num_bytes
         if length < SHORTEST or num_bytes > self.max_bytes:
             return
-        # The newest tokens are no context of the draft yet, and the states lack those that the last step has kept.
-        # An error here is the run's: it may have moved some of its states on.
+        # The newest tokens are not in the draft's context yet, and the recurrent states lack the tokens of the last
+        # step. An error here concerns the whole run, because some of its states may have changed already.
         run.generator.flush()
         run.cache.advance(RaggedBlock.at(run.state.lengths, 1))
         self._add(partial(KeptPrefix.of_row, run, place, ids, images))
 
     def keep_shared(self, begun: Prefill, images: PromptImages) -> None:
-        """Keeps the tokens of a single prompt that the target has seen: those of [`num_to_share`]."""
+        """Keeps the tokens of a single prompt that the target has computed: the tokens of [`num_to_share`]."""
         self._add(partial(KeptPrefix.of_prefill, begun, images))
 
     def _add(self, copied: Callable[[], KeptPrefix]) -> None:
-        """Keeps a text, of which copies are made here, and drops others for it."""
+        """Keeps the text that `copied` returns, and drops other texts to make room for it."""
         try:
             prefix = copied()
-        # Rows that run need none of it.
+        # The running rows do not need these copies, so they continue.
         except torch.OutOfMemoryError as error:
             logger.warning_once(f"The text of a row is not kept for others: {one_line(error)}")
             return
         beginnings = [one for one in self.kept if prefix.begins_with(one)]
         shared = [one for one in beginnings if one.is_shared]
-        # What is the beginning of this text alone is of no more use.
+        # A text that is the beginning of only this text is not useful any more.
         self.kept = [one for one in self.kept if one.is_shared or one not in beginnings]
-        # Many texts go on from a shared beginning, and few from the end of a text: so it outlives those that have
-        # ended before this one. Only the longest is used by this text.
+        # Many texts begin with a shared beginning, and few with a whole text. So the shared beginning is kept longer
+        # than texts that ended before this one. This text uses only the longest of its shared beginnings.
         if shared:
             longest = max(shared, key=lambda one: len(one.ids))
             self._use(longest)
         self.kept.append(prefix)
-        # The text itself fits, so that it is never the one that goes. A shared beginning is shorter than a text that
-        # has fitted.
+        # The new text itself fits, so this loop never removes it. A shared beginning is shorter than a text that has
+        # fitted.
         while self.num_bytes > self.max_bytes:
             del self.kept[0]
 
     def _use(self, prefix: KeptPrefix) -> None:
-        """Makes a kept text the last to go."""
+        """Marks a kept text as the most recently used one."""
         self.kept.remove(prefix)
         self.kept.append(prefix)
 
@@ -266,13 +269,13 @@ class KeptPrefixes:
         return sum(one.num_bytes for one in self.kept)
 
     def drop_all(self) -> bool:
-        """Gives back the memory of all copies; returns False if there are none."""
+        """Frees the memory of all copies; returns False if there are none."""
         had_any = bool(self.kept)
         self.kept.clear()
         return had_any
 
     def go_on(self, begun: Prefill, images: PromptImages) -> int:
-        """Has a prefill begin behind the tokens that are kept of its prompt; returns how many these are."""
+        """Lets a prefill begin after the tokens of its prompt that are kept; returns the number of these tokens."""
         nums_same = self._nums_same(begun, images)
         usable = {
             num_same: prefix
@@ -283,7 +286,7 @@ class KeptPrefixes:
         if num < SHORTEST:
             return 0
         prefix = usable[num]
-        # What was used now is the last to go.
+        # The text that was used now is the last one to be dropped.
         self._use(prefix)
         states = prefix.states
         begun.filling.go_on_from(
@@ -294,9 +297,9 @@ class KeptPrefixes:
         return num
 
     def num_to_share(self, begun: Prefill, images: PromptImages) -> int:
-        """Returns how many first tokens of a single prompt to keep once the target has seen them; 0 for none.
+        """Returns the number of a prompt's first tokens to keep after the target has computed them; 0 for none.
 
-        A kept text begins with the same tokens, and [`go_on`], which comes before this, could not go on behind them.
+        A kept text begins with these tokens, but [`go_on`], which is called before, could not continue after them.
         """
         longest = max(self._nums_same(begun, images), default=0)
         num_gained = longest - begun.filling.seen
@@ -312,7 +315,7 @@ def _copies(cache: RaggedCache, place: int, length: int) -> Pairs:
     """Returns copies of the keys and values of a row's first `length` tokens in every layer."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for index, layer in cache.attention.items():
-        # Slots of a ring that are out of the window may hold rejected tokens.
+        # Slots of a ring outside the window may hold rejected tokens.
         num = length if layer.shape.window is None else min(length, layer.shape.window)
         keys, values = (newest_of_row(buffer[place], length, num) for buffer in layer.buffers())
         found[index] = (keys, values)
@@ -325,7 +328,7 @@ def _copies_of_filled(filled: Cache, recurrent: Collection[int]) -> Pairs:
     for index, layer in enumerate(filled.layers):
         if index in recurrent:
             continue
-        # A layer with a window has its newest tokens alone, as many as the next token looks at.
+        # A layer with a window holds only its newest tokens: as many as the next token attends to.
         pair = stored_columns(layer)
         keys, values = (
             states[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer's tokens."""
+"""This module computes the log-probabilities of an answer's tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """Log-probabilities of the target's own scores at one position, before temperature and biases.
+    """Log-probabilities at one position, computed from the target's own scores, before temperature and biases.
 
     Args:
         logprob (`float`): Log-probability of the answer's token.
-        top (`list[tuple[int, float]]`): The most likely tokens, the first one first.
+        top (`list[tuple[int, float]]`): The most likely tokens with their log-probabilities, the most likely first.
     """
 
     logprob: float
@@ -23,10 +23,11 @@ class TokenLogprob:
 
 
 def logprobs_of(logits: Iterable[Tensor], ids: Iterable[int], num_top: int) -> list[TokenLogprob]:
-    """Returns the log-probabilities of tokens; reads on the host.
+    """Returns the log-probabilities of tokens; copies them to the host.
 
     Args:
-        logits (iterable of `torch.Tensor` of shape `[V]`): The target's own, one per token; more are left out.
+        logits (iterable of `torch.Tensor` of shape `[V]`): The target's own logits, one tensor per token. Tensors
+            without a token are ignored.
         ids (iterable of `int`): The tokens.
         num_top (`int`): Number of most likely tokens that each [`TokenLogprob`] also has.
     """

@@ -1,4 +1,4 @@
-"""What the draft's options come to in one call: the engine, how much is drafted and verified, and by which rules."""
+"""This module resolves the draft's options for one call: the engine, the block size, the width and the rules."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import Target
 
 logger: Any = logging.get_logger(__name__)
-# Times as many nodes as a chain has tokens, at most, where the run chooses how many.
+# If the run chooses the number of nodes, a tree has at most this many times the number of a chain's tokens.
 MOST_NODES = 4
-# Tokens of all rows in the first verify, at most, where nothing is known of the costs of steps: many rows show in a
-# narrow verify what one row shows in a wide one.
+# Maximum number of tokens of all rows in the first verify, if the costs of steps are unknown. A narrow verify of many
+# rows shows as much as a wide verify of one row.
 FIRST_TOKENS = 64
-# Tokens that captured steps verify where nothing else is said: the whole block for so many rows, and for more these
-# tokens of each row, by the rows that there are at most. A GPU reads the weights in the time in which it computes some
-# hundred tokens; for tokens of a verify beyond that, it waits. Modelled for Qwen3-8B on an H100 at an acceptance
-# length of 6.3 (docs/widths.md), not measured yet.
+# Verify widths of captured steps, if no option determines the width. Up to `WHOLE_BLOCK_ROWS` rows, the whole block is
+# verified. For more rows, the table `{most rows: tokens of each row}` applies. In the time in which a GPU reads the
+# weights, it computes some hundred tokens; tokens of a verify beyond these take additional time. Modelled for Qwen3-8B
+# on an H100 at an acceptance length of 6.3 (docs/widths.md), not measured yet.
 WHOLE_BLOCK_ROWS = 8
 CAPTURED_WIDTHS = {16: 10, 32: 8, 64: 6}
 
@@ -43,30 +43,31 @@ class Options(NamedTuple):
     """The draft's options, resolved for one call."""
 
     block_size: int  # tokens of the draft's block
-    width: int  # tokens that are verified at most
-    is_tree: bool  # whether they may be a tree
+    width: int  # maximum number of tokens of a verify, the anchor included
+    is_tree: bool  # whether a verify may run over a tree
     proposal: ProposalRule
 
 
 def resolve(request: Request, num_rows: range, is_captured: bool, is_looked_at: bool) -> Options:
-    """Resolves the draft's options for a request, which `checks.py` has found to go together.
+    """Resolves the draft's options for a request. `checks.py` has already refused options that contradict each other.
 
     Args:
         request (`Request`): The request.
-        num_rows (`range`): Rows that are verified together: those of a call, or of a running batch at any time.
+        num_rows (`range`): Numbers of rows that may be verified together: the rows of a call, or the possible numbers
+            of rows of a running batch.
         is_captured (`bool`): Whether the steps are to be captured.
-        is_looked_at (`bool`): Whether the steps of its run are looked at, which then verify chains unless something
-            else is asked for.
+        is_looked_at (`bool`): Whether the caller looks at each step. Such a run verifies chains unless the options ask
+            for something else.
     """
     draft = request.draft
     given = draft.generation_config
     block_size = given.block_size or draft.config.block_size
     longest = draft.config.num_proposals(block_size) + 1
-    # To be looked at, a step verifies its whole block.
+    # If the caller looks at each step, a step verifies its whole block.
     may_be_narrower = is_captured and not is_looked_at
     width = _widest_verify(given.asked_width, longest, num_rows, may_be_narrower)
     proposal: ProposalRule = "argmax" if given.proposal == "auto" else given.proposal
-    # Rejection goes along one chain: its redraw needs the distribution at the first refusal.
+    # Rejection sampling needs a chain, because it draws again from the distribution at the first rejected proposal.
     is_drawn = request.config.do_sample and proposal == "sample"
     may_be_tree = not is_drawn and not is_looked_at
     num_nodes = _num_nodes(request, width, is_captured, may_be_tree)
@@ -74,25 +75,25 @@ def resolve(request: Request, num_rows: range, is_captured: bool, is_looked_at: 
 
 
 def _num_nodes(request: Request, width: int, is_captured: bool, may_be_tree: bool) -> int:
-    """Returns how many nodes a verify's tree has at most, the anchor included; 0 for chains."""
+    """Returns the maximum number of nodes of a verify's tree, the anchor included; 0 for chains."""
     given = request.draft.generation_config
     asked = given.num_tree_nodes
     if asked == "auto":
         most = max_nodes(width - 1, num_choices(request.target, request.draft))
         return min(MOST_NODES * width, most)
-    # A number was checked with the options: 0 is chains.
+    # A number was checked with the other options. The number 0 means chains.
     if asked is not None:
         return asked
-    # Without kernels the host of a GPU builds trees, which a captured step cannot wait for.
+    # Without kernels, trees for a GPU are built on the host, and a captured step cannot wait for the host.
     input_ids = request.input_ids
     is_on_host = is_captured and input_ids.is_cuda and not ops.use_tree_kernels(input_ids)
-    # A number of tokens asks for the block's first ones, one behind the other.
+    # A number of tokens asks for a chain of the block's first proposals.
     has_number = isinstance(given.asked_width, int)
-    # Recurrent states follow one path.
+    # A recurrent state can follow only one path.
     needs_chain = is_on_host or has_number or bool(request.target.recurrences)
     if not may_be_tree or needs_chain or width == 1:
         return 0
-    # As many nodes as a chain has tokens: the verify costs the same.
+    # A tree with as many nodes as a chain has tokens costs the same to verify.
     return min(width, ops.MAX_NODES)
 
 
@@ -102,7 +103,8 @@ def _widest_verify(
     num_rows: range,
     may_be_narrower: bool,
 ) -> int:
-    """Returns how many tokens of a block are verified at most, of `longest` with all proposals."""
+    """Returns the maximum number of tokens that are verified. `longest` is the number with all proposals of a
+    block."""
     if isinstance(asked, int):
         return asked
     if isinstance(asked, Mapping):
@@ -113,7 +115,7 @@ def _widest_verify(
 
 
 def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
-    """Returns the engine that a call asks for, or the eager one, with the reason once in the log."""
+    """Returns the engine that a call asks for. If it cannot run, logs the reason once and returns the eager engine."""
     wanted = draft.generation_config.engine
     if wanted == "eager" or target.device.type != "cuda":
         return "eager"
@@ -125,9 +127,9 @@ def choose_engine(target: Target, draft: DFlashDraftModel) -> Engine:
 
 
 def chain_beside(generator: DFlashCandidateGenerator, is_captured: bool) -> int:
-    """Returns the tokens of the chain that a run may verify in place of a tree; 0 where it may not."""
+    """Returns the number of tokens of the chain that a run may verify instead of a tree; 0 if it may not."""
     longest = generator.num_proposals + 1
-    # A number asks for trees; captured, each choice would be a graph more.
+    # A number of nodes asks for trees. In captured steps, each further choice would need another graph.
     is_asked_for = generator.draft.generation_config.num_tree_nodes not in (None, "auto")
     is_left_open = generator.trees is not None and not is_asked_for and not is_captured
     if is_left_open and longest <= generator.verify_width:
@@ -138,14 +140,15 @@ def chain_beside(generator: DFlashCandidateGenerator, is_captured: bool) -> int:
 def choose_widths(
     generator: DFlashCandidateGenerator, state: DecodeState, is_captured: bool
 ) -> WidthChooser | FixedWidth:
-    """Returns what chooses the width of each verify.
+    """Returns the object that chooses the width of each verify.
 
-    Where nothing is said about it, the width follows the run, unless steps are to be captured, a graph per width. On a
-    CPU measured costs decide where there are any ([`CostTable`]), else modelled ones ([`StepCosts`]). On a GPU the
-    clock of the run decides in float32 and float64; in half precision, where near ties turn with the width, measured
-    costs do, and without any every verify is as wide as may be. So it is by rejection, which draws another text at
-    another width: a row's text does not depend on the rows beside it. Where `"auto"` is asked for, the clock decides
-    if there are no measured costs.
+    If the options do not set a width, the chooser follows the run, unless the steps are captured, with one graph per
+    width. On a CPU, the width depends on measured costs ([`CostTable`]) if there are any, and otherwise on modelled
+    costs ([`StepCosts`]). On a GPU in float32 and float64, it depends on the times of the run's own steps. On a GPU in
+    half precision, near ties may turn with the width. There, it depends on measured costs, and without such costs
+    every verify has the maximum width. Rejection sampling also has the maximum width, because another width would draw
+    another text, and a row's text must not depend on the other rows. If `"auto"` is asked for and there are no
+    measured costs, the width depends on the times of steps.
     """
     draft = generator.draft
     options = draft.generation_config
@@ -173,9 +176,9 @@ def choose_widths(
 
 
 def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
-    """Returns the tokens of each row that a table `{most rows: tokens}` has for so many rows.
+    """Returns the number of tokens per row that a table `{most rows: tokens}` has for `num_rows` rows.
 
-    For more rows than are in the table it is the entry of the most.
+    If there are more rows than in the table, returns the entry for the largest number of rows.
     """
     entries = sorted(table.items())
     for most_rows, width in entries:
@@ -187,7 +190,7 @@ def width_of_rows(table: Mapping[int, int], num_rows: int) -> int:
 def _clocked_widths(
     generator: DFlashCandidateGenerator, rows: int, is_captured: bool
 ) -> WidthChooser:
-    """Returns what chooses by the seconds that steps take; eager ones go on with what an earlier run has seen."""
+    """Returns a chooser that uses the times of steps. In eager runs, this may be the chooser of an earlier run."""
     draft = generator.draft
     target = generator.request.target.model
     widest = generator.verify_width
@@ -204,15 +207,15 @@ def _clocked_widths(
 
 
 def first_width(longest: int, rows: int) -> int:
-    """Returns the tokens of each row in the first verify of a run whose steps were never timed; at most `longest`."""
+    """Returns the tokens per row, at most `longest`, of a run's first verify if no step was ever timed."""
     return min(longest, max(FIRST_TOKENS // rows, 2))
 
 
 def _known_costs(
     generator: DFlashCandidateGenerator, may_be_modelled: bool
 ) -> CostTable | StepCosts | None:
-    """Returns the measured costs of a pair's steps, for all that may be chosen; else modelled ones, else `None`."""
-    # No error where the folder above it may not be entered, as a path's own method raises.
+    """Returns the measured costs of a pair's steps if they cover all choices, else modelled ones, else `None`."""
+    # Unlike `Path.is_dir`, this raises no error if the parent folder cannot be entered.
     was_tuned = os.path.isdir(cost_table.TABLES)
     if not may_be_modelled and not was_tuned:
         return None
@@ -230,7 +233,7 @@ def _known_costs(
 
 
 def computes_in_half(target: Target) -> bool:
-    """Returns True if a target computes in half precision, where another width may give another text."""
+    """Returns True if a target computes in half precision, in which another width may give another text."""
     weights = [*target.embedding.parameters(), *target.layers[0].parameters()]
     has_half = any(each.is_floating_point() and each.dtype.itemsize < 4 for each in weights)
     return has_half or torch.is_autocast_enabled(target.device.type)

@@ -103,7 +103,8 @@ def begin_prefill(
             prefill. 0 for other runs.
 
     Raises:
-        ValueError: If the run would cross a boundary of the target's RoPE.
+        ValueError: If the padding of the prompts, the target's RoPE or the user cache does not allow the run, or if
+            the ranks of a group have different inputs.
         OutOfRoomError: If there is no memory for the keys and values.
     """
     inputs = dict(inputs)  # a copy, because the cache to be filled is put into it

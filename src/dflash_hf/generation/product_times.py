@@ -1,6 +1,6 @@
-"""Times what one launch makes of several products beside the layers themselves: `measure_products(target, draft)`.
+"""This module measures whether one launch of several products is faster than the layers.
 
-`joint_products.py` says what a launch can make, and uses the faster way from then on.
+`joint_products.py` defines which products one launch can compute. From the measurement on, it uses the faster way.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from dflash_hf.joint_products import (
     products_of,
 )
 
-# Layers that share an input, by their names in attention and MLP, and whether an activation joins them.
+# Names of layers in attention and MLP that share an input, and whether an activation joins their products.
 GROUPS = (
     (("q_proj", "k_proj", "v_proj"), False),
     (("o_proj",), False),
     (("gate_proj", "up_proj"), True),
     (("down_proj",), False),
 )
-# Layers of one shape that are timed, in turn: enough that a weight is not in a cache when it is read.
+# Maximum number of layers of one shape that are timed in turn. It is so large that no weight is still in a cache when
+# it is read.
 MAX_LAYERS = 64
-# The quickest of so many rounds counts.
+# The fastest of this many rounds counts.
 NUM_TIMES = 5
 
 
 class Measured(NamedTuple):
-    """Seconds of products, for up to 64 layers of this shape together."""
+    """Seconds of products in both ways, for up to 64 layers of this shape together."""
 
     products: Products
-    by_layers: float  # each layer called by itself
-    by_launch: float  # one launch
+    by_layers: float  # with one call per layer
+    by_launch: float  # with one launch
 
 
 @torch.no_grad()
 def measure_products(*models: nn.Module) -> list[Measured]:
-    """Times the products of models on their GPU in both ways, and has the faster one used from now on.
+    """Times the products of models on their GPU in both ways, and uses the faster way from now on.
 
-    The choice holds for this process, all models, and up to 32 tokens at a time. Steps that were captured before are
-    captured again. Nothing else should run on the GPU meanwhile.
+    The choice applies to all models of this process, and to up to 32 tokens at a time. Steps that were captured before
+    are captured again. Nothing else should run on the GPU during the measurement.
 
     Args:
         models (`nn.Module`): Target and draft, in half precision.
@@ -60,7 +61,7 @@ def measure_products(*models: nn.Module) -> list[Measured]:
         `list[Measured]`: The seconds of each shape.
 
     Raises:
-        ValueError: If no layer of the models is one that the kernels can multiply.
+        ValueError: If the kernels can multiply no layer of the models.
     """
     found: dict[Products, list[Sequence[nn.Linear]]] = {}
     for model in models:
@@ -81,7 +82,7 @@ def measure_products(*models: nn.Module) -> list[Measured]:
 
 
 def _groups_of(model: nn.Module) -> Iterator[tuple[Sequence[nn.Linear], bool]]:
-    """Yields the layers of a model that may be multiplied in one launch, and whether they are gated."""
+    """Yields the groups of a model's layers that one launch may compute, and whether each group is gated."""
     for module in model.modules():
         for names, is_gated in GROUPS:
             layers: list[Any] = [module._modules.get(name) for name in names]
@@ -102,14 +103,14 @@ def _measure(products: Products, groups: Sequence[Sequence[nn.Linear]]) -> Measu
     found = Measured(
         products, _seconds(by_layers, products.device), _seconds(by_launch, products.device)
     )
-    # A kernel that cannot be built is not taken, whatever its definition took.
+    # If the kernel cannot be built, its torch definition was timed. The launch is then not used, however fast it was.
     if products.device in operation_of(products.is_gated).failures:
         found = found._replace(by_launch=float("inf"))
     return found
 
 
 def _by_layers(states: Tensor, layers: Sequence[nn.Linear], is_gated: bool) -> Callable[[], object]:
-    """Returns what is called without the kernels of this module."""
+    """Returns a function that calls the layers one after the other."""
 
     def run() -> object:
         products = [layer(states) for layer in layers]
@@ -121,7 +122,7 @@ def _by_layers(states: Tensor, layers: Sequence[nn.Linear], is_gated: bool) -> C
 
 
 def _by_launch(states: Tensor, layers: Sequence[nn.Linear], is_gated: bool) -> Callable[[], object]:
-    """Returns what is called with them."""
+    """Returns a function that computes the products of the layers in one launch."""
     weights = [layer.weight for layer in layers]
     if is_gated:
         return lambda: ops.gated_linear(states, *weights)
@@ -129,7 +130,7 @@ def _by_launch(states: Tensor, layers: Sequence[nn.Linear], is_gated: bool) -> C
 
 
 def _seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Returns the seconds of a round of calls, as one CUDA graph, in which no launch waits for the host."""
+    """Returns the seconds of a round of calls in one CUDA graph, so that no launch waits for the host."""
 
     def round_of_calls() -> None:
         for call in calls:

@@ -1,7 +1,7 @@
-"""The images of a single prompt, which is cut into chunks between them and never within one.
+"""This module finds the images of a single prompt. A prefill cuts the prompt into chunks, but never within an image.
 
-The vision tower merges squares of patches, so that an image is a number of tokens in a row. A chunk gets the patches
-of its own images: the target wants as many patches as the tokens of a forward stand for.
+The vision tower merges squares of patches, so an image is a number of consecutive tokens. A chunk gets only the
+patches of its own images, because the target expects exactly the patches of the image tokens in a forward.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor
 
 
 class PromptImage(NamedTuple):
-    """An image among the tokens of a prompt. Two are equal where the same image stands at the same place."""
+    """An image among the tokens of a prompt. Two are equal if the same image is at the same place."""
 
-    first: int  # column of its first token
-    end: int  # column behind its last token
-    digest: bytes  # of its grid and its patches
+    first: int  # column of the image's first token
+    end: int  # column after the image's last token
+    digest: bytes  # hash of the image's grid and patches
 
 
 class PromptImages:
-    """Where the images of a prompt stand among its tokens.
+    """The places of a prompt's images among its tokens.
 
     Args:
-        inputs (mapping of `str` to `Any`): Keywords for the target's prefill. Of images they have `mm_token_type_ids`
-            `[1, T]`, 1 for tokens of images, `image_grid_thw` `[N, 3]`, patches in time, height and width of each
-            image, and `pixel_values` `[patches, ...]` of all images one behind the other; of text none of them. There
-            are as many tokens and patches as the grids say.
+        inputs (mapping of `str` to `Any`): Keywords for the target's prefill. A prompt with images has three of them:
+            `mm_token_type_ids` `[1, T]`, which is 1 for tokens of images; `image_grid_thw` `[N, 3]`, the patches in
+            time, height and width of each image; and `pixel_values` `[patches, ...]` of all images, one after the
+            other. The numbers of tokens and patches must agree with the grids. A prompt of text has none of these.
     """
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         self.images: list[PromptImage] = []
-        # Of each image, its first patch and the one behind its last.
+        # For each image, its first patch and the patch after its last.
         self.patches: list[tuple[int, int]] = []
         grids = inputs.get("image_grid_thw")
         if grids is None:
@@ -54,9 +54,9 @@ class PromptImages:
             first = end
 
     def end_of_chunk(self, begin: int, end: int) -> int:
-        """Returns where a chunk from a column on ends that should end at another one: never within an image.
+        """Returns the end of a chunk that begins at column `begin` and should end at `end`, but never within an image.
 
-        Before the image, if something is left of the chunk then, else behind it.
+        The chunk ends before the image if it then has a token, and otherwise after the image.
         """
         for image in self.images:
             if image.first < end < image.end:
@@ -70,7 +70,7 @@ class PromptImages:
         within = [begin <= image.first and image.end <= end for image in self.images]
         numbers = [number for number, is_within in enumerate(within) if is_within]
         if not numbers:
-            # A forward is not given empty tensors: it would run the vision tower over nothing.
+            # With empty tensors, a forward would run the vision tower over nothing.
             return {"pixel_values": None, "image_grid_thw": None}
         patches = slice(self.patches[numbers[0]][0], self.patches[numbers[-1]][1])
         grids = slice(numbers[0], numbers[-1] + 1)
@@ -81,8 +81,8 @@ class PromptImages:
 
 
 def _digest(grid: Tensor, patches: Tensor) -> bytes:
-    """Returns what tells an image `[patches, ...]` with its grid `[3]` from others."""
+    """Returns a hash that identifies an image `[patches, ...]` with its grid `[3]`."""
     found = hashlib.blake2b(str(grid.tolist()).encode(), digest_size=32)
-    # As bytes: numpy has no bfloat16.
+    # The patches are viewed as bytes, because numpy has no bfloat16.
     found.update(patches.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.digest()

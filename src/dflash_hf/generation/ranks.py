@@ -1,15 +1,16 @@
-"""The processes that hold one target together (tensor parallelism): all go the same way, and it is the first one's.
+"""This module keeps the processes that hold one target together on the same way (tensor parallelism).
 
-Each rank runs the whole program over its share of the weights, and they meet in collective operations inside every
-forward of the target: a rank that takes another way than the others leaves them waiting there. So all ranks take from
-the first one the numbers that a step's shapes and tokens follow from: the seed, the width, the proposals, the chosen
-tokens. By themselves they may compute other numbers, have other random states, or see another time.
+Each rank runs the whole program with its share of the weights. The ranks meet in collective operations within every
+forward of the target. If one rank took another way, the others would wait in such an operation forever. So all ranks
+take from the first rank the numbers that determine the shapes and tokens of a step: the seed, the width, the proposals
+and the chosen tokens. Each rank alone might compute other numbers, have another random state, or read another time.
 
-Before every forward, every decision and every return they also meet to say that they are well. Where one has failed or
-was interrupted, all end there, each with its caches as they were. A rank that fails within a forward cannot report it:
-its process has to end, and whoever started the processes ends the others, as `torchrun` does.
+Before every forward, every decision and every return, the ranks also meet to report that they are well. If a rank has
+failed or was interrupted, the call ends on all ranks, and their caches are as before. A rank that fails within a
+forward cannot report this. Its process has to end, and the program that started the processes ends the others, as
+`torchrun` does.
 
-One process is alone, and does nothing of all this.
+A single process does not communicate.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from dflash_hf.generation.accept import AcceptanceRule, accepted
 from dflash_hf.generation.state import DecodeState
 from dflash_hf.generation.synchronized_rows import SynchronizedRows
 
-# What a rank reports when they meet.
+# The reports that a rank can give in a meeting.
 WELL = 0
 FAILED = 1
 INTERRUPTED = 2
 
 
 class Ranks:
-    """The ranks of a target during one call, seen from one of them."""
+    """The ranks of a target during one call, as one of these ranks sees them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.rank = 0
         self.size = 1
-        # The group of the collective operations; never used where this process is alone.
+        # The group of the collective operations; not used if this process is alone.
         self.group: Any = None
         mesh = mesh_of(model)
         if mesh is not None:
@@ -54,18 +55,19 @@ class Ranks:
             self.group = mesh.get_group()
         # Whether this process holds the whole target.
         self.is_alone = mesh is None
-        # Whether the others' next collective operation is a meeting, where a failure can be reported.
+        # Whether the other ranks expect a meeting as their next collective operation. Only then, a failure can be
+        # reported.
         self._meets_next = True
         self._interrupted = False
 
     def meet(self, numbers: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        """Waits for the other ranks and returns the first one's numbers; reads on the host.
+        """Waits for the other ranks and returns the first rank's numbers; copies them to the host.
 
-        Raises `RuntimeError` if another rank has failed, `KeyboardInterrupt` if any of them was interrupted.
+        Raises `RuntimeError` if another rank has failed, and `KeyboardInterrupt` if any rank was interrupted.
         """
         if self.is_alone:
             return numbers
-        # An interrupt that came within a forward is told now, where the others listen.
+        # An interrupt that came within a forward is reported now, when the other ranks expect a report.
         report = WELL
         if self._interrupted:
             report = INTERRUPTED
@@ -81,11 +83,11 @@ class Ranks:
         )
 
     def compare(self, call: Mapping[str, object]) -> None:
-        """Compares the tensors and plain values that the ranks were given for a run, by name.
+        """Compares the tensors and plain values that the ranks got for a run, by name.
 
-        Raises `ValueError`, on all of them and before any forward, if they were given different things.
+        Raises `ValueError` on all ranks, before any forward, if they got different inputs.
         """
-        # Hashes and short texts: whole prompts would travel to every process.
+        # Only hashes and short texts are sent, and not whole prompts.
         mine = _digests(call)
         given = [dict[str, str]()] * self.size
         self.meet()
@@ -104,13 +106,13 @@ class Ranks:
         self._meets_next = True
 
     def share(self, *given: Tensor | None) -> None:
-        """Overwrites integer or boolean tensors, in any shape, with the first rank's. Reads nothing on the host."""
+        """Overwrites integer or boolean tensors of any shape with the first rank's values. No host sync."""
         if self.is_alone:
             return
         tensors = [tensor for tensor in given if tensor is not None and tensor.numel()]
         if not tensors:
             return
-        # One broadcast for all of them.
+        # One broadcast sends all of them.
         flat = torch.cat([tensor.reshape(-1).to(torch.long) for tensor in tensors])
         dist.broadcast(flat, dist.get_global_rank(self.group, 0), group=self.group)
         sizes = [tensor.numel() for tensor in tensors]
@@ -120,53 +122,53 @@ class Ranks:
     def decided(
         self, state: DecodeState, num_accepted: Tensor | None, rule: AcceptanceRule
     ) -> Tensor | None:
-        """Replaces this rank's decisions by the first one's: tokens, stopped rows, and the number accepted.
+        """Replaces this rank's decisions by the first rank's: tokens, stopped rows, and numbers of accepted tokens.
 
-        `num_accepted` `[B]`, taken and returned, is as [`commit`] takes it; `rule` is the rule that has decided.
+        `num_accepted` `[B]` is as in [`commit`], both as argument and as result. `rule` is the rule that has decided.
         """
         if self.is_alone:
             return num_accepted
-        # User code has run: where it has failed on one rank, all end here.
+        # User code may have run. If it has failed on one rank, the call ends on all ranks here.
         self.meet()
         num_accepted = accepted(state, num_accepted)
-        # Ranks may have different rules, as where one alone has a streamer: all share tensors of the same sizes.
+        # Ranks may have different rules, for example if only one has a streamer. All share tensors of the same sizes.
         is_running = ~state.done
         if isinstance(rule, SynchronizedRows):
             is_running = rule.is_running
         decided = [state.tokens, num_accepted, state.remaining, is_running]
         if state.is_tree:
             decided.append(state.report.path)
-        # In place: the commit that follows reads these tensors.
+        # The tensors are overwritten in place, because the commit that follows reads them.
         self.share(*decided)
         return num_accepted
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Marks a forward of the target, where no failure can be reported: others wait for this rank's part of it."""
+        """Marks a forward of the target. No failure can be reported in it, because the others wait within it."""
         self._meets_next = False
         yield
-        # Not in a `finally`: behind an error the others wait in the middle of the forward for good.
+        # This is not in a `finally`, because after an error the other ranks still wait within the forward.
         self._meets_next = True
 
     @contextmanager
     def together(self) -> Generator[None]:
-        """Ends (a part of) a call on all ranks or on none: reports to the others what fails here, returns with them.
+        """Ends a call, or a part of it, on all ranks or on none: an error on one rank ends it on all ranks.
 
-        In the main thread Ctrl-C waits for the next meeting, because it would mostly come within a forward; a second
-        one does not wait.
+        In the main thread, Ctrl-C waits for the next meeting, because it usually comes within a forward. A second
+        Ctrl-C does not wait.
         """
         if self.is_alone:
             yield
             return
         is_main = threading.current_thread() is threading.main_thread()
-        # A handler of the user is left as it is.
+        # A handler that the user has set stays in place.
         may_wait = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
-            # Within the `try`: an interrupt may come as soon as the handler has changed.
+            # This is within the `try`, because an interrupt may come as soon as the handler has changed.
             if may_wait:
                 signal.signal(signal.SIGINT, self._note_interrupt)
             yield
-            # Nobody returns before all have got here.
+            # No rank returns before all ranks have arrived here.
             self.meet()
         except BaseException as error:
             if self._meets_next:
@@ -183,7 +185,7 @@ class Ranks:
             raise KeyboardInterrupt
 
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Keeps an interrupt for the next meeting, where Python's own handler would raise it."""
+        """Notes an interrupt for the next meeting, instead of raising it as Python's own handler does."""
         if self._interrupted:
             signal.default_int_handler(number, frame)
         self._interrupted = True
@@ -191,10 +193,11 @@ class Ranks:
     def _report(
         self, report: int, numbers: tuple[int, int] = (0, 0)
     ) -> tuple[list[int], tuple[int, int]]:
-        """Reports to the others how this rank is; returns the reports of all, and the first rank's numbers."""
-        # Where this fails, nobody can be reported to.
+        """Reports the state of this rank; returns the reports of all ranks, and the first rank's numbers."""
+        # If this operation fails, no rank can be told about it.
         self._meets_next = False
-        # A sum over the ranks leaves each report, and the first one's numbers: each place is set by one rank only.
+        # The sum over the ranks contains each rank's report and the first rank's numbers, since one rank sets each
+        # place.
         places = [0] * self.size + [0, 0]
         places[self.rank] = report
         if self.rank == 0:
@@ -207,10 +210,10 @@ class Ranks:
 
 
 def _digests(call: Mapping[str, object]) -> dict[str, str]:
-    """Returns the values that processes can compare, by name: plain ones as text, tensors as a hash of all numbers."""
+    """Returns comparable values by name: plain values as text, and tensors as a hash of their data."""
     found: dict[str, str] = {}
     for name, value in call.items():
-        # Transformers notes things of its own under such names.
+        # Transformers stores internal values under such names.
         if name.startswith("_"):
             continue
         if isinstance(value, Tensor):

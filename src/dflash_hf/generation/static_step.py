@@ -1,6 +1,7 @@
-"""A step over a run's fixed buffers: the same operations on the same addresses, whatever is accepted.
+"""This module runs steps over a run's fixed buffers: the same operations on the same addresses, whatever is accepted.
 
-A CUDA graph replays it (`cuda_graph.py`). Uncaptured it runs on any device, as tests and benchmarks have it run.
+A CUDA graph replays such a step (`cuda_graph.py`). Without a capture, it runs on any device. Tests and benchmarks use
+it in this way.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from dflash_hf.layer_configs import caches_latents
 
 
 class Begun(NamedTuple):
-    """A step that was started and that the host has not read."""
+    """A step that was started, but whose outcome the host has not read yet."""
 
-    outcome: Tensor  # the host's copy of the state's `outcome`, once it has arrived
-    arrived: torch.cuda.Event | None  # when it has; `None` where nothing has to be waited for
-    width: int  # tokens that the step verifies
+    outcome: Tensor  # the host's copy of the state's `outcome`; complete once it has arrived
+    arrived: torch.cuda.Event | None  # the end of the copy; `None` if there is no wait for it
+    width: int  # number of tokens that the step verifies
 
 
 class StaticStep:
-    """A step over a run's fixed buffers, uncaptured.
+    """Runs steps over a run's fixed buffers, uncaptured.
 
-    Where no user code has to look at a step, the host stays one step behind: it starts step `n + 1`, then reads the
-    report of step `n`. A row that has finished is frozen, so one step too many at the end changes nothing; where the
-    limit says that step `n` is the last, there is none. Elsewhere only the two forwards are launched from here, and
-    the host accepts.
+    If no user code has to see a step, the host stays one step behind. It starts step `n + 1`, and then reads the
+    report of step `n`. A row that has finished does not change, so one additional step at the end has no effect. If
+    the limit says that step `n` is the last step, the host does not start another one. If user code has to see each
+    step, this class launches only the two forwards, and the host accepts the tokens.
 
     Args:
-        run (`Run`): One with fixed buffers.
+        run (`Run`): A run with fixed buffers.
     """
 
     name = "static"
@@ -52,7 +53,7 @@ class StaticStep:
         self.run = run
         self.accepts = run.rule.runs_on_device
         self.widest = run.buffers.shape.block
-        # A forward that expands what is cached expands every slot within the bound.
+        # A forward that expands cached latents expands every slot within the bound, so the bound has to be close.
         expands_slots = caches_latents(run.request.target.config)
         self.reads_lengths = reads_lengths_on_device(*run.buffers.caches()) and not expands_slots
         run.stats.engine = self.name
@@ -63,7 +64,7 @@ class StaticStep:
             self._run_ahead()
             return
         run = self.run
-        # Fixed buffers do not grow: where they are full, the eager steps go on with longer ones.
+        # Fixed buffers do not grow. When they are full, eager steps continue with longer buffers.
         while not run.finished and has_room(run):
             begin(run)
             outputs = self.launch(self.bound(0))
@@ -71,27 +72,27 @@ class StaticStep:
             finish(run, outputs)
 
     def _run_ahead(self) -> None:
-        """Runs steps that accept by themselves, the host one step behind."""
+        """Runs steps whose acceptance needs no host. The host reads each report one step later."""
         run = self.run
         begun = deque([self._begin(0)])
         while begun and not run.finished:
-            # The next step is launched first, so that the device works while the host reads the last one.
+            # The next step is launched first, so that the device works while the host reads the report before it.
             if has_room(run, 1) and not run.ends_at_next:
                 begun.append(self._begin(1))
             step = begun.popleft()
-            # The only wait: for the copy of a report, with a whole step queued behind it.
+            # This is the only wait. It is for the copy of a report, while a whole step is queued after that copy.
             if step.arrived is not None:
                 step.arrived.synchronize()
             run.watch.lap("verify")
             report(run, step.outcome, step.width)
 
     def _begin(self, num_unread: int) -> Begun:
-        """Starts a step behind `num_unread` steps that the host has not read."""
+        """Starts a step after `num_unread` steps that the host has not read."""
         begin(self.run)
         self.launch(self.bound(num_unread))
         outcome = self.run.state.outcome
-        # Pinned memory: a copy into any other would wait for the device. A tensor of its own, because the next step
-        # overwrites the state's before this one is read.
+        # A copy into memory that is not pinned would wait for the device. The copy has its own tensor, because the
+        # next step overwrites the state's `outcome` before the host reads this one.
         host = torch.empty(
             outcome.shape, dtype=outcome.dtype, device="cpu", pin_memory=outcome.is_cuda
         )
@@ -103,31 +104,31 @@ class StaticStep:
         return Begun(host, arrived, self.run.state.width)
 
     def launch(self, bound: int) -> CausalLMOutputWithPast | None:
-        """Runs a step, or its forwards alone, over the first `bound` slots of every row."""
+        """Runs a step, or only its two forwards, over the first `bound` slots of every row."""
         return self.body(bound)
 
     def body(self, bound: int) -> CausalLMOutputWithPast | None:
-        """Runs what is captured: the whole step if it accepts by itself, else its forwards, which are returned."""
+        """Runs the captured part: the whole step if it needs no host, else the forwards, whose output is returned."""
         block = draft(self.run, bound)
         outputs = verify(self.run, block)
         if not self.accepts:
             return outputs
-        # Nobody asks for scores of a step that accepts by itself.
+        # Nothing asks for the scores of a step that needs no host.
         accept(self.run, logits_of(self.run, outputs))
         return None
 
     def bound(self, num_unread: int) -> int:
-        """Returns the slots that a step may need, `num_unread` steps after the one that the host has read last."""
+        """Returns the number of slots that a step may need, `num_unread` steps after the last one that was read."""
         run = self.run
-        # The kernel finds the end of each row on the device: one graph serves all lengths.
+        # The kernel finds the end of each row on the device, so one graph serves all lengths.
         if self.reads_lengths:
             return run.buffers.capacity
-        # An unread step has committed as many tokens as it verified, at most.
+        # An unread step has committed at most as many tokens as it verified.
         longest = run.longest + num_unread * run.generator.verify_width + self.widest
         return min(round_up(longest), run.buffers.capacity)
 
     def bounds(self) -> list[int]:
-        """Returns all numbers that [`bound`] may return during the run, longest first: one graph each, per width."""
+        """Returns all possible results of [`bound`] in this run, the longest first: one graph each, per width."""
         run = self.run
         if self.reads_lengths:
             return [run.buffers.capacity]

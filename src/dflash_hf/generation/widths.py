@@ -1,13 +1,14 @@
-"""How many tokens the target verifies, and whether as a tree, where that follows the run.
+"""This module chooses how many tokens a verify has, and whether they are a tree, from the steps of the run so far.
 
-Before each step the width is chosen whose expected number of committed tokens per second is the greatest, by the share
-of verifies that accepted each proposal (`acceptance_counts.py`), and by what steps of each width cost
-(`choice_costs.py`). Width 1 is plain decoding, without a draft. Where trees are verified, the chain of all proposals
-is one more choice: it costs less, and a draft that is sure of itself needs no branches. A choice that is never left
-learns nothing about the others: the second best is tried now and then. The rule, and why it keeps text and
-distribution, is in docs/widths.md.
+Before each step, a chooser takes the width with the largest expected number of committed tokens per second. This
+number depends on the share of verifies that accepted each proposal (`acceptance_counts.py`) and on the cost of a step
+of each width (`choice_costs.py`). Width 1 is plain decoding, without a draft. In a run with trees, the chain of all
+proposals is one more choice. A chain costs less than a tree, and a confident draft needs no branches. Steps of one
+width show nothing about the other widths, so the second best choice is tried now and then. docs/widths.md describes
+the rule, and why it changes neither the text nor its distribution.
 
-Nothing here touches a tensor or waits for a device: counts come from the report that the host reads of every step.
+This module touches no tensor and waits for no device. The counts come from the report that the host reads after each
+step.
 """
 
 from __future__ import annotations
@@ -33,30 +34,33 @@ from dflash_hf.generation.choice_costs import (
 )
 from dflash_hf.generation.state import Reported, ReportedTree
 
-# Steps at one width before another one is tried: at first without a draft, at first with one, and at most.
+# Number of steps at one width before another width is tried: at first without a draft, at first with one, and at most.
 FIRST_PAUSE = 2
 FIRST_HOLD = 16
 LONGEST_HOLD = 128
-# With several rows plain decoding is timed after so many steps with a draft: a guess may be twice what it costs.
+# With several rows, plain decoding is timed after this many steps with a draft, because a guess may be twice its cost.
 UNTIL_PLAIN = 2
-# A width that has been held for so many steps is looked at only once in so many: choosing takes time, too.
+# After this many steps at one width, the choices are compared only once in as many steps, because comparing takes
+# time.
 SETTLED = 4
-# Without a draft, this share of the time may go into trying one: the less a try would lose, the sooner it comes. A try
-# is judged as if each position had been accepted `OPTIMISM` times more than it was.
+# Without a draft, trying a draft may take this share of the time. So a try comes sooner if it can lose less. For a
+# try, each position counts as if it had been accepted `OPTIMISM` times more.
 TRYING = 0.005
 OPTIMISM = 0.5
-# A batch ends with its slowest row, for which a draft is right less often than on average: that row has this share of
+# A batch ends with its slowest row, in which the draft is right less often than on average. That row is expected to
+# get this share of the mean number of accepted proposals. Chosen over recorded answers of SmolLM2 (docs/log.md).
 # what a verify brings the mean of several rows. Chosen over recorded answers of SmolLM2 (docs/log.md).
 SLOWEST_ROW = 0.7
-# By the clock the chain is compared with trees at this share of its cost, so that a tree has to be clearly faster:
-# trees are judged by few times and few tokens, and noise of the clock must not choose them (docs/log.md).
+# If the clock measures the costs, the chain counts with only this share of its cost, so a tree has to be clearly
+# faster to be chosen. Trees are judged by few times and few tokens, and noise of the clock must not choose them
+# (docs/log.md).
 CHAIN_CHARGE = 0.95
-# Steps with a draft that show whether it pays.
+# Number of steps with a draft after which the run can tell whether the draft pays.
 ENOUGH_DRAFTED = 3
 
 
 def choose_width(tokens: Mapping[int, float], costs: Mapping[int, float]) -> int:
-    """Returns the width with the most expected tokens per cost of a step (above 0); of equal ones the widest."""
+    """Returns the width with the most expected tokens per cost of a step (above 0); the widest of equal widths."""
     best = (0.0, 0)
     for width, cost in costs.items():
         best = max(best, (tokens[width] / cost, width))
@@ -64,11 +68,11 @@ def choose_width(tokens: Mapping[int, float], costs: Mapping[int, float]) -> int
 
 
 class FixedWidth:
-    """Stands for a [`WidthChooser`] where the width follows no run: every verify is as wide as the others.
+    """Takes the place of a [`WidthChooser`] if the width is constant: every verify has the same width.
 
     Args:
-        width (`int`): Tokens of each verify, the anchor included.
-        is_chain (`bool`): Verify the chain of all proposals, also where the run has trees.
+        width (`int`): Number of tokens of each verify, the anchor included.
+        is_chain (`bool`): Whether to verify the chain of all proposals even if the run has trees.
     """
 
     def __init__(self, width: int, is_chain: bool = False) -> None:
@@ -76,27 +80,28 @@ class FixedWidth:
         self.is_chain = is_chain
 
     def next_choice(self) -> tuple[int, bool]:
-        """Returns how many tokens the next step verifies, and whether as a chain although the run has trees."""
+        """Returns the width of the next verify, and whether it is a chain although the run has trees."""
         return self.widths[0], self.is_chain
 
     def use_rows(self, rows: int) -> None:
-        """Does nothing: the width follows no rows."""
+        """Does nothing, because the width does not depend on the number of rows."""
 
     def observe(self, *args: Any) -> None:
-        """Does nothing: the width follows no step."""
+        """Does nothing, because the width does not depend on the steps."""
 
     def verdict(self) -> str:
-        """Returns that there is nothing to be said."""
+        """Returns an empty string, because a constant width shows nothing about the draft."""
         return ""
 
 
 class WidthChooser:
-    """Follows a run and chooses how wide its next verify is.
+    """Follows a run and chooses the width of its next verify.
 
     Args:
-        costs ([`StepTimes`] or [`KnownCosts`]): What a step of each choice costs, and which widths there are.
-        is_tree (`bool`): Whether trees are verified, whose nodes are no proposals one behind the other.
-        first (`int`): Tokens of the first verify where the clock decides and has not seen a step; 0 for the widest.
+        costs ([`StepTimes`] or [`KnownCosts`]): The possible widths, and the cost of a step of each choice.
+        is_tree (`bool`): Whether trees are verified. The nodes of a tree are not proposals that follow one another.
+        first (`int`): Number of tokens of the first verify, if the clock measures the costs and no step was timed yet.
+            0 for the widest.
     """
 
     def __init__(
@@ -107,61 +112,64 @@ class WidthChooser:
         widest = self.widths[0]
         self.is_tree = is_tree
         self.first = first or widest
-        # Tokens of the chain that is one of the choices, beside trees; 0 where it is none.
+        # Number of tokens of the chain that may be chosen instead of a tree; 0 if it may not.
         self.chain = costs.chain
         self.may_choose_chain = self.chain > 0
         # The choice for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
-        # What was accepted, of trees and of chains; where trees are verified, of the chain that stands beside them.
+        # Counts of accepted nodes of trees and of accepted proposals of chains. A tree also counts for the chain in
+        # it.
         self.nodes = NodeCounts(widest)
         self.chains = ChainCounts(self.chain or widest)
-        # The choice that is held, for how many steps it has been, and after how many another one is tried.
+        # The choice that is held, the number of steps since it is held, and the number of steps until another is
+        # tried.
         self._held = widest
         self._steps = 0
         self._hold = FIRST_HOLD
-        # Whether the last verify brought more than steps without a draft had in its time.
+        # Whether the last verify gave more tokens than steps without a draft would have given in the same time.
         self._pays = False
-        # Rows that are running, 0 before that is said, and seconds that steps have taken so far.
+        # Number of running rows (0 before it is known), and the seconds of all steps so far.
         self._rows = 0
         self._clock = 0.0
-        # Steps, steps with a draft, the rows that these have verified, and the tokens that came of it.
+        # Number of steps, of steps with a draft, of rows that these have verified, and of tokens that these have
+        # given.
         self._num_steps = 0
         self._num_drafted = 0
         self._num_verifies = 0
         self._num_tokens = 0
 
     def begin(self) -> None:
-        """Begins another run with the counts of earlier ones, which the new text may soon contradict.
+        """Begins another run with the counts of earlier runs; the new text may soon contradict them.
 
-        How long a width has been held is counted on: many answers are shorter than a hold.
+        The number of steps at the held width is not reset, because many answers are shorter than a hold.
         """
         self._clock = 0.0
         self._pays = False
-        # Nothing is learned without a draft, so one is tried soon.
+        # Steps without a draft show nothing about the draft, so it is tried soon.
         if self._held == 1:
             self._hold = min(self._hold, FIRST_HOLD)
 
     def use_rows(self, rows: int) -> None:
-        """Goes on with so many rows, and with the costs of steps of as many."""
+        """Changes the number of running rows, and uses the costs of steps with this number."""
         if rows == self._rows:
             return
         self._rows = rows
         self.costs.use_rows(rows)
-        # Other costs may make another width the best: it is looked at from the next step on.
+        # With other costs, another width may be the best, so the choices are compared again from the next step on.
         self._steps = 0
 
     def set_costs(self, costs: Mapping[int, float]) -> None:
-        """Gives the costs of captured steps, and with them the only widths that may be chosen from now on."""
+        """Sets the costs of captured steps. From now on, only widths with such a cost may be chosen."""
         self.costs = ReplayCosts(costs)
-        # In a running batch, graphs of other settings may have other widths.
+        # In a running batch, graphs for other settings may have other widths.
         if self._held not in costs:
             self._hold_on_to(max(costs))
 
     def next_choice(self) -> tuple[int, bool]:
-        """Returns as [`FixedWidth.next_choice`], and keeps the choice in `current`."""
+        """Returns the same as [`FixedWidth.next_choice`], and stores the choice in `current`."""
         self._steps += 1
         is_held = self._steps <= self._hold
-        # Nothing is asked then, so that a step costs no more than one of plain decoding.
+        # In these cases nothing is compared, so that a step costs no more than a step of plain decoding.
         is_plain = self._held == 1 and not self._pays
         is_settled = self.current == self._held and self._steps > SETTLED
         is_between_looks = is_settled and self._steps % SETTLED > 0
@@ -177,7 +185,7 @@ class WidthChooser:
         return self.current, False
 
     def _look(self, is_held: bool) -> None:
-        """Sets `current` to the best choice, or to another one for this step alone, as a try."""
+        """Sets `current` to the best choice or, as a try, to another choice for this step only."""
         costs = self.costs.of_choices()
         best = self._best(costs)
         has_paid = best == 1 and self._pays
@@ -187,7 +195,7 @@ class WidthChooser:
             self._hold_on_to(best)
         elif has_other and (has_paid or not is_held):
             self._try_another(best, costs)
-            # A choice that stays the best is left ever more rarely.
+            # The longer a choice remains the best, the more rarely another choice is tried.
             if not has_paid:
                 self._hold = min(2 * self._hold, LONGEST_HOLD)
         self._pays = False
@@ -195,7 +203,7 @@ class WidthChooser:
     def _best(self, costs: Mapping[int, float]) -> int:
         """Returns the choice with the most expected tokens for its cost."""
         if self.costs.by_clock and self._num_steps == 0:
-            # The first verify is as wide as may be: it shows the most.
+            # The first verify has the maximum width, because it shows the most.
             allowed = [width for width in costs if width <= self.first]
             return max(allowed or [min(costs)])
         charged = dict(costs)
@@ -209,7 +217,7 @@ class WidthChooser:
         self._steps = 1
         self._hold = FIRST_HOLD
         if best == 1:
-            # Many rows show in one verify as much as one row in many, and trying them costs as much more.
+            # A verify of many rows shows as much as many verifies of one row, and it costs accordingly more.
             self._hold = min(FIRST_PAUSE * max(self._rows, 1), FIRST_HOLD)
 
     def _try_another(self, best: int, costs: Mapping[int, float]) -> None:
@@ -221,10 +229,10 @@ class WidthChooser:
         self._steps = 0
 
     def _tokens(self, optimism: float = 0.0) -> dict[int, float]:
-        """Returns the expected tokens of a verify of each choice, of several rows those of the slowest one.
+        """Returns the expected tokens of a verify of each choice; with several rows, those of the slowest row.
 
-        At equal rates [`choose_width`] takes a tree, not the chain. What is verified is taken to have been accepted
-        `optimism` times more than it was.
+        If a tree and the chain are equal, [`choose_width`] takes the tree. The proposals count as if they had been
+        accepted `optimism` times more.
         """
         counts = self.nodes if self.is_tree else self.chains
         tokens = expected_tokens(counts.shares(optimism))
@@ -235,7 +243,7 @@ class WidthChooser:
         return tokens
 
     def _of_slowest(self, mean: float) -> float:
-        """Returns how many tokens a verify commits in the slowest row where the mean of the rows is `mean`."""
+        """Returns the expected tokens of a verify in the slowest row, if the mean over the rows is `mean`."""
         if self._rows <= 1:
             return mean
         return 1.0 + SLOWEST_ROW * (mean - 1.0)
@@ -249,9 +257,9 @@ class WidthChooser:
         tree: ReportedTree | None,
         nodes: Sequence[Sequence[int]],
     ) -> None:
-        """Takes in a step that verified `width` tokens in `running` rows, of a tree or of a chain (`None`).
+        """Counts a step that verified `width` tokens in the `running` rows: a tree, or a chain if `tree` is `None`.
 
-        `clock` and `nodes` are as of [`learn`].
+        `clock` and `nodes` are as in [`learn`].
         """
         accepted = [reported.accepted[row] for row in running]
         chains: list[tuple[int, int]] = []
@@ -267,20 +275,21 @@ class WidthChooser:
         nodes: Sequence[Sequence[int]] = (),
         chains: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Takes in what a step has shown, which may be a step of recorded answers.
+        """Counts the outcome of a step, which may also be a step over a recorded answer.
 
         Args:
-            width (`int`): Tokens that it verified.
-            accepted (`list[int]`): Proposals accepted in each row that was running.
-            clock (`float`): Seconds that steps have taken so far; those since the last call are booked on `current`,
-                the step that was launched last.
-            nodes (`list[list[int]]`): Where a tree was verified, the nodes accepted in each of these rows.
-            chains (`list[tuple[int, int]]`): Where a tree was verified, [`along_chain`] of each of these rows.
+            width (`int`): Number of tokens that the step verified.
+            accepted (`list[int]`): Number of accepted proposals in each running row.
+            clock (`float`): Seconds of all steps so far. The seconds since the last call are the cost of `current`,
+                the choice for the step that was launched last.
+            nodes (`list[list[int]]`): If a tree was verified, the accepted nodes in each of these rows.
+            chains (`list[tuple[int, int]]`): If a tree was verified, the result of [`along_chain`] for each of these
+                rows.
         """
         self._num_steps += 1
         self.costs.book(self.current, clock - self._clock)
         self._clock = clock
-        # A step without proposals shows what it costs and nothing about the draft.
+        # A step without proposals shows only its cost, and nothing about the draft.
         if width == 1 or not accepted:
             return
         choice = width
@@ -289,7 +298,7 @@ class WidthChooser:
         else:
             chains = []
             for num in accepted:
-                # The proposal behind the accepted ones was tried as well, where the block had one.
+                # The proposal after the accepted proposals was tried as well, if the block had one.
                 chains.append((num, min(num + 1, width - 1)))
             if self.is_tree:
                 choice = CHAIN
@@ -302,12 +311,12 @@ class WidthChooser:
             self._judge(choice, num_tokens / len(accepted))
 
     def _judge(self, tried: int, num_tokens: float) -> None:
-        """Decides from a try that gave so many tokens a row when the next one comes."""
+        """Chooses when the next try comes, after a try of choice `tried` that gave `num_tokens` tokens per row."""
         others = dict(self.costs.of_choices())
         plain = others.pop(1, None)
         if plain is None:
             return
-        # In the time of the verify, steps without a draft commit so many tokens.
+        # The quotient is the number of tokens that steps without a draft commit in the time of the verify.
         self._pays = self._of_slowest(num_tokens) > others[tried] / plain
         tokens = self._tokens(OPTIMISM)
         best = choose_width(tokens, others)
@@ -315,13 +324,13 @@ class WidthChooser:
         self._hold = max(min(self._hold, int(loss / TRYING)), FIRST_PAUSE)
 
     def verdict(self) -> str:
-        """Returns a sentence for the log if the run has shown that its draft does not pay, else an empty one."""
+        """Returns a sentence for the log if the run has shown that its draft does not pay, else an empty string."""
         others = dict(self.costs.of_choices())
         plain = others.pop(1, None)
         if self._num_drafted < ENOUGH_DRAFTED or plain is None or not others:
             return ""
         mean = self._num_tokens / self._num_verifies
-        # The time of its tokens one by one is more than that of the cheapest verify: the draft pays.
+        # The draft pays if its tokens, one by one, would take longer than the cheapest verify.
         if mean * plain > min(others.values()):
             return ""
         return (
@@ -333,9 +342,9 @@ class WidthChooser:
 # ---- between two runs
 
 
-# Rows, tokens verified at most, whether trees, and tokens of the chain beside them (0 for none).
+# Number of rows, maximum width, whether there are trees, and tokens of the chain beside them (0 for none).
 _Kind = tuple[int, int, bool, int]
-# Per draft and target, the choosers that no run has at the moment.
+# For each draft and target, the choosers that no run is using.
 _kept_choosers = weakref.WeakKeyDictionary[
     nn.Module, weakref.WeakKeyDictionary[nn.Module, dict[_Kind, WidthChooser]]
 ]()
@@ -349,9 +358,9 @@ def take_chooser(
     is_tree: bool = False,
     chain: int = 0,
 ) -> WidthChooser | None:
-    """Returns the chooser that a run of this pair, of as many rows and as wide verifies, has left, or `None`.
+    """Returns the chooser that an earlier run of this pair, with these rows and widths, has left, or `None`.
 
-    Answers may be a few steps long, and counts and times of one answer say much about the next.
+    Answers may be only a few steps long, and the counts and times of one answer say much about the next.
     """
     of_pair = _kept_choosers.get(draft, {}).get(target, {})
     chooser = of_pair.pop((rows, widest, is_tree, chain), None)
@@ -361,7 +370,7 @@ def take_chooser(
 
 
 def give_chooser(chooser: WidthChooser, draft: nn.Module, target: nn.Module, rows: int) -> None:
-    """Leaves a chooser for the next run."""
+    """Stores a chooser for the next run of the same kind."""
     of_draft = _kept_choosers.setdefault(draft, weakref.WeakKeyDictionary())
     kept = of_draft.setdefault(target, {})
     kept[rows, chooser.widths[0], chooser.is_tree, chooser.chain] = chooser
