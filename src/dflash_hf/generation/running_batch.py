@@ -1,8 +1,8 @@
-"""A batch that runs on while requests come and go ("continuous batching"), with a draft.
+"""This module runs a batch that requests join and leave while it decodes ("continuous batching"), with a draft.
 
-A new request is prefilled between two steps, a chunk at a time, and its row joins those that are running. Rows that
-have ended, or were cancelled, leave. The text of every row is what `generate` gives for its prompt alone. For captured
-steps there are places for rows in fixed buffers (`places.py`); for eager ones buffers grow with rows (`joining.py`).
+A new request is prefilled between two steps, one chunk at a time. Then its row joins the running rows. Rows that have
+ended or were cancelled leave. The text of every row is the text that `generate` gives for its prompt alone. Captured
+steps have fixed buffers with places for rows (`places.py`); eager steps have buffers that grow (`joining.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dflash_hf.undo import calling
 
 T = TypeVar("T")
 logger: Any = logging.get_logger(__name__)
-# Of steps that choose their tokens by themselves: nobody asks for these.
+# For steps that choose their tokens without the host. No row asks for the logits of such a step.
 NO_LOGITS = torch.empty(1, 0, 0, device="cpu")
 
 
@@ -100,7 +100,7 @@ class RunningBatch:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.prefill_chunk_size = prefill_chunk_size
-        # As they were when a prompt was last worked on: the user may change modules and hooks between requests.
+        # Noted when a prompt was last worked on, because the user may change modules and hooks between requests.
         self._target = find_target(model)
         self._draft_parts = Inventory.of(draft)
         self._next_id = 0
@@ -109,15 +109,15 @@ class RunningBatch:
         self._kept = KeptPrefixes(max_kept_bytes)
         self._waiting: deque[Row] = deque()
         self._prefilled: tuple[Row, Prefill] | None = None
-        self._running: dict[int, Row] = {}  # by their places among the run's rows
-        self._run: Run | None = None  # none while no row runs
-        # Places of fixed buffers for the rows that run or are prefilled, where their steps are to be captured; else 0.
+        self._running: dict[int, Row] = {}  # by the places of the rows in the run
+        self._run: Run | None = None  # None while no row runs
+        # Number of places in fixed buffers for running and prefilled rows, if steps are to be captured; else 0.
         self._num_places = 0
-        self._places: Places | None = None  # kept for the next rows while none runs
+        self._places: Places | None = None  # kept for the next rows while no row runs
 
     @property
     def num_running(self) -> int:
-        """Number of requests that have their first token and not their last one."""
+        """Number of requests that have their first token, but not their last."""
         return len(self._running)
 
     @property
@@ -169,7 +169,7 @@ class RunningBatch:
         Raises:
             ValueError: If the request is refused. Nothing has changed then.
         """
-        # Everything is refused before anything is kept: a request that is not there cannot fail later.
+        # Every refusal comes before the request is stored, so that a stored request cannot be refused later.
         row = prepare_row(
             self.model,
             self.draft,
@@ -188,7 +188,7 @@ class RunningBatch:
         return row.id
 
     def stats_of(self, id: int) -> RequestStats:
-        """Returns the statistics of a request that has not ended; they grow with it. Others raise `ValueError`."""
+        """Returns the statistics of a request that has not ended; they change with it. Else raises `ValueError`."""
         found = [row.stats for row in self._rows() if row.id == id]
         what = "the id of a request that has not ended"
         require(bool(found), what, id, "look into ended after the step that ends it")
@@ -202,7 +202,7 @@ class RunningBatch:
         return is_there
 
     def _leave_out(self, id: int) -> bool:
-        """Goes on without a request; returns False if there is none of this id."""
+        """Removes a request; returns False if no request has this id."""
         for row in self._waiting:
             if row.id == id:
                 self._waiting.remove(row)
@@ -213,7 +213,7 @@ class RunningBatch:
         for place, row in self._running.items():
             if row.id == id:
                 assert self._run is not None
-                # The row counts as ended, and leaves as one does that has come to its end.
+                # The row counts as ended, and leaves the batch like a row whose text has ended.
                 self._run.rows.reported.done[place] = 1
                 with no_gradients(self._target, runs_user_code=False):
                     self._drop_finished()
@@ -252,7 +252,7 @@ class RunningBatch:
         return self._answers.take()
 
     def _run_step(self) -> None:
-        """Takes waiting requests in and runs one step over all rows; calls back with what comes of it."""
+        """Takes in waiting requests, runs one step over all rows, and passes the new tokens to the callbacks."""
         try:
             if self._prefilled is not None or self._fits_next():
                 self._look_at_models()
@@ -262,11 +262,11 @@ class RunningBatch:
             if self._run is not None:
                 self._with_forwards(self._advance)
         finally:
-            # Also what came before an error: rows that go on would miss it.
+            # Tokens found before an error are passed on too, because rows that continue would otherwise miss them.
             self._answers.call_back()
 
     def _look_at_models(self) -> None:
-        """Has the batch, its run and a prefill that has begun know the models as they are now."""
+        """Updates the models that the batch, its run and a prefill know, because the user may have changed them."""
         self._target = find_target(self.model)
         self._draft_parts = Inventory.of(self.draft)
         if self._run is not None:
@@ -276,19 +276,19 @@ class RunningBatch:
             generator.request = self._as_now(generator.request)
 
     def _as_now(self, request: Request) -> Request:
-        """Returns a request over the models as they were looked at last."""
+        """Returns the same request with the models that were noted last."""
         return replace(request, target=self._target, draft_parts=self._draft_parts)
 
     def _with_forwards(self, work: Callable[[], None]) -> None:
-        """Calls `work`, in which forwards run; callbacks are called outside of it."""
+        """Calls `work`, in which forwards run. Callbacks of requests are called outside of it."""
         calls_user_code = any(row.calls_user_code for row in self._rows())
         runs_user_code = calls_user_code or not self._target.is_unmodified
         with (
             calling(),
             device_errors_explained(),
-            # Compiled parts run as they were before torch.compile: they call no hooks.
+            # A compiled part runs its original code, because compiled code calls no hooks.
             eagerly(self._target.parts, self._draft_parts),
-            # Before the fast forms, which have no gradients and ask for them.
+            # Gradients are off before fast layers are chosen, because fast layers have no gradients.
             no_gradients(self._target, runs_user_code),
             fast_whole_run(self._target),
         ):
@@ -297,7 +297,7 @@ class RunningBatch:
     # ---- requests that wait
 
     def _take_in(self) -> None:
-        """Prefills requests in the order in which they came, at most a chunk of tokens together."""
+        """Prefills requests in the order in which they came, with at most one chunk of tokens altogether."""
         num_left = self.prefill_chunk_size
         while num_left > 0:
             if self._prefilled is None:
@@ -306,7 +306,7 @@ class RunningBatch:
                 self._begin(self._waiting.popleft())
                 continue
             row, begun = self._prefilled
-            # An error ends this request, and the others go on.
+            # An error in this prefill ends only this request.
             self._prefilled = None
             filling = begun.filling
             num_seen = filling.seen
@@ -323,20 +323,20 @@ class RunningBatch:
                 self._prefilled = (row, begun)
 
     def _fits_next(self) -> bool:
-        """Returns True if there is a next request, and room for it beside the rows that run."""
+        """Returns True if a request waits, and if it fits beside the running rows."""
         if not self._waiting or len(self._running) >= self.max_rows:
             return False
         if self.max_tokens is None or not self._running:
             return True
-        # Buffers are as long for every row as for the longest.
+        # In the buffers, every row is as long as the longest row.
         lengths = [row.length for row in (*self._running.values(), self._waiting[0])]
         return len(lengths) * max(lengths) <= self.max_tokens
 
     def _begin(self, row: Row) -> None:
-        """Begins a prefill; what has no room in memory, or is refused only now, ends the request."""
-        # Errors of its processors are noted, as beside other rows.
+        """Begins a prefill. If there is no memory, or if the request is refused only now, the request ends."""
+        # Errors of the request's processors are stored, as they are beside other rows.
         own = RowProcessors([row.request.processors], [row.seed is not None])
-        # The models may have changed while it waited.
+        # The models may have changed while the request waited.
         request = replace(self._as_now(row.request), processors=own)
         self._kept.look_at(self._target, is_alone=self._run is None)
         row.state = self._kept.state
@@ -354,11 +354,11 @@ class RunningBatch:
         try:
             begun = self._with_room(begin)
             try:
-                # Tokens of an earlier text need not go through the target again.
+                # The target need not compute the tokens of an earlier text again.
                 row.stats.num_kept_tokens = self._kept.go_on(begun, row.images)
                 row.num_to_share = self._kept.num_to_share(begun, row.images)
             except torch.OutOfMemoryError:
-                # A part of the text may have been taken: the prefill begins anew, with the memory of the kept texts.
+                # A part of the kept text may have been copied. So the prefill begins again, without kept texts.
                 self._kept.drop_all()
                 begun = self._with_room(begin)
         except ValueError as error:
@@ -368,7 +368,7 @@ class RunningBatch:
         self._prefilled = (row, begun)
 
     def _join(self, row: Row, begun: Prefill) -> None:
-        """Makes a run of a prefill that has seen its prompt, reports its first token, and adds it to the batch."""
+        """Turns a prefill that is done into a run, reports its first token, and adds its row to the batch."""
         try:
             run = self._with_room(begun.finish)
             # A verify has one set of further inputs for all rows.
@@ -383,13 +383,13 @@ class RunningBatch:
             return
         first = int(run.state.anchor[0])
         row.note_logprobs(begun.filling.last_logits, [first])
-        # The pixels of images are of no more use.
+        # The pixels of images are not needed any more.
         row.inputs = {}
-        # Others may come with the same system prompt before this one ends.
+        # The next requests may begin with the same system prompt, before this request ends.
         self._kept.keep(run, 0, run.state.ids[0].tolist(), row.images)
         row.stats.first_token_seconds = time.perf_counter() - row.added
         is_last = bool(run.rows.reported.done[0])
-        # An answer of one token joins nothing.
+        # A row whose answer has only one token does not join.
         if not is_last:
             try:
                 self._add_run(row, run)
@@ -404,17 +404,17 @@ class RunningBatch:
             if self._run is None:
                 self._choose_buffers(row, run)
             place = self._put(row, run)
-        # A row that has no room is refused before the batch is changed.
+        # If there is no room for a row, it is refused before the batch changes.
         except ValueError:
             raise
         except BaseException:
-            # The row may be there in a part of the batch.
+            # The row may have been added to some parts of the batch, but not to others.
             self._end_all()
             raise
         self._running[place] = row
 
     def _put(self, row: Row, run: Run) -> int:
-        """Puts a run of one row beside the rows that run; returns its place."""
+        """Puts the row of a run beside the running rows; returns its place."""
         if self._run is None and self._places is None:
             begin_batch(run, row.settings)
             self._run = run
@@ -429,14 +429,14 @@ class RunningBatch:
         return len(self._running)
 
     def _choose_buffers(self, row: Row, run: Run) -> None:
-        """Sets the places for a batch that begins with a run of one row; none where its steps are eager."""
+        """Sets the places of a batch that begins with the row of `run`; no places if its steps are eager."""
         if self._places is not None and self._places.fits(run, self._num_places):
             self._places.begin(run)
-            # Without memory for such rows at all places the batch can still be an eager one.
+            # If there is no memory for such rows at all places, the batch can still be eager.
             with suppress(OutOfRoomError):
                 self._places.make_room_for(run, row.settings)
                 return
-        # The memory of the old ones may be what the new ones need.
+        # The old places are freed first, because the new places may need their memory.
         self._places = None
         if not self._num_places:
             return
@@ -446,7 +446,7 @@ class RunningBatch:
             logger.warning_once(EAGER.format(reason=one_line(error)))
 
     def _with_room(self, make: Callable[[], T]) -> T:
-        """Returns what `make` makes: where that has no room, with the memory of places that no row uses."""
+        """Returns the result of `make`. If it has no room, frees places that no row uses, and tries again."""
         try:
             return make()
         except OutOfRoomError:
@@ -458,35 +458,35 @@ class RunningBatch:
     # ---- rows that run
 
     def _advance(self) -> None:
-        """Runs one step over all rows, and goes on without those that have ended."""
+        """Runs one step over all rows, and drops the rows that have ended."""
         self._make_room()
         run = self._run
         if run is None:
             return
         stats = run.stats
-        # Of the rows that are there now: a batch that never ends keeps no counts of every step.
+        # The statistics are only of the present rows, so that they do not grow with the number of steps.
         stats.verify_widths.clear()
         stats.start_run(len(run.rows.numbers), stats.num_proposed, stats.proposal)
-        # Neither the time between steps nor that of prefills is a step's.
+        # The time between steps and the time of prefills do not count for the step.
         run.watch.last = time.perf_counter()
         try:
             captured = self._captured_step()
             if captured is None:
                 logits, committed = step(run)
-                # In the order of the path where trees are verified.
+                # For a tree, these tokens are in the order of the accepted path.
                 tokens = run.state.tokens.tolist()
             else:
                 committed, tokens = run_captured(captured)
                 logits = NO_LOGITS.expand(len(tokens), -1, -1)
             self._report_step(run, logits, committed, tokens)
         except BaseException:
-            # A step that was cut short may have moved some rows on.
+            # An interrupted step may have advanced some rows.
             self._end_all()
             raise
         self._drop_finished()
 
     def _captured_step(self) -> StaticStep | None:
-        """Returns the captured step over the rows that run; `None` where the step is to be eager."""
+        """Returns the captured step over the running rows; `None` if the step has to be eager."""
         if self._places is None:
             return None
         for row in self._running.values():
@@ -498,7 +498,7 @@ class RunningBatch:
         return self._places.captured()
 
     def _make_room(self) -> None:
-        """Lets the caches grow where the next step could need it; ends the longest row while there is no memory."""
+        """Grows the caches for the next step if necessary. While there is no memory, ends the longest row."""
         while self._run is not None:
             lengths = self._run.rows.reported.lengths
             try:
@@ -507,54 +507,54 @@ class RunningBatch:
                 else:
                     self._places.make_room()
                 return
-            # No row has changed then.
+            # After this error, no row has changed.
             except OutOfRoomError as error:
-                # Kept texts are copies, and the rows can do without them.
+                # Rows do not need the kept texts, so these are dropped first.
                 if self._kept.drop_all():
                     continue
-                # The other rows need less.
+                # The other rows need less memory.
                 longest = lengths.index(max(lengths))
                 self._answers.break_off(self._running[longest], error)
                 self._run.rows.reported.done[longest] = 1
                 self._drop_finished()
             except BaseException:
-                # Some buffers may have grown, and others not.
+                # Some buffers may have grown, but not others.
                 self._end_all()
                 raise
 
     def _report_step(
         self, run: Run, logits: Tensor, committed: list[int], tokens: list[list[int]]
     ) -> None:
-        """Reports what a step has brought every row.
+        """Reports the new tokens of every row after a step.
 
         Args:
             run (`Run`): The run.
-            logits (`torch.Tensor` of shape `[B, W, V]`): The target's; `[B, 0, 0]` where no row asks for them.
-            committed (`list[int]`): Tokens of each row.
-            tokens (`list[list[int]]`): The chosen tokens of each row, the committed ones first.
+            logits (`torch.Tensor` of shape `[B, W, V]`): The target's logits; `[B, 0, 0]` if no row asks for them.
+            committed (`list[int]`): Number of committed tokens of each row.
+            tokens (`list[list[int]]`): The chosen tokens of each row, the committed tokens first.
         """
         failed = failed_of(run)
         if run.state.is_tree and any(row.num_logprobs >= 0 for row in self._running.values()):
             logits = run.state.along_path(logits)
         for place, row in self._running.items():
             if place in failed:
-                # Its tokens were chosen without its processors.
+                # The tokens of this row were chosen without its processors.
                 self._answers.break_off(row, failed[place])
                 run.rows.reported.done[place] = 1
                 continue
             row.stats.proposed.append(run.state.width - 1)
-            # Proposals behind the end of a text were accepted, and are no part of it.
+            # Proposals after the end of a text count as accepted in the report, but they are not part of the text.
             row.stats.accepted.append(min(run.rows.reported.accepted[place], committed[place]))
             new = tokens[place][: committed[place]]
             row.note_logprobs(logits[place], new)
             is_last = bool(run.rows.reported.done[place])
-            # Kept before the row leaves: another one goes to its place. Not where the target has changed meanwhile.
+            # Kept before the row leaves, because another row moves to its place. Not kept if the target has changed.
             if is_last and row.state is self._kept.state:
                 self._kept.keep(run, place, run.state.ids[place].tolist(), row.images)
             self._answers.add(row, new, is_last)
 
     def _drop_finished(self) -> None:
-        """Goes on without the rows that have ended."""
+        """Drops the rows that have ended."""
         run = self._run
         assert run is not None
         done = run.rows.reported.done
@@ -564,12 +564,12 @@ class RunningBatch:
         try:
             self._let_go(run, ended)
         except BaseException:
-            # Rows may have left a part of the batch.
+            # The rows may have left some parts of the batch, but not others.
             self._end_all()
             raise
 
     def _let_go(self, run: Run, ended: list[int]) -> None:
-        """Goes on without the rows at these places, which have ended."""
+        """Removes the rows at these places, which have ended."""
         if self._places is not None:
             self._places.free(ended)
         elif run.finished:
@@ -584,12 +584,12 @@ class RunningBatch:
             self._run = None
 
     def _end_all(self) -> None:
-        """Lets go of everything that runs."""
+        """Removes all running rows and their buffers."""
         if self._run is not None:
             keep_chooser(self._run)
         self._run = None
         self._running = {}
-        # Steps may have left them half-written.
+        # An interrupted step may have left the buffers half-written.
         self._places = None
 
     def _rows(self) -> list[Row]:
