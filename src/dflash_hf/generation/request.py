@@ -1,4 +1,4 @@
-"""What one call asks for, as Transformers has prepared it."""
+"""This module defines `Request`: the inputs and settings of one call, as Transformers has prepared them."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.fast_layers import in_whole_run
 from dflash_hf.target_model.parts import Target
 
-# Criteria that the commit itself decides.
+# Criteria that the commit itself applies.
 LENGTH_AND_END = (EosTokenCriteria, MaxLengthCriteria)
-# Whose processors, criteria and streamers change no weights.
+# Packages whose processors, criteria and streamers change no weights.
 OWN_PACKAGES = {"transformers", "dflash_hf"}
-# These are Transformers', and call a function of the user's, or criteria of any kind.
+# Classes of Transformers that call a function of the user, or criteria of any class.
 CALLING_OTHERS = {PrefixConstrainedLogitsProcessor, StoppingCriteriaList}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked for.
+    """The inputs and settings of one call.
 
-    No step changes it. A run gets another one where the models are looked at anew (`run.look_at_models`, and
-    `RunningBatch` for a prefill that has begun), and where rows join or leave a running batch (`joining.go_by`).
+    No step changes it. A run gets another `Request` when its models are looked up again (`run.look_at_models`, and
+    `RunningBatch` for a prefill that has begun), and when rows join or leave a running batch (`joining.go_by`).
     """
 
     target: Target
     draft: DFlashDraftModel
     draft_parts: Inventory  # the modules of the draft
     ranks: Ranks
-    streamer: BaseStreamer | None  # gets every accepted run; `generate` puts the prompt
-    cache: Cache | None  # that the caller passed
+    streamer: BaseStreamer | None  # gets the accepted tokens; `generate` gives it the prompt
+    cache: Cache | None  # the cache that the caller has passed
     started: float  # `time.perf_counter()` at the user's call
     input_ids: torch.LongTensor  # [B, S], left-padded, on the target's device
-    given_on: torch.device  # where they were
+    given_on: torch.device  # the device on which the caller has passed them
     processors: BlockProcessors
     criteria: StoppingCriteriaList
     config: GenerationConfig
 
     @property
     def own_criteria(self) -> list[StoppingCriteria]:
-        """Criteria besides length and end of sequence."""
+        """The stopping criteria without those for length and end of sequence."""
         return [criterion for criterion in self.criteria if type(criterion) not in LENGTH_AND_END]
 
     @property
@@ -74,23 +74,23 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether code that is neither torch's, Transformers' nor this package's runs in a forward or between two."""
-        # A whole run has looked at the target's modules at its beginning.
+        # In a whole run, the target's modules were already tested at its beginning.
         return self.calls_user_code or not (in_whole_run(self.target) or self.target.is_unmodified)
 
     @property
     def calls_out(self) -> bool:
-        """Whether something that runs between two forwards may want to use the target itself.
+        """Whether code that runs between two forwards may use the target itself.
 
-        Code of the user's may, and guidance does. What else Transformers makes of settings looks at tokens and scores.
+        The user's code may use it, and guidance does. All other code of Transformers sees only tokens and scores.
         """
         kinds = set(map(type, self.processors.processors))
         return self.calls_user_code or UnbatchedClassifierFreeGuidanceLogitsProcessor in kinds
 
 
 def _has_replaced_method(called: object) -> bool:
-    """Returns True if a function was set on an object in the place of a method of its class."""
+    """Returns True if a method of an object was replaced by a function on the object itself."""
     kind = type(called)
     own = getattr(called, "__dict__", {})
-    # Only this package calls it: no class of Transformers has one to be replaced.
+    # Only this package calls `put_tree`. No class of Transformers has this method.
     has_own_tree = "put_tree" in own
     return has_own_tree or any(callable(getattr(kind, name, None)) for name in own)

@@ -1,4 +1,4 @@
-"""What a running batch tells of its requests: new tokens with each step, and how each one went."""
+"""This module defines what a running batch reports of its requests: the new tokens of a step, and statistics."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class NewTokens(NamedTuple):
     """The new tokens that one step gave to one request.
 
     Args:
-        id (`int`): The request.
-        token_ids (`list[int]`): Its new tokens; may be empty if an error has ended it.
+        id (`int`): The id of the request.
+        token_ids (`list[int]`): Its new tokens. The list may be empty if an error has ended the request.
         finished (`str`, *optional*): `"stop"` at an end token, `"length"` at the limit, `"error"` if the request
-            cannot continue, `None` while it continues.
+            cannot continue, and `None` while it continues.
     """
 
     id: int
@@ -30,18 +30,19 @@ class RequestStats:
     """Statistics of one request.
 
     Args:
-        num_prompt_tokens (`int`): Tokens of the prompt.
-        num_kept_tokens (`int`): Tokens of the prompt that were kept from another text. They did not go through the
-            target again.
-        num_new_tokens (`int`): Tokens of the answer, an end token included.
-        proposed (`list[int]`): Proposals of each verify of this row. In a tree, these are all nodes but the anchor.
-        accepted (`list[int]`): Proposals of each verify that became part of the text.
+        num_prompt_tokens (`int`): Number of tokens of the prompt.
+        num_kept_tokens (`int`): Number of tokens of the prompt that were kept from another text. The target did not
+            compute them again.
+        num_new_tokens (`int`): Number of tokens of the answer, an end token included.
+        proposed (`list[int]`): Number of proposals of each verify of this row. In a tree, these are all nodes except
+            the anchor.
+        accepted (`list[int]`): Number of proposals of each verify that became part of the text.
         logprobs (`list[TokenLogprob]`): Log-probabilities of each new token, if the request asks for them.
-        first_token_seconds (`float`): From `add` to the first token.
-        seconds (`float`): From `add` to the last token.
-        error (`str`): The reason if it ended with `"error"`.
-        exception (`Exception`, *optional*): The exception that ended it. `None` if the request could not begin;
-            `generate` may still answer it alone.
+        first_token_seconds (`float`): Seconds from `add` to the first token.
+        seconds (`float`): Seconds from `add` to the last token.
+        error (`str`): The reason if the request ended with `"error"`.
+        exception (`Exception`, *optional*): The exception that ended the request. `None` if the request could not
+            begin; `generate` may still answer it alone.
     """
 
     num_prompt_tokens: int = 0
@@ -57,22 +58,22 @@ class RequestStats:
 
     @property
     def num_verifies(self) -> int:
-        """Verifies of the row."""
+        """Number of verifies of the row."""
         return len(self.proposed)
 
     @property
     def num_proposed(self) -> int:
-        """Proposals that were verified."""
+        """Number of proposals that were verified."""
         return sum(self.proposed)
 
     @property
     def num_accepted(self) -> int:
-        """Proposals that are part of the text."""
+        """Number of proposals that are part of the text."""
         return sum(self.accepted)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens committed per verify, the bonus included; 0 if nothing was verified."""
+        """Mean number of tokens committed per verify, the bonus token included; 0 if nothing was verified."""
         if not self.num_verifies:
             return 0.0
         return (self.num_new_tokens - 1) / self.num_verifies

@@ -1,4 +1,4 @@
-"""What the steps of a running batch bring to its requests, on its way to callbacks and to the caller of a step."""
+"""This module passes new tokens and ends of requests from the steps of a running batch to callbacks and the caller."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from dflash_hf.generation.row_requests import Row
 
 
 class Answers:
-    """New tokens and ends of requests, each told once and returned once."""
+    """New tokens and ends of requests. Each is passed to a callback once, and returned once."""
 
     def __init__(self) -> None:
-        # Statistics of the requests whose ends the next return has, by id.
+        # Statistics, by id, of the requests whose ends the next return contains.
         self.ended: dict[int, RequestStats] = {}
         self._found: list[tuple[Row, NewTokens]] = []  # not returned yet
-        self._num_told = 0  # of those, with which requests have been called back
+        self._num_told = 0  # how many of them were passed to callbacks
 
     def begin(self) -> None:
-        """Begins a step; what one before it has left behind an error is returned with what this one finds."""
+        """Begins a step. Entries that an error has left from the step before are returned with the new ones."""
         self.ended = {row.id: row.stats for row, new in self._found if new.finished is not None}
 
     def take(self) -> list[NewTokens]:
-        """Returns what was found, in the order in which it came."""
+        """Returns the entries in the order in which they were added, and removes them."""
         found = [new for _, new in self._found]
         self._found = []
         self._num_told = 0
         return found
 
     def drop(self, id: int) -> None:
-        """Forgets what was found of a request and was not returned, between two steps."""
+        """Removes the entries of a request that were not returned; to be called between two steps."""
         self._found = [(row, new) for row, new in self._found if row.id != id]
-        # All of it was told when the step ended.
+        # When the step ended, all entries had been passed to callbacks.
         self._num_told = len(self._found)
 
     def add(self, row: Row, token_ids: list[int], is_last: bool) -> None:
@@ -42,7 +42,7 @@ class Answers:
             self._found.append((row, NewTokens(row.id, token_ids, None)))
             return
         finished: Finished = "length"
-        # Also where the last token that was allowed is an end token.
+        # This also applies if the last token within the limit is an end token.
         if token_ids[-1] in row.end_ids:
             finished = "stop"
         self._end(row, NewTokens(row.id, token_ids, finished))
@@ -53,9 +53,9 @@ class Answers:
         self._end(row, NewTokens(row.id, [], "error"))
 
     def break_off(self, row: Row, error: Exception) -> None:
-        """Ends a request by an error of its own."""
+        """Ends a request because of an error that concerns only this request."""
         row.stats.error = one_line(error)
-        # A sentence says all; the message of another error says little without its kind.
+        # The message of a `ValueError` is a full sentence. Other messages say little without the class of the error.
         if not isinstance(error, ValueError):
             row.stats.error = f"{type(error).__name__}: {row.stats.error}"
         row.stats.exception = error
@@ -68,11 +68,11 @@ class Answers:
         self._found.append((row, new))
 
     def call_back(self) -> None:
-        """Hands each request what is new to it; raises the first error of a callback once all have been called."""
+        """Passes new entries to the callbacks; after all calls, raises the first error of a callback."""
         errors: list[Exception] = []
         while self._num_told < len(self._found):
             row, new = self._found[self._num_told]
-            # Counted before the call: what an interrupt cuts short is not told twice.
+            # Counted before the call, so that an interrupted entry is not passed twice.
             self._num_told += 1
             if row.on_tokens is None:
                 continue

@@ -1,6 +1,6 @@
-"""Rows of like length, which go through the target together: less padding is computed.
+"""This module computes rows of similar length together in the prefill, so that less padding is computed.
 
-A batch is padded to its longest prompt, and the target computes the padding like tokens.
+A batch is padded to its longest prompt, and the target computes the padding like other tokens.
 
 Shapes: `B` rows, `T` columns, `G` heads, `E` head size.
 """
@@ -17,30 +17,31 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.prefilled import shapes_of, stored_columns
 from dflash_hf.generation.request import Request
 
-# Padding that a further forward must spare. By itself it costs as much as 17 to 21 tokens (docs/log.md); the rest is
-# for targets whose forwards cost more, as those with experts.
+# Number of padding tokens that an additional forward must save. A forward itself costs as much as 17 to 21 tokens
+# (docs/log.md). The number is larger because of targets whose forwards cost more, such as targets with experts.
 TOKENS_OF_A_FORWARD = 256
-# Inputs of a prefill that are the same for each row.
+# Inputs of a prefill that are the same for all rows.
 OF_ALL_ROWS = {CACHE_NAME, "logits_to_keep", "return_dict", "use_cache"}
 # Inputs with a value for each column of each row.
 OF_COLUMNS = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"}
 
 
 class RowGroup(NamedTuple):
-    """Rows of a batch that are computed together, over its last columns."""
+    """Rows of a batch that are computed together, over the last columns of the batch."""
 
     rows: list[int]
-    num_columns: int  # as many as its longest row has
+    num_columns: int  # number of columns of its longest row
 
     def cut(self, value: Tensor) -> Tensor:
-        """Returns the part `[n, num_columns]` of a value of all rows and columns `[B, T]`."""
+        """Returns the part `[n, num_columns]` of a tensor of all rows and columns `[B, T]`."""
         return value[self.rows, -self.num_columns :]
 
 
 def takes_groups(request: Request, inputs: Mapping[str, Any]) -> bool:
-    """Returns True if rows of a prefill may be computed apart, and come out as they do together.
+    """Returns True if the rows of a prefill may be computed in groups, with the same results as together.
 
-    `inputs` are the keywords for the target's prefill. On a GPU a forward has another price, which is not measured.
+    `inputs` are the keywords for the target's prefill. Groups are only for CPUs. On a GPU, a forward has another cost,
+    which was not measured.
     """
     target = request.target
     is_plain = (
@@ -48,25 +49,25 @@ def takes_groups(request: Request, inputs: Mapping[str, Any]) -> bool:
         and request.ranks.is_alone
         and request.config.prefill_chunk_size is None
         and not target.recurrences
-        # Code of the user's may count the forwards, or look at all rows.
+        # The user's code may count the forwards, or look at all rows.
         and not request.runs_user_code
         and not request.draft_parts.altered
-        # The longest row decides the frequencies of all.
+        # With such a RoPE, the longest row determines the frequencies of all rows.
         and not target.facts.ropes
     )
     if not is_plain:
         return False
     given = {name for name, value in inputs.items() if value is not None}
     columns = given & OF_COLUMNS
-    # Without positions a target counts the columns.
+    # Without positions, a target counts the columns itself.
     is_known = "position_ids" in columns and given <= OF_ALL_ROWS | OF_COLUMNS
     return is_known and all(inputs[name].shape == request.input_ids.shape for name in columns)
 
 
 def groups_of(num_columns: Sequence[int]) -> list[RowGroup]:
-    """Returns groups of rows of which each has so many columns from its first token on, the longest rows first.
+    """Returns groups of rows, the longest rows first. `num_columns` are each row's columns from its first token on.
 
-    A group ends where the padding that all later rows are spared costs more than a further forward.
+    A group ends if the padding that this saves for all later rows costs more than an additional forward.
     """
     longest_first = sorted(range(len(num_columns)), key=lambda row: -num_columns[row])
     groups: list[RowGroup] = []
@@ -92,13 +93,13 @@ def merged(
     """Returns the cache of all rows, left-padded with zeros, and empties the caches of the groups layer by layer.
 
     Args:
-        parts (sequence of `Cache`): What the target has filled, one cache a group.
-        groups (sequence of `RowGroup`): Their rows.
-        num_columns (`int`): Columns of all rows, `T`.
-        config (`PreTrainedConfig`): The target's.
+        parts (sequence of `Cache`): The caches that the target has filled, one for each group.
+        groups (sequence of `RowGroup`): The groups of rows.
+        num_columns (`int`): Number of columns of all rows, `T`.
+        config (`PreTrainedConfig`): The target's config.
 
     Raises:
-        ValueError: If a layer has not kept keys and values of all its group's columns.
+        ValueError: If a layer does not hold the keys and values of all columns of its group.
     """
     for part, group in zip(parts, groups, strict=True):
         shapes_of(part, {}, group.num_columns)
@@ -115,12 +116,12 @@ def merged(
 
 
 def _padded(states: Sequence[Tensor], groups: Sequence[RowGroup], num_columns: int) -> Tensor:
-    """Returns keys or values `[B, G, T, E]` of all rows, made of those of each group, with zeros on the left."""
+    """Returns keys or values `[B, G, T, E]` of all rows, from those of each group, with zeros on the left."""
     num_rows = sum(len(group.rows) for group in groups)
     _, num_heads, _, size = states[0].shape
     padded = states[0].new_zeros(num_rows, num_heads, num_columns, size)
     for group, part in zip(groups, states, strict=True):
-        # A layer with a window has kept its newest columns alone, and keeps those again.
+        # A layer with a window holds only its newest columns, and will keep only these again.
         first = num_columns - part.shape[2]
         padded[group.rows, :, first:] = part
     return padded

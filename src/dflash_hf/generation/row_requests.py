@@ -1,4 +1,4 @@
-"""A request for a running batch: what it may be, and what Transformers makes of it before its prefill."""
+"""This module checks a request for a running batch, and lets Transformers prepare it before its prefill."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dflash_hf.generation.sampling import new_seed
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 
-# What a running batch says by itself, or what cannot be one row's.
+# Arguments that a running batch sets itself, or that cannot be set for one row.
 NOT_SETTINGS = (
     "inputs",
     "input_ids",
@@ -45,9 +45,9 @@ NOT_SETTINGS = (
     "return_dict_in_generate",
     CACHE_NAME,
 )
-# What `generate` returns beside ids; a running batch returns tokens alone.
+# Additional outputs of `generate`. A running batch returns only tokens.
 OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-# Families (`config.model_type`) whose texts about images were compared, row by row, with those of each prompt alone.
+# Families (`config.model_type`) whose texts about images were compared, row by row, with the texts of single prompts.
 IMAGE_ROWS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 OF_IMAGES = {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
 OF_PROMPTS = PER_TOKEN | IMAGE_SIZES | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
@@ -55,35 +55,35 @@ OF_PROMPTS = PER_TOKEN | IMAGE_SIZES | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PRE
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """A request that waits, is prefilled, or runs."""
+    """A request that waits, is in its prefill, or runs."""
 
     request: Request
     inputs: dict[
         str, Any
     ]  # keywords for the target's prefill, as `generate` prepared them; empty behind it
     images: PromptImages
-    seed: Tensor | None  # [], int64: of the sampling noise; greedy requests have none
-    length: int  # tokens of prompt and answer, at most
-    calls_user_code: bool  # the request's, which is asked for in every step
-    num_logprobs: int  # of the most likely tokens at each place; -1 for none at all
+    seed: Tensor | None  # [], int64: seed of the sampling noise; None in greedy requests
+    length: int  # maximum number of tokens of prompt and answer
+    calls_user_code: bool  # the request's property, kept because every step needs it
+    num_logprobs: int  # number of most likely tokens to report; -1 for no log-probabilities
     on_tokens: Callable[[NewTokens], None] | None
     id: int = 0  # set by the batch
     end_ids: list[int] = field(default_factory=list[int])  # known once its prefill has begun
-    # First tokens of its prompt behind which its prefill stops, to keep them for others; mostly none.
+    # Number of first tokens of the prompt to keep for other requests. The prefill stops after them. Usually 0.
     num_to_share: int = 0
-    # What the target was when its prefill began, where texts are kept.
+    # The state of the target when the prefill began, if texts are kept.
     state: ModelState | None = None
     added: float = field(default_factory=time.perf_counter)
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property
     def settings(self) -> RowSettings:
-        """What is said of this row alone."""
+        """The settings that apply only to this row."""
         return RowSettings(self.request.processors, self.end_ids, self.seed, self.length)
 
     @property
     def needs_host(self) -> str:
-        """What of the row no captured step can have, because it needs the host or the row's length, or nothing."""
+        """The reason why no captured step can have this row, or an empty string if one can."""
         if self.num_logprobs >= 0:
             return "log-probabilities"
         return why_not_baked(self.request.processors)
@@ -107,9 +107,9 @@ def prepare_row(
     num_logprobs: int,
     settings: dict[str, Any],
 ) -> Row:
-    """Checks a request and has Transformers prepare it; nothing runs.
+    """Checks a request and lets Transformers prepare it; no forward runs.
 
-    Arguments and errors as of `RunningBatch.add`; `max_tokens` are those that the batch's caches hold, at most.
+    Arguments and errors are those of `RunningBatch.add`. `max_tokens` is the maximum number of tokens in the caches.
     """
     ids = _checked_ids(model, input_ids)
     require(is_count(max_new_tokens), "max_new_tokens of at least 1", max_new_tokens, "correct it")
@@ -126,7 +126,7 @@ def prepare_row(
     _check_length(model, length, max_tokens)
     refused = [name for name in NOT_SETTINGS if is_given(settings, name)]
     require(not refused, "settings of one row", refused, "leave them out")
-    # A keyword counts before a config of the caller's; the model's own config is not asked.
+    # A keyword takes precedence over the caller's config. The model's own config does not count here.
     config = settings.get("generation_config")
     names = (*OUTPUTS, "return_dict_in_generate")
     outputs = [name for name in names if settings.get(name, getattr(config, name, None))]
@@ -138,31 +138,31 @@ def prepare_row(
         if is_given(arguments, name):
             arguments[name] = arguments[name].to(ids.device)
     if stop_ids:
-        # Setting end tokens replaces the target's own, and these are to be added.
+        # A setting of end tokens replaces the target's own end tokens, but these are to be added to them.
         own: Any = Settings(model, arguments)["eos_token_id"]
         arguments["eos_token_id"] = [*_as_list(own), *stop_ids]
     arguments |= {
         "input_ids": ids,
-        # Given, because `generate` would take a pad token in a prompt for padding.
+        # The mask is passed because `generate` would otherwise take a pad token in the prompt for padding.
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": max_new_tokens,
         "return_dict_in_generate": False,
-        # The model's own config may ask for them.
+        # The model's own config may ask for these outputs.
         **dict.fromkeys(OUTPUTS, False),
     }
     generate = functools.partial(_generate_without_pixels, cast(Any, model).generate)
-    # Transformers prepares processors, limits and positions as for `generate`; nothing runs yet.
+    # Transformers prepares processors, limits and positions as for `generate`. No forward runs yet.
     with _kept_rope_deltas(model):
         request, inputs = answer_with(_prepared, generate, model, draft, arguments)
     _check_joins(request)
     device = request.input_ids.device
-    # Images are encoded with the chunk that has their tokens, and not before the request has its turn.
+    # Images are encoded with the chunk that contains their tokens, and not before the request's prefill.
     inputs.pop("mm_encoder_outputs", None)
     for name in ("pixel_values", "image_grid_thw"):
         if is_given(arguments, name):
             inputs[name] = arguments[name]
     noise: Tensor | None = None
-    # Drawn now, so that seeds follow the order of requests and not that of their prefills.
+    # The seed is drawn now, so that seeds follow the order of requests and not the order of prefills.
     if request.config.do_sample:
         noise = _seed_of(seed, device)
     row = Row(
@@ -185,7 +185,7 @@ def is_count(value: object) -> bool:
 
 
 def _checked_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
-    """Returns a prompt as `[1, n]` int64 on the target's device."""
+    """Returns a prompt as `[1, n]` int64 on the target's device; refuses anything else with a `ValueError`."""
     what = "input_ids of one prompt, [n] or [1, n] whole numbers with n of at least 1"
     ids = _as_numbers(input_ids, what, "pass the ids that the tokenizer makes of one prompt")
     if ids.dim() == 1:
@@ -193,7 +193,7 @@ def _checked_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> T
     is_row = ids.dim() == 2 and ids.shape[0] == 1 and ids.numel() > 0
     require(is_row and _are_whole(ids), what, f"{ids.dtype} {list(ids.shape)}", "pass one prompt")
     low, high = map(int, ids.aminmax())
-    # An embedding on a GPU reports an id out of range by failing for good.
+    # An id that is out of range causes a permanent error on a GPU, so the ids are tested here.
     num = find_target(model).vocab_size
     is_known = low >= 0 and high < num
     require(is_known, f"token ids from 0 to {num - 1}", f"{low} to {high}", "correct them")
@@ -201,19 +201,19 @@ def _checked_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> T
 
 
 def _checked_stops(stop_token_ids: Tensor | Sequence[int] | None) -> list[int]:
-    """Returns further end tokens, given as one, several or none, as a list."""
+    """Returns additional end tokens as a list. They may be given as one number, as several or as None."""
     if stop_token_ids is None:
         return []
     what = "stop_token_ids as whole numbers"
     ids = _as_numbers(stop_token_ids, what, "correct them").reshape(-1)
-    # An empty list is one of floating-point numbers to torch.
+    # Torch makes an empty list a tensor of floating-point numbers.
     is_fine = not len(ids) or _are_whole(ids)
     require(is_fine, what, stop_token_ids, "correct them")
     return ids.tolist()
 
 
 def _as_numbers(value: Any, what: str, do: str) -> Tensor:
-    """Returns numbers as a tensor on the host; refuses what are none, as `require` does."""
+    """Returns numbers as a tensor on the host; raises a `ValueError` for other values, as `require` does."""
     try:
         return torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, KeyError, RuntimeError):
@@ -221,13 +221,13 @@ def _as_numbers(value: Any, what: str, do: str) -> Tensor:
 
 
 def _are_whole(ids: Tensor) -> bool:
-    """Returns True for a tensor of whole numbers."""
+    """Returns True for a tensor of integers."""
     return not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
 
 
 def _check_length(model: PreTrainedModel, length: int, max_tokens: int | None) -> None:
-    """Refuses a request that has no room even alone, or more tokens than the target has positions."""
-    # Said now and not in the prefill, where the request would have waited for nothing.
+    """Refuses a request that does not fit even alone, or that has more tokens than the target has positions."""
+    # Refused now and not in the prefill, because the request would otherwise wait in vain.
     limits = [max_tokens, find_target(model).facts.num_positions]
     for limit in limits:
         fits = limit is None or length <= limit
@@ -236,11 +236,11 @@ def _check_length(model: PreTrainedModel, length: int, max_tokens: int | None) -
 
 
 def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any]) -> None:
-    """Refuses images that cannot be a row's: of an untried family, or without what tells where they stand."""
+    """Refuses images that a row cannot have: for a family that was not compared, or with incomplete inputs."""
     given = {name for name in OF_PROMPTS if is_given(settings, name)}
     if not given:
         return
-    # Some tokenizers make them of text; a target of text that takes them adds them to every token.
+    # Some tokenizers make `token_type_ids` of a text. A text model that takes them adds an embedding to every token.
     is_text = given == {"token_type_ids"}
     require(not is_text, "a text without token_type_ids", sorted(given), "leave them out")
     alone = "generate it alone"
@@ -249,7 +249,7 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
     require(kind in IMAGE_ROWS, what, kind, alone)
     names = ", ".join(sorted(OF_IMAGES))
     require(given <= OF_IMAGES, f"images as {names}", sorted(given), alone)
-    # Of text without images a processor makes types of tokens too.
+    # A processor makes token types even for a text without images.
     missing = sorted(OF_IMAGES - given)
     are_whole = not missing or given == {"mm_token_type_ids"}
     do = "pass all that the processor made of text and images"
@@ -261,7 +261,7 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
         return
     num_images = len(settings["image_grid_thw"])
     require(num_images > 0, "an image_grid_thw of one image at least", num_images, do)
-    # Where the images stand is read from the types, and the target reads it from the ids.
+    # This package finds the images by the token types, but the target finds them by the ids.
     config: Any = model.config
     are_tokens = ids == config.image_token_id
     are_marked = settings["mm_token_type_ids"].to(ids.device) == 1
@@ -271,7 +271,7 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
 
 @contextmanager
 def _kept_rope_deltas(model: PreTrainedModel) -> Generator[None]:
-    """Restores the positions of images that Transformers notes on a model, for the next turn of a conversation."""
+    """Restores the image positions that Transformers stores in a model, which the next turn of a chat may need."""
     holders: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
     deltas = [module.rope_deltas for module in holders]
     try:
@@ -282,18 +282,18 @@ def _kept_rope_deltas(model: PreTrainedModel) -> Generator[None]:
 
 
 def _generate_without_pixels(generate: Callable[..., Any], **arguments: Any) -> Any:
-    """Calls `generate` without the pixels of images, which newer Transformers encode while they prepare a call."""
+    """Calls `generate` without the pixels of images, because newer versions encode them while they prepare a call."""
     arguments.pop("pixel_values", None)
     return generate(**arguments)
 
 
 def _prepared(request: Request, inputs: dict[str, Any]) -> tuple[Request, dict[str, Any]]:
-    """Stands where `decode` stands, and only returns what Transformers has prepared."""
+    """Takes the place of `decode`, and only returns the prepared request and inputs."""
     return request, inputs
 
 
 def _check_joins(request: Request) -> None:
-    """Refuses what a row that joins others cannot be: a `ValueError` names it."""
+    """Refuses a request whose row cannot join others; the `ValueError` names the reason."""
     target = request.target
     name = type(target.model).__name__
     alone = "generate it alone"
@@ -305,7 +305,7 @@ def _check_joins(request: Request) -> None:
     own = [type(criterion).__name__ for criterion in request.own_criteria]
     what = "no stopping criteria but length and end tokens"
     require(not own, what, own, "cancel the request where it has to stop")
-    # They are called with one row, and must not mind what else is decoded in between.
+    # These processors are called for one row. Calls for other requests may come in between.
     keeping = [
         type(processor).__name__
         for processor in request.processors.processors
@@ -320,7 +320,7 @@ def _check_joins(request: Request) -> None:
 
 
 def _seed_of(seed: int | None, device: torch.device) -> Tensor:
-    """Returns the seed of the noise that a run has behind `torch.manual_seed(seed)`; the random state stays."""
+    """Returns the noise seed that a run has after `torch.manual_seed(seed)`, without changing the random state."""
     if seed is None:
         return new_seed(device)
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -328,7 +328,7 @@ def _seed_of(seed: int | None, device: torch.device) -> Tensor:
 
 
 def _as_list(value: Any) -> list[int]:
-    """Returns end tokens, given as one, several or none, as a list."""
+    """Returns end tokens as a list. They may be given as one number, as several or as None."""
     if value is None:
         return []
     return torch.as_tensor(value, device="cpu").reshape(-1).tolist()

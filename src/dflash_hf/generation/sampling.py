@@ -1,12 +1,12 @@
-"""Choosing tokens: logits processors over a block, noise that is keyed by its position, rejection of proposals.
+"""This module chooses tokens: logits processors over a block, noise that depends on the position, and rejection.
 
-Warpers that look at nothing but the scores run once over all positions, and so do processors before them that hide
-tokens by the length of the text. All other processors (that read the prefix, keep state or are unknown) are applied
-position by position, see `accept`.
+Warpers that look only at the scores run once over all positions. The same applies to processors before them that hide
+tokens by the length of the text. All other processors read the prefix, keep state or are unknown. They are applied
+position by position; see `accept`.
 
-Random numbers follow from (seed, row, position, stream), not from how many were drawn before. So a sampled text is the
-same at every block size: the token at a position is drawn with the same noise whether the position is verified alone
-or as the ninth of a block.
+Random numbers follow from (seed, row, position, stream), and not from the number of earlier draws. So a sampled text
+is the same at every block size. The token at a position is drawn with the same noise if the position is verified alone
+or, for example, as the ninth of a block.
 
 Shapes: `B` rows, `W` verified tokens (anchor first), `V` vocabulary.
 """
@@ -55,8 +55,8 @@ STATELESS = (
     LogitNormalization,
     InfNanRemoveLogitsProcessor,
 )
-# Streams of keyed noise: for the target's samples (and, under shared_noise, the draft's), for a draft that samples on
-# its own, for rejection tests, and for the redraw after a rejection.
+# Streams of noise: for the target's samples (and under shared_noise for the draft's), for a draft that samples with
+# its own noise, for rejection tests, and for the new draw after a rejection.
 TARGET_STREAM = 0
 DRAFT_STREAM = 1
 REJECT_STREAM = 2
@@ -64,28 +64,28 @@ RESIDUAL_STREAM = 3
 
 
 class HiddenTokens(NamedTuple):
-    """Tokens that may not be chosen behind a text of `first` to `end - 1` columns, whatever the text says."""
+    """Tokens that may not be chosen after a text of `first` to `end - 1` columns, whatever the text is."""
 
     tokens: Tensor  # [N], int64
     first: int
     end: int
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> None:
-        """Writes -inf into these tokens' logits, in place, behind texts of such a length in columns; no host sync."""
+        """Writes -inf into these tokens' logits, in place, after texts of such a number of columns; no host sync."""
         is_hidden = (columns_BK >= self.first) & (columns_BK < self.end)
         tokens = self.tokens.to(logits_BKV.device)
-        # An id that the target does not have hides nothing.
+        # An id that the target does not have must hide nothing.
         is_known = (tokens >= 0) & (tokens < logits_BKV.shape[-1])
         tokens = torch.where(is_known, tokens, 0)
         hides = is_hidden[..., None] & is_known
-        # The lower one of a logit and its bound, as an unknown id stands in for another token.
+        # The minimum of logit and bound is taken, because token 0 takes the place of an unknown id.
         bounds = torch.where(hides, -math.inf, math.inf).to(logits_BKV.dtype)
         logits_BKV.scatter_reduce_(-1, tokens.expand_as(bounds), bounds, reduce="amin")
 
 
 def _hidden_by(processor: Any) -> HiddenTokens | None:
-    """Returns the tokens that a processor hides by the length of the text alone; `None` for any other processor."""
-    # Exact types: a subclass may look at anything.
+    """Returns the tokens that a processor hides only by the length of the text; `None` for any other processor."""
+    # Only exact classes count, because a subclass may look at anything.
     kind = type(processor)
     # A caller may have passed one end token as a tensor without dimensions.
     if kind is MinLengthLogitsProcessor:
@@ -102,17 +102,17 @@ def _hidden_by(processor: Any) -> HiddenTokens | None:
 
 
 class BlockProcessors:
-    """A run's processors, split by whether they can be applied to a block at once.
+    """The processors of a run, split into those that can be applied to a whole block at once and the others.
 
     Args:
-        processors (`LogitsProcessorList`): All of them, in order.
-        pad_id (`int`): The id that stands where a row has no token yet.
+        processors (`LogitsProcessorList`): All processors, in order.
+        pad_id (`int`): The id for places where a row has no token yet.
     """
 
     def __init__(self, processors: LogitsProcessorList, pad_id: int = 0) -> None:
         self.processors: Any = processors
         self.pad_id = pad_id
-        # Those that come first, before any that changes scores.
+        # The processors at the beginning of the list, before any processor that changes scores.
         self.hidden: list[HiddenTokens] = []
         for processor in processors:
             hidden = _hidden_by(processor)
@@ -120,13 +120,13 @@ class BlockProcessors:
                 break
             self.hidden.append(hidden)
         self.hides = bool(self.hidden)
-        # Exact types: a subclass may look at anything.
+        # Only exact classes count, because a subclass may look at anything.
         self.warpers: Any = LogitsProcessorList([p for p in processors if type(p) in STATELESS])
-        # Those that make proposals better that the draft could not know of: see `shaped_proposals.py`.
+        # Processors that improve proposals by knowledge that the draft does not have; see `shaped_proposals.py`.
         self.shaping = [p for p in processors if getattr(p, "shapes_proposals", False)]
-        # Whether a block needs no prefix: its positions are processed at once.
+        # Whether no processor needs the prefix, so that all positions of a block are processed at once.
         self.is_stateless = len(self.hidden) + len(self.warpers) == len(processors)
-        # The warpers' values, where these are all processors and a kernel knows them.
+        # The values of the warpers, if there are no other processors and a kernel knows these warpers.
         self.draw: Draw | None = None
         if self.is_stateless:
             self.draw = draw_of(self.warpers)
@@ -136,13 +136,13 @@ class BlockProcessors:
         return bool(self.shaping)
 
     def shape(self, row: int, ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns the draft's scores `[1, V]` behind the ids `[1, T]` of a row, as the processors shape them."""
+        """Returns the draft's scores `[1, V]` after the ids `[1, T]` of a row, as the processors change them."""
         for processor in self.shaping:
             scores = processor(ids, scores)
         return scores
 
     def settings(self) -> tuple[object, ...]:
-        """Returns the values of the stateless processors, which a captured step has baked in; reads tensors."""
+        """Returns the values of the stateless processors, which a captured step contains; reads on the host."""
         found: list[object] = []
         for tokens, first, end in self.hidden:
             found.append((tuple(tokens.tolist()), first, end))
@@ -155,10 +155,10 @@ class BlockProcessors:
         return tuple(found)
 
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
-        """Applies all processors to one position; a prefix function is asked about the given rows `[B]` only."""
+        """Applies all processors to one position. A prefix function is called only for the given rows `[B]`."""
         for processor in self.processors:
             if type(processor) is PrefixConstrainedLogitsProcessor:
-                # The function may know nothing about the prefixes that rows standing elsewhere are shown with.
+                # Other rows have a prefix of another position here. The function may not know such a prefix.
                 numbers: list[int] = rows.nonzero()[:, 0].tolist()
                 asked = _asked_about(processor, numbers)
                 scores[rows] = asked(ids[rows], scores[rows])
@@ -167,15 +167,15 @@ class BlockProcessors:
         return scores
 
     def check_drawable(self, scores_BKV: Tensor, is_drawn_BK: Tensor) -> None:
-        """Refuses processed scores of tokens that are drawn as [`check_drawable`] does; reads on the host."""
+        """Refuses processed scores of the drawn tokens as [`check_drawable`] does; reads on the host."""
         check_drawable(scores_BKV[is_drawn_BK])
 
     def hide(self, logits_BKV: Tensor, columns_BK: Tensor) -> Tensor:
-        """Returns logits without the tokens that `hidden` hides; called where [`hides`] says that there are any.
+        """Returns logits without the tokens in `hidden`. Only called if [`hides`] is true.
 
-        `columns_BK`, int64, are the columns of the text that each token is chosen behind.
+        `columns_BK`, int64, is the number of columns of the text before each token.
         """
-        # A copy, because the target's own logits may be asked for.
+        # The logits are copied, because the call may ask for the target's own logits.
         logits_BKV = logits_BKV.clone()
         for hidden in self.hidden:
             hidden.hide(logits_BKV, columns_BK)
@@ -184,22 +184,23 @@ class BlockProcessors:
     def warp(self, logits_BKV: Tensor) -> Tensor:
         """Applies the stateless warpers to every position of `[B, K, V]` logits; returns float32 scores.
 
-        Float32 because that is what Transformers hands to processors, so that ties fall the same way.
+        The scores are float32 because Transformers passes float32 to processors, so that ties end in the same way.
         """
         scores = logits_BKV.to(torch.float32)
         if not self.warpers:
             return scores
         flat = scores.flatten(0, 1)
-        # Stateless warpers get a prefix and look at none.
+        # Stateless warpers get a prefix, but do not read it.
         no_ids = flat.new_empty(flat.shape[0], 0, dtype=torch.long)
         return self.warpers(no_ids, flat).view_as(scores)
 
 
 def of_vocabulary(scores: Tensor, num_rows: int, vocab_size: int) -> Tensor:
-    """Returns scores `[num_rows, vocab_size]` of what processors have returned: -inf for tokens that they left out.
+    """Returns the scores of processors as `[num_rows, vocab_size]`, with -inf for tokens that they left out.
 
-    A processor may return the scores of the first tokens alone, and -inf for tokens that the target does not have.
-    Raises `ValueError` for another score of such a token, which has no embedding, and for scores of another shape.
+    A processor may return only the scores of the first tokens, and -inf for tokens that the target does not have. Such
+    a token has no embedding, so raises `ValueError` for any other score of it. Also raises `ValueError` for scores of
+    another shape.
     """
     got: Any = getattr(scores, "shape", type(scores).__name__)
     is_table = len(got) == 2 and got[0] == num_rows and got[1] > 0
@@ -218,9 +219,9 @@ def of_vocabulary(scores: Tensor, num_rows: int, vocab_size: int) -> Tensor:
 
 
 def check_drawable(scores_NV: Tensor) -> None:
-    """Refuses, by `ValueError`, processed scores that no token can be drawn from, as torch's own draw does.
+    """Raises `ValueError` for processed scores `[N, V]` from which no token can be drawn, as torch's own draw does.
 
-    Where all are -inf, or one is inf or NaN, there are no probabilities. Reads on the host.
+    There are no probabilities if all scores are -inf, or if one is inf or NaN. Reads on the host.
     """
     greatest = scores_NV.amax(dim=-1)
     is_drawable = greatest.isfinite()
@@ -233,34 +234,35 @@ def check_drawable(scores_NV: Tensor) -> None:
 
 
 class RowProcessors(BlockProcessors):
-    """Processors of a batch in which every row has its own, as if it was alone.
+    """The processors of a batch in which every row has its own processors, as if the row was alone.
 
     Args:
-        rows (sequence of `BlockProcessors`): Those of each row.
-        is_sampled (sequence of `bool`): Whether the tokens of each row are sampled. Beside rows that are, a greedy
-            row's scores leave its likeliest token alone, which any noise then draws.
+        rows (sequence of `BlockProcessors`): The processors of each row.
+        is_sampled (sequence of `bool`): Whether the tokens of each row are sampled. If at least one row is sampled,
+            the scores of a greedy row are -inf for all tokens except the likeliest, so that any noise draws this
+            token.
     """
 
     def __init__(self, rows: Sequence[BlockProcessors], is_sampled: Sequence[bool]) -> None:
         every = [processor for row in rows for processor in row.processors]
         super().__init__(LogitsProcessorList(every))
-        # What is true of all of them together says nothing of one row.
+        # These properties of the combined list say nothing about a single row.
         self.draw = None
         self.hidden = []
         self.hides = any(row.hides for row in rows)
         self.is_stateless = all(row.is_stateless for row in rows)
         self.rows = list(rows)
         self.is_sampled = list(is_sampled)
-        # What processors of a row have raised: its text cannot go on, and those of the others do.
+        # Errors that the processors of a row have raised. The text of this row cannot continue, but the others can.
         self.failed: dict[int, Exception] = {}
 
     def settings(self) -> tuple[object, ...]:
-        """Returns the values of each row's stateless processors, and whether it is sampled; reads tensors."""
+        """Returns the values of each row's stateless processors, and whether it is sampled; reads on the host."""
         of_rows = [row.settings() for row in self.rows]
         return tuple(zip(of_rows, self.is_sampled, strict=True))
 
     def at(self, ids: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
-        """Applies each row's processors to one position of it, of the given rows `[B]` only."""
+        """Applies each row's own processors to one position of this row, for the given rows `[B]` only."""
         is_alone = torch.ones(1, dtype=torch.bool, device=rows.device)
         numbers: list[int] = rows.nonzero()[:, 0].tolist()
         processed = scores
@@ -269,13 +271,13 @@ class RowProcessors(BlockProcessors):
             own = functools.partial(self.rows[row].at, rows=is_alone)
             found = self._unless_failed(row, own, ids[one], scores[one])
             found = self._noise_proof(row, found)
-            # A user processor may make float64 scores of float32 ones.
+            # A user's processor may return float64 scores for float32 scores.
             processed = processed.to(torch.promote_types(processed.dtype, found.dtype))
             processed[one] = found
         return processed
 
     def check_drawable(self, scores_BKV: Tensor, is_drawn_BK: Tensor) -> None:
-        """Notes an error for each row with a token that cannot be drawn; reads on the host."""
+        """Stores an error for each row that has a token that cannot be drawn; reads on the host."""
         for row, is_drawn in enumerate(is_drawn_BK):
             try:
                 check_drawable(scores_BKV[row, is_drawn])
@@ -287,14 +289,14 @@ class RowProcessors(BlockProcessors):
         return self.rows[row].shapes(0)
 
     def shape(self, row: int, ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns the draft's scores `[1, V]` behind the ids `[1, T]` of a row, as its own processors shape them."""
+        """Returns the draft's scores `[1, V]` after the ids `[1, T]` of a row, as its own processors change them."""
         own = functools.partial(self.rows[row].shape, 0)
         return self._unless_failed(row, own, ids, scores)
 
     def _unless_failed(
         self, row: int, own: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores: Tensor
     ) -> Tensor:
-        """Returns what a row's own processors make of its scores `[1, V]`; the scores themselves once one fails."""
+        """Returns a row's scores `[1, V]` after its own processors; unchanged scores once one of these has failed."""
         if row in self.failed:
             return scores
         try:
@@ -316,7 +318,7 @@ class RowProcessors(BlockProcessors):
         return torch.cat(found)
 
     def warp(self, logits_BKV: Tensor) -> Tensor:
-        """Applies each row's stateless warpers to every position of it; see [`BlockProcessors.warp`]."""
+        """Applies each row's stateless warpers to every position of this row; see [`BlockProcessors.warp`]."""
         found: list[Tensor] = []
         for row, own in enumerate(self.rows):
             # A slice keeps the dimension of rows, which warpers expect.
@@ -330,7 +332,7 @@ class RowProcessors(BlockProcessors):
         for row, own in enumerate(self.rows):
             one = slice(row, row + 1)
             logits = logits_BKV[one]
-            # A greedy row beside sampled ones is chosen without noise.
+            # A greedy row beside sampled rows is chosen without noise.
             if self.is_sampled[row]:
                 tokens = draw_from_logits(logits, own, key.of_rows(one), positions_BK[one])
             else:
@@ -339,7 +341,7 @@ class RowProcessors(BlockProcessors):
         return torch.cat(found)
 
     def _noise_proof(self, row: int, scores: Tensor) -> Tensor:
-        """Returns scores `[..., V]` of a row with its likeliest token alone, where that must win against noise."""
+        """Returns scores `[..., V]` of a row; only the likeliest token if this token must win against any noise."""
         if self.is_sampled[row] or not any(self.is_sampled):
             return scores
         likeliest = ops.first_argmax(scores)[..., None]
@@ -348,7 +350,7 @@ class RowProcessors(BlockProcessors):
 
 
 def _asked_about(processor: Any, numbers: list[int]) -> Any:
-    """Returns a prefix-constrained processor for some rows, the numbers of whose prompts the function is given."""
+    """Returns a prefix-constrained processor for some rows. Its function gets the numbers of their prompts."""
     ask = processor._prefix_allowed_tokens_fn
     # Under `num_return_sequences` several rows have one prompt.
     rows_per_prompt: int = processor._num_beams
@@ -360,19 +362,19 @@ def _asked_about(processor: Any, numbers: list[int]) -> Any:
 
 
 class NoiseKey(NamedTuple):
-    """The part of a run's noise that positions do not tell: the seed, and who the rows are."""
+    """The part of a run's noise that does not depend on positions: the seed, and the numbers of the rows."""
 
-    seed: Tensor  # [], or [B, 1] where every row has its own, int64
-    # [B], int64: the number of each row in the request. A row that has moved to another place keeps its noise by it.
+    seed: Tensor  # [], or [B, 1] if every row has its own seed, int64
+    # [B], int64: the number of each row in the request. By this number, a row keeps its noise when it moves.
     rows: Tensor
 
     @classmethod
     def of(cls, seed: Tensor, num_rows: int) -> NoiseKey:
-        """Returns the key of a seed `[]` or `[B, 1]`, int64, for rows that all stand where they stood at first."""
+        """Returns the key of a seed `[]` or `[B, 1]`, int64, for rows that are still at their first places."""
         return cls(seed, torch.arange(num_rows, device=seed.device))
 
     def of_rows(self, rows: slice) -> NoiseKey:
-        """Returns the key of some of the rows."""
+        """Returns the key for some of the rows."""
         seed = self.seed
         if seed.dim() > 0:
             seed = seed[rows]
@@ -386,7 +388,7 @@ class NoiseKey(NamedTuple):
 def gumbel_noise(
     key: NoiseKey, positions_BK: Tensor, tokens: Tensor, stream: int = TARGET_STREAM
 ) -> Tensor:
-    """Draws Gumbel noise `[B, K, N]`, float32, as `ops.exponential_noise`: scores plus it have a sample as argmax."""
+    """Draws Gumbel noise `[B, K, N]`, float32, as `ops.exponential_noise`. The argmax of noisy scores is a sample."""
     return -torch.log(key.exponential(positions_BK, tokens, stream))
 
 
@@ -397,15 +399,21 @@ def with_noise(
     candidates: Tensor | None = None,
     stream: int = TARGET_STREAM,
 ) -> Tensor:
-    """Adds noise to scores of all tokens `[B, K, V]`, or of candidates `[B, K, C]` behind each other `[B, K, C, C]`.
+    """Adds noise to scores of all tokens `[B, K, V]`, or of candidates `[B, K, C, C]`, each after each predecessor.
 
-    The noise of a token at a position is the same behind every predecessor.
+    Args:
+        scores (`torch.Tensor`): The scores.
+        key (`NoiseKey`): The key of the run.
+        positions_BK (`torch.Tensor`): Indices of the tokens, int64.
+        candidates (`torch.Tensor` of shape `[B, K, C]`, *optional*): Ids of the candidates. The noise of a token at a
+            position is the same after every predecessor.
+        stream (`int`): The stream of the noise; see `ops.exponential_noise`.
     """
     if candidates is None:
         vocab_size = scores.shape[-1]
         tokens = torch.arange(vocab_size, device=scores.device)
         return scores + gumbel_noise(key, positions_BK, tokens, stream)
-    # A dimension for the predecessors, which all see the same noise.
+    # The noise gets a dimension for the predecessors, because it is the same for all of them.
     noise = gumbel_noise(key, positions_BK, candidates, stream)
     return scores + noise[:, :, None]
 
@@ -413,9 +421,9 @@ def with_noise(
 def new_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """Draws a run's seed `[]`, int64, from torch's global generator, so that `torch.manual_seed` repeats a run.
 
-    `generator` is one of the CPU's, in the place of the global one.
+    `generator`, a generator of the CPU, takes the place of the global one.
     """
-    # The CPU's generator on every device: a run on a GPU and one on a CPU draw the same seed.
+    # The CPU's generator is used for every device, so that a run on a GPU draws the same seed as a run on a CPU.
     seed = torch.randint(-(2**62), 2**62, (), generator=generator, dtype=torch.int64, device="cpu")
     return seed.to(device)
 
@@ -425,18 +433,18 @@ def choose(
 ) -> Tensor:
     """Chooses tokens `[B, K]`, int64, from processed scores (log-probabilities up to a constant).
 
-    The argmax, or a sample by keyed Gumbel noise: `key` is the run's, where `None` is greedy; `positions_BK` are the
-    indices of the tokens; for `stream` see `ops.exponential_noise`.
+    The token is the argmax or, with a `key`, a sample by Gumbel noise. `positions_BK` are the indices of the tokens.
+    For `stream` see `ops.exponential_noise`.
     """
-    # The argmax of scores and Gumbel noise is a sample of their softmax.
+    # The argmax of scores with Gumbel noise is a sample of their softmax.
     if key is not None:
         scores_BKV = with_noise(scores_BKV, key, positions_BK, stream=stream)
     return ops.first_argmax(scores_BKV)
 
 
 def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Tensor:
-    """Chooses the tokens `[B, K]` with the greatest scores that stateless processors make of logits."""
-    # Scores in float32 have the order of logits in half precision; two of double precision may become equal.
+    """Chooses the tokens `[B, K]` with the greatest scores, after stateless processors are applied to the logits."""
+    # Logits in half precision keep their order in float32, but two different logits in float64 may become equal.
     keeps_order = logits_BKV.dtype.itemsize <= 4
     if not processors.warpers and keeps_order:
         return ops.first_argmax(logits_BKV)
@@ -446,17 +454,17 @@ def likeliest_from_logits(logits_BKV: Tensor, processors: BlockProcessors) -> Te
 def draw_from_logits(
     logits_BKV: Tensor, processors: BlockProcessors, key: NoiseKey, positions_BK: Tensor
 ) -> Tensor:
-    """Draws tokens as [`choose`] does from the scores that stateless processors make of logits.
+    """Draws tokens from logits after stateless processors, as [`choose`] does.
 
-    Where the processors are those of [`Draw`], neither scores nor noise are made of the whole vocabulary: the kernel
-    makes none, and without it they are made of the tokens that a top-k leaves.
+    If the processors are those of [`Draw`], neither scores nor noise of the whole vocabulary are stored. The kernel
+    stores none. Without the kernel, only those of the tokens within a top-k are stored.
     """
     if isinstance(processors, RowProcessors):
         return processors.draw_tokens(logits_BKV, key, positions_BK)
     draw = processors.draw
     if draw is None:
         return choose(processors.warp(logits_BKV), key, positions_BK)
-    # The kernel reads every logit once; what may not be drawn is told by bounds of each position.
+    # The kernel reads every logit once. Bounds for each position say which tokens may not be drawn.
     if ops.use_kernel(ops.gumbel_argmax, logits_BKV):
         least: Tensor | None = None
         first: Tensor | None = None
@@ -472,14 +480,14 @@ def draw_from_logits(
             key.rows,
             first,
         )
-    # In half precision more tokens may equal the k-th than are looked for.
+    # In half precision, more tokens than `draw.greatest` returns may be equal to the k-th token.
     has_few_ties = logits_BKV.dtype.itemsize >= 4
     if draw.top_k == 0 or not has_few_ties:
         return choose(processors.warp(logits_BKV), key, positions_BK)
     values, tokens = draw.greatest(logits_BKV)
     scores = values / draw.temperature
     scores = scores.masked_fill(~draw.are_kept(values), -math.inf)
-    # By the tokens' own noise, so that the draw is that from the whole vocabulary.
+    # Each token has its own noise, so the result is the same as from the whole vocabulary.
     noisy = scores + gumbel_noise(key, positions_BK, tokens)
     best = noisy.argmax(dim=-1, keepdim=True)
     return tokens.gather(-1, best)[..., 0]
@@ -492,32 +500,32 @@ def accept_rejection(
     key: NoiseKey,
     positions_BW: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Keeps each proposal with probability `min(1, p / q)`; on the first refusal redraws from `max(p - q, 0)`.
+    """Keeps each proposal with probability `min(1, p / q)`; at the first rejection, draws again from `max(p - q, 0)`.
 
-    The proposals `[B, W - 1]` were drawn from `q`, `draft_probs` `[B, W - 1, V]`; the target's scores are processed;
-    each position is the index of the token that it decides. Returns the number accepted `[B]`, and tokens `[B, W]`:
-    the proposals, with the redrawn or bonus token standing at index `num_accepted`.
+    The proposals `[B, W - 1]` were drawn from `q`, which is `draft_probs` `[B, W - 1, V]`. The target's scores are
+    processed. Each position is the index of the token that is decided there. Returns the numbers of accepted proposals
+    `[B]`, and tokens `[B, W]`: the proposals, with the new or bonus token at index `num_accepted`.
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
     """
     probs = torch.softmax(target_scores_BWV, dim=-1, dtype=torch.float32)
     chosen = proposals[..., None]
-    # The bonus token behind the last proposal is tested against nothing.
+    # The bonus token after the last proposal needs no test.
     p = probs[:, :-1].gather(-1, chosen)[..., 0]
     q = draft_probs.gather(-1, chosen)[..., 0]
     uniform = _uniform(key, positions_BW[:, :-1])
-    # u * q < p instead of u < p / q: nothing is divided by a q of 0.
+    # The test is u * q < p instead of u < p / q, so that nothing is divided by a q of 0.
     num_accepted = (uniform * q < p).cumprod(dim=1).sum(dim=1)
     first_refused = num_accepted[:, None]
-    # Behind the last proposal nothing was refused: zeros leave all of the target's distribution.
+    # After the last proposal, no token was rejected. Zeros there leave the target's whole distribution.
     nothing = torch.zeros_like(draft_probs[:, :1])
     padded = torch.cat([draft_probs, nothing], dim=1)
     wanted = along(first_refused, probs)
     residual = (wanted - along(first_refused, padded)).clamp_min_(0)
-    # Two distributions that are equal but for rounding may leave nothing to redraw from.
+    # If two distributions are equal except for rounding, nothing may be left to draw from.
     has_residual = residual.sum(dim=-1, keepdim=True) > 0
     redraw_scores = torch.log(torch.where(has_residual, residual, wanted))
-    # A stream of its own: the target's noise at this position has no say in what is left of its distribution.
+    # This draw has its own stream, because the target's noise must not influence the rest of its distribution.
     position = positions_BW.gather(1, first_refused)
     redrawn = choose(redraw_scores, key, position, RESIDUAL_STREAM)
     tokens = torch.cat([proposals, redrawn], dim=1)
@@ -525,13 +533,13 @@ def accept_rejection(
 
 
 def _uniform(key: NoiseKey, positions_BK: Tensor) -> Tensor:
-    """Returns uniform numbers `[B, K]` in `[0, 1)`: `1 - exp(-e)` of an exponential one."""
+    """Returns uniform numbers `[B, K]` in `[0, 1)`: `1 - exp(-e)` of an exponential number `e`."""
     no_token = torch.zeros_like(positions_BK)[..., None]
     exponential = key.exponential(positions_BK, no_token, REJECT_STREAM)
     return -torch.expm1(-exponential[..., 0])
 
 
 def ends_row(tokens: Tensor, eos_ids: Tensor) -> Tensor:
-    """Returns which tokens, of any shape, are among the end-of-sequence ids `[N]`."""
-    # Not `torch.isin`: with many ids it sorts, and reads how many different ones there are on the host.
+    """Returns a mask, of the shape of `tokens`, of the tokens that are end-of-sequence ids `[N]`."""
+    # `torch.isin` is not used: with many ids it sorts, and reads the number of different ids on the host.
     return (tokens[..., None] == eos_ids).any(dim=-1)

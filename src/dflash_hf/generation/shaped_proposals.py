@@ -1,8 +1,8 @@
-"""The draft's logits as processors of the request leave them, where these say that it is worth it.
+"""This module applies logits processors to the draft's logits, if the processors declare that this is useful.
 
-A form of the answer allows few tokens at each place, and the draft knows nothing of it. So the logits of each slot go
-through the same processors as the target's will, behind the proposals before it. The target decides as ever: what is
-proposed changes no text.
+For example, a form of the answer may allow only a few tokens at each place, and the draft does not know this form. So
+the logits of each slot go through the same processors that the target's logits will go through, after the proposals of
+the slots before. The target still decides, so this does not change the text.
 
 Shapes: `B` rows, `D` slots that propose, `V` vocabulary.
 """
@@ -25,42 +25,44 @@ def shaped(
     positions_BD: Tensor,
     behind: Behind,
 ) -> Tensor:
-    """Returns the draft's logits `[B, D, V]` behind the processors that shape proposals; reads on the host.
+    """Returns the draft's logits `[B, D, V]` after the processors that shape proposals; reads on the host.
 
-    What a slot may propose depends on the tokens before it. These are taken to be the likeliest ones of a chain, for
-    the branches of a tree too.
+    The allowed tokens of a slot depend on the tokens before it. For the branches of a tree too, these are taken to be
+    the likeliest tokens of a chain.
 
     Args:
-        state (`DecodeState`): Read only.
-        logits_BDV (`torch.Tensor`): The draft's; not changed.
-        processors (`BlockProcessors`): The run's.
-        key (`NoiseKey`, *optional*): Of the noise that chooses proposals; without it they are the likeliest tokens.
+        state (`DecodeState`): The state, which is only read.
+        logits_BDV (`torch.Tensor`): The draft's logits, which are not changed.
+        processors (`BlockProcessors`): The processors of the run.
+        key (`NoiseKey`, *optional*): Key of the noise that chooses proposals. Without it, the likeliest tokens are
+            chosen.
         positions_BD (`torch.Tensor`): Positions of the proposed tokens, int64.
-        behind (callable): Adds what the token before a slot says, for drafts with a Markov head; it is not in the
-            logits that are returned.
+        behind (callable): Adds the scores that depend on the token before a slot, for drafts with a Markov head. These
+            scores are not in the returned logits.
     """
-    # A copy: whoever looks at the step sees the draft's own logits.
+    # A copy is changed, because a recorder of the step gets the draft's own logits.
     logits_BDV = logits_BDV.clone()
-    # A processor gets the row's text alone, without the scratch behind it, so that the host needs its length.
+    # A processor gets only the row's text, without the scratch memory after it. So the host needs the length of the
+    # text.
     lengths = state.cursor.tolist()
     has_ended = state.done.tolist()
     for row in range(len(lengths)):
-        # A step commits nothing in a row that has ended, whatever it proposes.
+        # A step commits nothing in a row that has ended, so its proposals do not matter.
         if has_ended[row] or not processors.shapes(row):
             continue
         one = slice(row, row + 1)
         of_key = None if key is None else key.of_rows(one)
-        # A copy: a processor may keep what it gets, and the columns are written again.
+        # The prefix is copied, because a processor may keep it, and these columns are written again.
         prefix = state.ids[one, : lengths[row]].clone()
         for slot in range(logits_BDV.shape[1]):
-            # Processors get float32, as they do for the target's tokens.
+            # Processors get float32, as for the target's tokens.
             scores = processors.shape(row, prefix, logits_BDV[one, slot].float())
             scores = of_vocabulary(scores, 1, logits_BDV.shape[-1])
-            # A draft of a reduced vocabulary may have none of the tokens that are left.
+            # A draft with a reduced vocabulary may have none of the allowed tokens.
             if bool(scores.isneginf().all()):
                 break
             logits_BDV[one, slot] = scores.to(logits_BDV.dtype)
-            # The next slot's processors read this token: what the slot will propose, as far as is known.
+            # The processors of the next slot read this token, which is the expected proposal of this slot.
             at = positions_BD[one, slot : slot + 1]
             token = choose(behind(scores[:, None], prefix[:, -1:]), of_key, at)
             prefix = torch.cat([prefix, token], dim=1)

@@ -1,4 +1,4 @@
-"""Choosing column by column over all rows, where user code has to see all of them.
+"""This module chooses tokens column by column over all rows, for user code that has to see all rows.
 
 Shapes: `B` rows, `C` columns (the verified tokens, anchor first), `V` vocabulary.
 """
@@ -22,29 +22,30 @@ from dflash_hf.generation.state import DecodeState
 
 
 def pads_ended_rows(criteria: list[StoppingCriteria], state: DecodeState) -> bool:
-    """Returns True if rows that have ended go on with padding; plain `generate` asks the criteria for an attribute.
+    """Returns True if rows that have ended continue with padding. Plain `generate` asks the criteria for an attribute.
 
-    `criteria` are those besides length and end of sequence.
+    `criteria` are the criteria without those for length and end of sequence.
     """
     names_ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     return state.host.has_eos or names_ends
 
 
 class SynchronizedRows:
-    """Chooses column by column over all rows, and calls user code that has to see all of them.
+    """Chooses tokens column by column over all rows, and calls user code that has to see all rows.
 
     User processors and stopping criteria may keep state or compare rows, and a streamer gets one token of every row at
-    a time. They are called once per column, with every row as long as the others and finished rows padded, in the
-    order processors, criteria, streamer. A block is committed up to the first column at which a running row does not
-    continue with its proposal, so with several rows fewer tokens are committed per verify than each row alone would.
+    a time. They are called once per column, in the order processors, criteria, streamer. All rows then have the same
+    number of columns, and finished rows are padded. A block is committed up to the first column at which a running row
+    does not continue with its proposal. So with several rows, a verify commits fewer tokens than it would for each row
+    alone.
 
     Args:
-        processors (`BlockProcessors`): The run's.
-        criteria (`list[StoppingCriteria]`): Besides length and end of sequence.
+        processors (`BlockProcessors`): The processors of the run.
+        criteria (`list[StoppingCriteria]`): The criteria without those for length and end of sequence.
         streamer (`BaseStreamer`, *optional*): Gets each column `[B]` on the CPU.
-        state (`DecodeState`): Of the run, begun. Unless [`pads_ended_rows`], finished rows go on with tokens of their
-            own until all rows have finished, as in plain `generate`.
-        has_scores (`bool`): Whether the call asks for `output_scores`, which criteria then get.
+        state (`DecodeState`): The state of the run, which has begun. Unless [`pads_ended_rows`], finished rows
+            continue with their own tokens until all rows have finished, as in plain `generate`.
+        has_scores (`bool`): Whether the call asks for `output_scores`. The criteria then get these scores.
     """
 
     feeds_streamer = True
@@ -68,13 +69,13 @@ class SynchronizedRows:
         self.num_columns = 0
 
     def choose(self, state: DecodeState, logits_BCV: Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses as many columns as all running rows agree to go on with; reads on the host.
+        """Chooses columns as long as all running rows continue with their proposals; reads on the host.
 
-        Writes the state's `tokens` and columns of `ids` that are not committed yet, and lowers `remaining` where
-        something stops a row. Returns processed scores `[B, C, V]`, float32 or the dtype that a processor makes of
-        it, raw beyond the last column; and the number of proposals that each row keeps `[B]`.
+        Writes `state.tokens` and columns of `state.ids` that are not committed yet. Lowers `state.remaining` of rows
+        that are stopped. Returns processed scores `[B, C, V]`, in float32 or in the dtype that a processor returns,
+        but raw after the last chosen column. Also returns the number of proposals that each row accepts, `[B]`.
         """
-        # Read anew at every step: another rank may have decided how many columns stand.
+        # Read again at every step, because another rank may have decided how many columns are committed.
         self.num_columns = int(state.num_new.max())
         columns: _Columns
         if self.processors.is_stateless:
@@ -84,7 +85,7 @@ class SynchronizedRows:
         committed = torch.zeros_like(state.remaining)
         was_counted = self._counted()
         for column in range(state.width):
-            # Processors, then criteria, then the streamer: the order in which plain `generate` calls them.
+            # This is the order in which plain `generate` calls them: processors, then criteria, then the streamer.
             tokens = columns.choose(column, self.num_columns)
             if state.host.is_sampled:
                 check_drawable(columns.scores[self._counted(), column])
@@ -93,12 +94,12 @@ class SynchronizedRows:
             if is_last or not bool(self.is_running.any()):
                 break
             goes_on = columns.go_on(column, tokens)
-            # One row that leaves its proposals ends the block for all: the next column of the others is not verified
-            # behind the token that it has got.
+            # If one row does not continue with its proposal, the block ends for all rows. The next columns of this row
+            # were verified after another token.
             all_go_on = (goes_on | ~self._counted()).all()
             if not bool(all_go_on):
                 break
-        # Rows that have stopped end with the tokens of this step; once none is running, all of them do.
+        # Rows that were stopped end with the tokens of this step. If no row is running any more, all rows end.
         is_open = self._counted() & self.is_running.any()
         has_stopped = was_counted & ~is_open
         remaining = torch.where(has_stopped, committed, state.remaining)
@@ -114,13 +115,13 @@ class SynchronizedRows:
         return torch.ones_like(self.is_running)
 
     def _take_column(self, state: DecodeState, tokens: Tensor, scores: Tensor) -> Tensor:
-        """Appends one column to every row and asks what has finished; returns the rows whose token counts `[B]`."""
+        """Appends a column to every row and tests which rows have finished; returns rows whose token counts `[B]`."""
         counted = self._counted()
         if self.pads:
             tokens = torch.where(counted, tokens, self.processors.pad_id)
         state.ids[:, state.host.columns + self.num_columns] = tokens
         self.num_columns += 1
-        # Plain `generate` hands criteria the scores so far, or `None` where it keeps none.
+        # Plain `generate` passes the scores so far to criteria, or `None` if it keeps no scores.
         given: tuple[Tensor, ...] | None = None
         if self.has_scores:
             self.scores.append(scores.clone())
@@ -130,23 +131,23 @@ class SynchronizedRows:
             stopped.fill_(True)
         ids = state.ids[:, : state.host.columns + self.num_columns]
         for criterion in self.criteria:
-            # A copy, as from plain `generate`: it may be kept, and is contiguous.
+            # The criterion gets a contiguous copy, as from plain `generate`, because it may keep the tensor.
             verdict = criterion(ids.clone(), given)  # pyright: ignore[reportArgumentType]
-            # Plain `generate` takes numbers for verdicts too.
+            # Plain `generate` also accepts numbers as verdicts.
             stopped |= torch.as_tensor(verdict, device=stopped.device, dtype=torch.bool)
         self.is_running = self.is_running & ~stopped
         if self.streamer is not None:
-            # A copy: a streamer may keep the tensor that it gets.
+            # The streamer gets a copy, because it may keep the tensor.
             self.streamer.put(tokens.to("cpu", copy=True))
         return counted
 
 
 class _ChosenColumns:
-    """The columns of a block that is chosen at once."""
+    """The columns of a block whose tokens are all chosen at once."""
 
     def __init__(self, state: DecodeState, logits_BCV: Tensor, processors: BlockProcessors) -> None:
         self.state = state
-        # Nothing that was asked for reads a prefix: criteria and streamers alone keep the rows in step.
+        # No processor reads the prefix. Only criteria and streamers keep the rows synchronized.
         num_accepted = choose_block(state, logits_BCV, processors)
         self.num_accepted = accepted(state, num_accepted)
         self.scores = scores_of_block(state, logits_BCV, processors)
@@ -156,12 +157,12 @@ class _ChosenColumns:
         return self.state.tokens[:, column]
 
     def go_on(self, column: int, tokens: Tensor) -> Tensor:
-        """Returns the rows that continue with their proposal behind a column `[B]`."""
+        """Returns a mask `[B]` of the rows that continue with their proposal after a column."""
         return self.num_accepted > column
 
 
 class _ProcessedColumns:
-    """The columns of a block of which each is chosen behind the ones before it: processors read the prefix."""
+    """The columns of a block in which each is chosen after the column before it: processors read the prefix."""
 
     def __init__(self, state: DecodeState, logits_BCV: Tensor, processors: BlockProcessors) -> None:
         self.state = state
@@ -171,14 +172,14 @@ class _ProcessedColumns:
         self.walk = walk_of(state, self.scores)
 
     def choose(self, column: int, num_new: int) -> Tensor:
-        """Chooses the tokens of a column `[B]` behind so many new ones, and writes them into `state.tokens`."""
+        """Chooses the tokens of a column `[B]` after `num_new` new tokens, and writes them into `state.tokens`."""
         state = self.state
         prefix = state.ids[:, : state.host.columns + num_new].clone()
-        # A copy, because processors may write into the scores that they get while the raw ones may be asked for.
+        # The scores are copied, because processors may write into them, and the call may ask for the raw scores.
         raw = self.scores[:, column].to(torch.float32, copy=True)
         processed = self.processors.processors(prefix, raw)
         processed = of_vocabulary(processed, *raw.shape)
-        # A user processor may make float64 scores of float32 ones.
+        # A user's processor may return float64 scores for float32 scores.
         self.scores = self.scores.to(torch.promote_types(self.scores.dtype, processed.dtype))
         self.scores[:, column] = processed
         of_column = slice(column, column + 1)
@@ -187,7 +188,7 @@ class _ProcessedColumns:
         return state.tokens[:, column]
 
     def go_on(self, column: int, tokens: Tensor) -> Tensor:
-        """Returns the rows that continue with their proposal behind a column `[B]`."""
+        """Returns a mask `[B]` of the rows that continue with their proposal after a column."""
         self.walk.step(column, tokens, self.scores)
         return tokens == self.state.proposals[:, column]
 
