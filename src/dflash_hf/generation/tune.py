@@ -1,7 +1,7 @@
-"""Measuring what steps of a pair cost on this machine: `dflash_hf.tune(target, draft)`.
+"""This module measures the costs of a pair's steps on this machine: `dflash_hf.tune(target, draft)`.
 
-On a CPU and in half precision the width of a verify does not follow the clock of the run (`step_costs.py`). What is
-measured here stands in a table, which later calls of the same pair read (`cost_table.py`).
+On a CPU and in half precision, the width of a verify does not depend on the clock of the run (`step_costs.py`). The
+measured costs are written to a table, and later calls of the same pair read this table (`cost_table.py`).
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from dflash_hf.target_model.parts import find_target
 
 logger: Any = logging.get_logger(__name__)
 
-# Rows that are measured; the costs of other numbers of rows lie between them.
+# Numbers of rows that are measured. The costs of other numbers of rows are interpolated.
 ROWS = (1, 2, 4, 8, 16, 32)
 MAX_ROWS = 4096
-# Tokens of the prompts. A step reads their keys too, which is little beside the weights.
+# Number of tokens of the prompts. A step also reads the keys of the prompt, but these are few beside the weights.
 PROMPT_LENGTH = 128
-# The quickest of so many steps counts: the clock also sees whatever else the machine does.
+# The fastest of this many steps counts, because other work of the machine makes steps slower.
 NUM_TIMES = 4
 
 
 class Tuned(NamedTuple):
-    """What was measured, and the file that it was written to."""
+    """The measured costs, and the file that they were written to."""
 
     table: CostTable
     path: Path
 
 
 class _Measured(NamedTuple):
-    """What a run of some rows has shown."""
+    """The result of a run with one number of rows."""
 
-    about: dict[str, Any]  # what the costs depend on
-    seconds: dict[int, float]  # of a step of each choice, `CHAIN` for the chain of all proposals
+    about: dict[str, Any]  # everything that the costs depend on
+    seconds: dict[int, float]  # of a step of each choice; `CHAIN` is the chain of all proposals
 
 
 def tune(
@@ -65,10 +65,10 @@ def tune(
     rows: Sequence[int] = ROWS,
     on_progress: Callable[[str], None] = logger.info,
 ) -> Tuned:
-    """Measures the seconds of a step for each number of rows and tokens, and writes them for later calls.
+    """Measures the seconds of a step for each number of rows and tokens, and writes them to a file for later calls.
 
-    The steps are those of `generate` with the draft's own settings, over prompts of 128 drawn tokens. Nothing else
-    should run on the machine meanwhile. SmolLM2-135M takes about a minute on one core.
+    The steps are those of `generate` with the draft's own settings, over prompts of 128 random tokens. Nothing else
+    should run on the machine during the measurement. SmolLM2-135M takes about a minute on one core.
 
     Args:
         model (`PreTrainedModel`): The target, on a CPU or in half precision.
@@ -77,10 +77,10 @@ def tune(
         on_progress (callable, *optional*): Called with a sentence before each number of rows.
 
     Returns:
-        [`Tuned`]: What was measured, and its file, in the cache folder of Hugging Face (`HF_HOME`).
+        [`Tuned`]: The measured costs, and their file in the cache folder of Hugging Face (`HF_HOME`).
 
     Raises:
-        ValueError: If `generate` refuses the pair, if the target is in float32 or float64 on a GPU (its runs time
+        ValueError: If `generate` refuses the pair, if the target is in float32 or float64 on a GPU (where runs time
             their own steps), if steps are captured, if the draft's settings fix the width, or if the file cannot be
             written.
     """
@@ -101,10 +101,10 @@ def tune(
 
 
 def _measure_rows(model: PreTrainedModel, draft: DFlashDraftModel, num_rows: int) -> _Measured:
-    """Returns the seconds of steps over so many rows."""
+    """Returns the seconds of steps over `num_rows` rows."""
     target = find_target(model)
     source = torch.Generator().manual_seed(0)
-    # Drawn tokens, because experts of a model are chosen by tokens.
+    # The tokens are random, because a model chooses its experts by tokens.
     shape = (num_rows, PROMPT_LENGTH)
     input_ids = torch.randint(0, target.vocab_size, shape, generator=source, device="cpu").to(
         target.device
@@ -113,7 +113,7 @@ def _measure_rows(model: PreTrainedModel, draft: DFlashDraftModel, num_rows: int
     arguments: dict[str, Any] = {
         "input_ids": input_ids,
         "attention_mask": torch.ones_like(input_ids),
-        # Where every proposal is accepted, the first rounds use it up, and rows that have ended cost the same.
+        # If every proposal is accepted, the first rounds reach this limit. Rows that have ended cost the same.
         "max_new_tokens": draft.config.block_size * num_choices * NUM_TIMES,
         "do_sample": False,
     }
@@ -121,7 +121,7 @@ def _measure_rows(model: PreTrainedModel, draft: DFlashDraftModel, num_rows: int
 
 
 def _measure(request: Request, inputs: dict[str, Any]) -> _Measured:
-    """Stands where `decode` stands, and goes round all choices in place of decoding an answer."""
+    """Takes the place of `decode`. Times steps of all choices instead of decoding an answer."""
     target = request.target
     draft = request.draft
     engine = choose_engine(target, draft)
@@ -166,11 +166,11 @@ def _check(request: Request, engine: str) -> None:
 
 
 def _time_steps(run: Run) -> dict[int, float]:
-    """Returns the quickest seconds of a step of each choice, `CHAIN` for the chain of all proposals."""
+    """Returns the fastest step of each choice in seconds; `CHAIN` is the chain of all proposals."""
     widest = run.generator.verify_width
     is_tree = run.generator.trees is not None
     longest = run.generator.num_proposals + 1
-    # In the order of the choices a narrow step comes behind a narrow one, as in a run.
+    # In this order, a narrow step follows a narrow step, as in a run.
     plan = {width: FixedWidth(width) for width in candidate_widths(widest)}
     plan[CHAIN] = FixedWidth(min(longest, widest), is_chain=is_tree)
     seconds = dict.fromkeys(plan, float("inf"))
@@ -180,7 +180,8 @@ def _time_steps(run: Run) -> dict[int, float]:
             started = time.perf_counter()
             step(run)
             seconds[choice] = min(seconds[choice], time.perf_counter() - started)
-    # No step costs more than one of more tokens: that was a hiccup of the clock. The widest come first.
+    # A step cannot cost more than a step with more tokens. If it seems to, something else took time. The widest come
+    # first.
     for wide, narrow in itertools.pairwise(candidate_widths(widest)):
         seconds[narrow] = min(seconds[narrow], seconds[wide])
     return seconds

@@ -1,10 +1,10 @@
-"""Caches that outlive a call, passed in or asked for, and the draft's context that goes with them.
+"""This module handles caches that outlive a call, and the draft's context that belongs to them.
 
-A cache passed in is filled by the prefill as plain `generate` fills it, and advanced at the end by the decoded
-columns, through its own `update`; in between the run has a ragged copy. The draft's context is attached to the cache
-object, so that the next turn drafts as if it had seen the whole conversation. The context names the columns that it is
-for and keeps a sample of the cache's keys: where the cache has been changed since (cropped, advanced by something
-else), the sample differs.
+Such a cache was passed in, or the call returns it. The prefill fills a cache that was passed in as plain `generate`
+does. The run uses a ragged copy of it. At the end, the decoded columns are added through the cache's own `update`. The
+draft's context is attached to the cache object, so that the draft of the next turn knows the whole conversation. The
+context contains the columns to which it belongs, and a sample of the cache's keys. If the cache was changed since
+(cropped, or advanced without the draft), the sample differs.
 
 Shapes: `B` rows, `T` columns of the whole conversation, `P` of them in the cache at the start, `R` slots of a buffer.
 """
@@ -36,7 +36,8 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 logger: Any = logging.get_logger(__name__)
-# A name per draft object: a cache can be copied and pickled with its context, and keeps no draft alive.
+# One name for each draft object. So a cache with its context can be copied and pickled, and does not keep a draft
+# alive.
 _names: weakref.WeakKeyDictionary[DFlashDraftModel, str] = weakref.WeakKeyDictionary()
 
 
@@ -47,20 +48,20 @@ class DraftContext:
     draft: str  # name of the draft object that wrote it
     buffers: list[tuple[Tensor, Tensor]]  # keys and values per draft layer, [B, R, G, E]
     positions: Tensor  # [B, C], int64: index of each column's token, negative for padding
-    offset: Tensor  # [B], int64: first index that there is context for; the draft counts from it
-    newest: Tensor  # [B], int64: highest index, as the draft counts, that was ever written to
-    layer: int  # target layer that the sample is of
+    offset: Tensor  # [B], int64: first index with context; the draft counts from it
+    newest: Tensor  # [B], int64: highest index that was ever written, as the draft counts
+    layer: int  # layer of the target that the sample is taken from
     sample: Tensor  # [B, n, E]: the first head's keys in the newest n of the C columns
 
     def repeated(self, rows: int, device: torch.device) -> DraftContext:
-        """Returns it for a cache whose rows `batch_repeat_interleave` has repeated; all but K/V are on this device."""
+        """Returns this context for a cache after `batch_repeat_interleave`; all tensors except K/V are on `device`."""
         times = rows // self.positions.shape[0]
 
         def wide(tensor: Tensor) -> Tensor:
             return torch.repeat_interleave(tensor, times, dim=0)
 
         buffers = self.buffers
-        # K/V may be gigabytes: they are copied only where rows are repeated.
+        # Keys and values may be gigabytes, so they are copied only if rows are repeated.
         if times > 1:
             buffers = [(wide(keys), wide(values)) for keys, values in self.buffers]
         return DraftContext(
@@ -74,7 +75,7 @@ class DraftContext:
         )
 
     def num_unchanged(self, cache: Cache) -> Tensor:
-        """Returns how many of the first columns of each row are as they were when this was attached: int64 `[B]`."""
+        """Returns how many first columns of each row have not changed since this was attached: int64 `[B]`."""
         past = int(cache.get_seq_length())
         now = stored_columns(cache.layers[self.layer])[0][:, 0].to(self.sample.device)
         first_now = past - now.shape[1]
@@ -85,13 +86,13 @@ class DraftContext:
             return torch.zeros_like(self.offset)
         now = now[:, begin - first_now : end - first_now]
         then = self.sample[:, begin - first_then : end - first_then]
-        # Keys depend on everything before them: where the sampled ones are as they were, all earlier ones are too.
+        # A key depends on all tokens before it. If the sampled keys have not changed, no earlier key has changed.
         num_same = (now == then).all(dim=-1).long().cumprod(dim=1).sum(dim=1)
         return torch.where(num_same > 0, begin + num_same, 0)
 
 
 class NoUserCache:
-    """Stands for a [`UserCache`] in a call that leaves no cache behind."""
+    """Takes the place of a [`UserCache`] in a call that leaves no cache behind."""
 
     is_kept = False
     is_given = False
@@ -107,7 +108,7 @@ class NoUserCache:
 
 
 class UserCache:
-    """The cache that a call leaves behind; the prefill runs on a given one, others are filled at the end.
+    """The cache that a call leaves behind. The prefill runs on it if it was passed in; else it is filled at the end.
 
     Args:
         cache (`Cache`): The cache.
@@ -124,7 +125,7 @@ class UserCache:
 
     @contextmanager
     def restored_on_error(self) -> Generator[None]:
-        """Leaves the cache as it was if anything is raised, an interrupt included."""
+        """Restores the cache if anything is raised, including an interrupt."""
         before = [_snapshot(layer) for layer in self.cache.layers]
         try:
             yield
@@ -133,14 +134,14 @@ class UserCache:
             for layer, (attributes, _) in zip(self.cache.layers, before, strict=True):
                 vars(layer).clear()
                 vars(layer).update(attributes)
-            # Tensors come last, because on a device that has failed nothing can be copied.
+            # Tensors are restored last, because nothing can be copied on a device that has failed.
             for _, copies in before:
                 for tensor, copied in copies:
                     tensor.copy_(copied)
             raise
 
     def load_context(self, generator: DFlashCandidateGenerator, positions: Tensor) -> None:
-        """Writes the attached context into a draft's empty cache; rows without one begin at their first new token.
+        """Writes the attached context into a draft's empty cache; other rows begin at their first new token.
 
         Sets the generator's offset. `positions` `[B, T]` are as in [`DraftContext`].
         """
@@ -180,31 +181,32 @@ class UserCache:
         *,
         keeps_buffers: bool,
     ) -> int:
-        """Advances the cache by the decoded columns and attaches the draft's context. The run is over then.
+        """Advances the cache by the decoded columns and attaches the draft's context. The run cannot continue then.
 
-        As after plain `generate`, there are columns for all tokens but the last one. `sequences`
-        `[B, columns + longest answer]` are what `generate` returns; `verify` runs the target over `state.block`, which
-        is overwritten, wherever an iterator of blocks says. The ragged cache is emptied layer by layer unless the
-        buffers of both caches are kept for the next call. Returns how many forwards of the target it took.
+        As after plain `generate`, the cache has columns for all tokens except the last one. `sequences` `[B, columns +
+        longest answer]` is the result of `generate`. `verify` runs the target over `state.block`, at the places of
+        each block of an iterator; the iterator overwrites `state.block`. The ragged cache is emptied layer by layer,
+        unless the buffers of both caches are kept for the next call. Returns the number of additional forwards of the
+        target.
         """
-        # 1. The draft's context of the last verify, for which no draft forward will come.
+        # 1. Write the context of the last verify. No forward of the draft follows that would write it.
         num_columns = int(state.num_new.max()) - 1
         answer = torch.arange(num_columns, device=self.positions.device)
         first = self.positions[:, -1] + 1
         generator.flush()
-        # 2. The columns of rows that have ended early, by forwards over their padding.
+        # 2. Fill the columns of rows that have ended early, by forwards over their padding.
         most_behind = int((state.num_new.max() - state.num_new).max())
         num_forwards = math.ceil(most_behind / state.block.shape[1])
         if num_forwards:
             verify(self._padding(state, generator, sequences, num_forwards))
-        # 3. The decoded columns, layer by layer out of the ragged cache.
+        # 3. Move the decoded columns, layer by layer, from the ragged cache.
         positions = first[:, None] + answer
         all_positions = torch.cat([self.positions, positions], dim=1)
-        # The prefill has filled a cache that was passed in up to the prompt's end; others are empty.
+        # The prefill has filled a cache that was passed in up to the end of the prompt. A new cache is empty.
         new = all_positions[:, int(self.cache.get_seq_length()) :]
         ragged.advance(RaggedBlock.at(first + num_columns, 1))
         self._take_columns(ragged, new, keeps_buffers)
-        # 4. The draft's context. It has some for the token that ended a row, and none for padding after it.
+        # 4. Attach the draft's context. It includes the token that ended a row, but no padding after this token.
         positions = positions.masked_fill(answer >= state.num_new[:, None], -1)
         self._attach_context(
             generator, torch.cat([self.positions, positions], dim=1), keeps_buffers
@@ -212,7 +214,7 @@ class UserCache:
         return num_forwards
 
     def _take_columns(self, ragged: RaggedCache, positions: Tensor, keeps_buffers: bool) -> None:
-        """Takes the columns at these positions `[B, n]` from a ragged cache, which is emptied unless it is kept."""
+        """Adds the columns at positions `[B, n]` from a ragged cache, which is emptied unless its buffers are kept."""
         for index, layer in enumerate(ragged.layers):
             if isinstance(layer, RecurrentLayer):
                 self.cache.update_conv_state(layer.window, index)
@@ -223,7 +225,7 @@ class UserCache:
             if positions.shape[1]:
                 keys, values = layer.read_rows(positions)
                 self.cache.update(keys, values, index)
-            # Layer by layer, so that the keys and values of one layer alone are there twice.
+            # This is done layer by layer, so that only one layer's keys and values are in memory twice.
             if not keeps_buffers:
                 layer.release()
 
@@ -234,15 +236,15 @@ class UserCache:
         sequences: Tensor,
         num_forwards: int,
     ) -> Iterator[RaggedBlock]:
-        """Feeds rows that ended before the last one as plain `generate` does: with their last token, then padding.
+        """Yields blocks that feed the last token and then padding to rows that ended early, as plain `generate` does.
 
-        Rows without anything to be fed run on behind their end.
+        Rows without a token to feed run over columns after their end.
         """
         width = state.block.shape[1]
         behind = state.num_new.max() - state.num_new
         offsets = torch.arange(width, device=sequences.device)
         for index in range(num_forwards):
-            # How many of its new tokens each row has fed: first the last token, then the padding behind it.
+            # Number of new tokens that each row has fed: first the last token, and then the padding after it.
             fed = behind.clamp_max(index * width) + state.num_new - 1
             columns = (state.host.columns + fed)[:, None] + offsets
             state.block.copy_(sequences.gather(1, columns.clamp_max(sequences.shape[1] - 1)))
@@ -253,7 +255,7 @@ class UserCache:
     def _attach_context(
         self, generator: DFlashCandidateGenerator, positions: Tensor, keeps_buffers: bool
     ) -> None:
-        """Attaches a draft's context to the cache; `positions` `[B, C]` are those of the columns with context."""
+        """Attaches the draft's context to the cache; `positions` `[B, C]` are those of the columns with context."""
         holder: Any = self.cache
         holder.dflash_context = None
         # A run that never drafts has written no context.
@@ -262,7 +264,7 @@ class UserCache:
         buffers = [layer.buffers() for layer in generator.draft_cache.attention.values()]
         lengths = (positions >= 0).sum(dim=1)
         offset = generator.newest.offset
-        # The next call overwrites buffers that are kept.
+        # The next call overwrites buffers that are kept, so they are copied.
         if keeps_buffers:
             buffers = [(keys.clone(), values.clone()) for keys, values in buffers]
             offset = offset.clone()
@@ -278,7 +280,7 @@ class UserCache:
             buffers=buffers,
             positions=positions,
             offset=offset,
-            # The draft's last blocks were written behind its context.
+            # The draft's last blocks were written after its context.
             newest=lengths - offset + max(generator.block_size, generator.verify_width) - 1,
             layer=layer,
             sample=stored_columns(layers[layer])[0][:, 0].clone(),
@@ -289,7 +291,7 @@ def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
     """Returns a layer's attributes, and pairs of each tensor that an update changes in place and its copy."""
     attributes: dict[str, Any] = dict(vars(layer))
     for name, value in attributes.items():
-        # Layers keep states in dicts, which change in place too.
+        # Layers keep states in dicts, and an update changes these in place too.
         if isinstance(value, dict):
             attributes[name] = copy.copy(value)
     changing: list[Tensor | None] = []
@@ -298,7 +300,7 @@ def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
         changing.extend(attributes["recurrent_states"].values())
     if isinstance(layer, StaticLayer):
         changing.append(attributes["cumulative_length"])
-    # Slots of a full static layer beyond its length are scratch; a sliding one moves all of its slots.
+    # A full static layer has scratch slots beyond its length. A sliding static layer moves all its slots.
     if isinstance(layer, StaticSlidingWindowLayer):
         changing.extend([attributes["keys"], attributes["values"]])
     # A layer that has not been used yet has no tensors.
@@ -306,7 +308,7 @@ def _snapshot(layer: Any) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
 
 
 def _why_unusable(context: Any, generator: DFlashCandidateGenerator, num_rows: int) -> str:
-    """Returns why an attached context is of no use to a draft and so many rows; an empty text if it may be of use."""
+    """Returns why a draft cannot use an attached context for `num_rows` rows; an empty string if it may use it."""
     if not isinstance(context, DraftContext):
         return "none is attached: the cache was not advanced with a draft"
     if context.draft != _names.get(generator.draft):
@@ -323,28 +325,28 @@ def _usable_rows(
     anchor: Tensor,
     num_same: Tensor,
 ) -> Tensor:
-    """Returns which rows can go on with an attached context: bool `[B]`.
+    """Returns a mask of the rows that can continue with an attached context: bool `[B]`.
 
-    Their real columns are as they were, `num_same` `[B]` of them, with the indices that they had; and no ring has lost
-    context that the next block sees, which begins at index `anchor` `[B]`.
+    In such a row, the columns with tokens have not changed: `num_same` `[B]` columns are the same, at the same
+    indices. Also, no ring has lost context that the next block sees. This block begins at index `anchor` `[B]`.
     """
     num_columns = past.shape[1]
     offset = context.offset
-    # Columns that the context knows nothing of get an index that no column has.
+    # Columns that are not in the context get an index that no column has.
     then = torch.full_like(past, -2)
     shared = min(num_columns, context.positions.shape[1])
     then[:, :shared] = context.positions[:, :shared]
     is_same = (then == past) & (torch.arange(num_columns, device=past.device) < num_same[:, None])
-    # Padding needs no context, and neither do tokens before the first one that the draft had context for.
+    # Padding needs no context. Neither do tokens before the first token with context.
     needs_none = (past < 0) | (past < offset[:, None])
     usable = (is_same | needs_none).all(dim=1)
     usable = usable & ((past >= 0).sum(dim=1) >= offset)
     for (keys, _), shape in zip(context.buffers, generator.draft.cache_shapes(), strict=True):
         oldest = torch.zeros_like(anchor)
         if shape.window is not None:
-            # Where a window counts from the anchor it reaches `window` tokens back, elsewhere one less.
+            # If a window counts from the anchor, it reaches `window` tokens back, otherwise one token less.
             oldest = (anchor - offset - shape.window).clamp_min(0)
-        # Buffers of a layer without a window have wrapped where the context was kept under a narrower one.
+        # A layer may have no window now, but a narrower one when its context was kept. Then its buffer has wrapped.
         usable = usable & (oldest > context.newest - keys.shape[1])
     return usable
 
@@ -358,7 +360,8 @@ def _write_context(
     newest = context.newest.to(device)[:, None]
     for index, (keys, values) in enumerate(context.buffers):
         ring = keys.shape[1]
-        # Each slot is a column here, of which those beyond the length are padding: the rings may differ in size.
+        # Each slot is passed as a column, and slots beyond the length as padding, because the rings may differ in
+        # size.
         slots = torch.arange(ring, device=device)
         positions = slot_positions(newest, slots, ring)
         positions = positions.masked_fill(positions >= length, -1)
