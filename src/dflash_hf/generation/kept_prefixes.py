@@ -4,9 +4,9 @@ The next turn of a conversation begins with the whole turn before it. Many conve
 prompt. The target need not compute these tokens again: their keys and values in both caches are copied, and the
 prefill continues after them. Of a layer with a window, only the newest keys and values are kept, and of a recurrent
 layer, only the states after the last token. If a target has such layers, a prefill can continue only after the last
-token of a kept text, and not from its middle. So a prompt that begins like a kept text, and cannot continue from
-there, makes a stop in its prefill: after the tokens that both have in common, these tokens are kept as a text, too.
-All images have the same tokens, so the images are compared as well.
+token of a kept text, and not from its middle. If a prompt begins like a kept text but cannot continue from it, its
+prefill stops once after the tokens that both have in common, and these tokens are kept as a text of their own. All
+images have the same tokens, so the images are compared as well.
 """
 
 from __future__ import annotations
@@ -253,8 +253,7 @@ class KeptPrefixes:
             longest = max(shared, key=lambda one: len(one.ids))
             self._use(longest)
         self.kept.append(prefix)
-        # The new text itself fits, so this loop never removes it. A shared beginning is shorter than a text that has
-        # fitted.
+        # The new text itself fits, so this loop never removes it. A shared beginning is shorter than such a text.
         while self.num_bytes > self.max_bytes:
             del self.kept[0]
 

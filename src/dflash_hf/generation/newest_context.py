@@ -40,8 +40,7 @@ class NewestContext:
         # [B, C, L * D]. After a verify of fewer tokens, the other columns hold older states, which count as rejected.
         self.columns = torch.zeros(shape.batch, shape.path, width, dtype=dtype, device=device)
         self.num_columns = shape.path  # `C`
-        # [B, N, L * D]: states of all nodes of a tree, until it is known which are accepted; without trees [B, 0, L *
-        # D].
+        # [B, N, L * D]: states of all nodes of a tree, until it is known which are accepted. Without trees, N is 0.
         self.nodes = torch.zeros(shape.batch, num_nodes, width, dtype=dtype, device=device)
         # [B], int64: index in its row of the token of the first column, as the draft counts indices.
         self.starts = torch.zeros(shape.batch, dtype=torch.long, device=device)
@@ -88,8 +87,7 @@ class NewestContext:
     def counted(self, block: RaggedBlock) -> RaggedBlock:
         """Returns the same block on the draft's device, with indices as the draft counts them."""
         if self.has_offset:
-            # The rows are shorter here, so the bound of the block still holds. The draft does not need a tree's
-            # depths.
+            # The rows are shorter here, so the block's bound still holds. The draft does not need a tree's depths.
             positions = block.positions - self.offset[:, None]
             block = RaggedBlock(positions, block.bound)
         return block.on(self.columns.device)
@@ -106,8 +104,7 @@ class NewestContext:
         is_single = width == 1
         start = 0
         if is_single:
-            # After a block of several tokens, all columns are taken. The draft has written them, so gathering begins
-            # at 0.
+            # After a block of several tokens, all columns are taken. The draft has written them, so the start is 0.
             start = self._num_taken % self.num_columns
         end = start + min(width, self.num_columns)
         self._newest = slice(start, end)
@@ -119,8 +116,7 @@ class NewestContext:
         self._num_taken = self.num_columns
         if is_single and self.gathers:
             self._num_taken = start + 1
-        # Tokens that gather after others need no new start: the first column keeps its place, and the others follow
-        # it.
+        # Tokens that gather after others need no new start, because they follow the token of the first column.
         if start == 0:
             self.starts.copy_(self.counted(block).lengths)
 
@@ -177,8 +173,8 @@ class NewestContext:
     def end_gathering(self) -> None:
         """Lets the next token begin at the first column again.
 
-        Context that has gathered must already be in the draft's cache, or the next step must write it, as static steps
-        do.
+        Context that has gathered must already be in the draft's cache, or the next step must write it, as a static
+        step does.
         """
         self._num_taken = self.num_columns
 

@@ -103,8 +103,7 @@ def _widest_verify(
     num_rows: range,
     may_be_narrower: bool,
 ) -> int:
-    """Returns the maximum number of tokens that are verified. `longest` is the number with all proposals of a
-    block."""
+    """Returns the maximum width of a verify. `longest` is the width with all proposals of a block."""
     if isinstance(asked, int):
         return asked
     if isinstance(asked, Mapping):

@@ -43,8 +43,7 @@ LONGEST_TEXT = 1 << 40
 _PREPARE = cast(Any, GenerationMixin).prepare_inputs_for_generation
 
 
-# Sizes of images. Transformers passes them to every forward, but they have no effect if positions are given
-# explicitly.
+# Sizes of images. Transformers passes them to every forward, but with explicit positions they have no effect.
 IMAGE_SIZES = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 # Inputs of a prefill that a verify does not get. A verify has its own ids, positions and cache, and sees no image.
 OF_CALL = {CACHE_NAME, "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
@@ -124,8 +123,7 @@ def begin_prefill(
     # 2. Prepare the buffers and the candidate generator, with the draft's context of a cache that was passed in.
     room = _room_for(request, prompts, keeps_buffers)
     generator = _start_draft(request, drafter, options, prompts, room, keeps_buffers, user_cache)
-    # By now, everything that can be refused was refused. The ranks compare the call, and start their forwards
-    # together.
+    # By now, all refusals have been made. The ranks compare the call, and start their forwards together.
     if not request.ranks.is_alone:
         _compare_ranks(request, inputs, options, user_cache)
     if seed is None and request.config.do_sample:

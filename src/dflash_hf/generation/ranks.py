@@ -55,8 +55,7 @@ class Ranks:
             self.group = mesh.get_group()
         # Whether this process holds the whole target.
         self.is_alone = mesh is None
-        # Whether the other ranks expect a meeting as their next collective operation. Only then, a failure can be
-        # reported.
+        # Whether the others' next collective operation is a meeting. Only then, a failure can be reported.
         self._meets_next = True
         self._interrupted = False
 
@@ -196,8 +195,7 @@ class Ranks:
         """Reports the state of this rank; returns the reports of all ranks, and the first rank's numbers."""
         # If this operation fails, no rank can be told about it.
         self._meets_next = False
-        # The sum over the ranks contains each rank's report and the first rank's numbers, since one rank sets each
-        # place.
+        # One rank sets each place, so the sum over the ranks has each rank's report and the first rank's numbers.
         places = [0] * self.size + [0, 0]
         places[self.rank] = report
         if self.rank == 0:

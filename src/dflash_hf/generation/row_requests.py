@@ -240,7 +240,7 @@ def _check_images(model: PreTrainedModel, ids: Tensor, settings: dict[str, Any])
     given = {name for name in OF_PROMPTS if is_given(settings, name)}
     if not given:
         return
-    # Some tokenizers make `token_type_ids` of a text. A text model that takes them adds an embedding to every token.
+    # Some tokenizers make `token_type_ids` of a text. A text model that takes them adds embeddings to all tokens.
     is_text = given == {"token_type_ids"}
     require(not is_text, "a text without token_type_ids", sorted(given), "leave them out")
     alone = "generate it alone"

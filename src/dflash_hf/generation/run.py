@@ -116,7 +116,7 @@ class Run:
 
     @property
     def ends_at_next(self) -> bool:
-        """Whether the next step ends every row. Each running row commits at least one token in a step."""
+        """Whether the step after the last read step ends all rows. A running row commits at least one token."""
         host = self.state.host
         last = host.columns + host.limit - 1
         rows = zip(self.rows.reported.done, self.rows.reported.filled, strict=True)

@@ -42,8 +42,7 @@ def shaped(
     """
     # A copy is changed, because a recorder of the step gets the draft's own logits.
     logits_BDV = logits_BDV.clone()
-    # A processor gets only the row's text, without the scratch memory after it. So the host needs the length of the
-    # text.
+    # A processor gets only the row's text, without the scratch memory after it. So the host needs its length.
     lengths = state.cursor.tolist()
     has_ended = state.done.tolist()
     for row in range(len(lengths)):

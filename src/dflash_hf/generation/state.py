@@ -129,7 +129,7 @@ class DecodeState:
     """Everything that a step reads and writes. `B` rows, at most `W` verified tokens; all on the target's device.
 
     All tensors are int64, except `done` (bool) and `draft_probs` (float32). A step reads the numbers of a run from
-    these tensors, and never reads `columns` and `limit` of `host`. So a captured step can run any run of its width.
+    these tensors, and never reads `columns` and `limit` of `host`. So a captured step can serve any run of its width.
     """
 
     # [B, at least columns + room + W]: the prompts, left-padded, then the committed tokens, then scratch memory.

@@ -64,8 +64,7 @@ def draft(run: Run, bound: int | None = None) -> RaggedBlock:
 
     Args:
         run (`Run`): The run, which is changed in place.
-        bound (`int`, *optional*): Number of slots to read in every row. By default, this is as many as the longest row
-            needs.
+        bound (`int`, *optional*): Number of slots to read in every row. By default, the longest row determines it.
 
     Returns:
         `RaggedBlock`: The places of the tokens to be verified.
@@ -177,8 +176,7 @@ def keep_path(run: Run, path_BN: Tensor) -> None:
     # On a CPU, this test needs no wait. Often, the nodes of the path are already at the places of a chain.
     may_look = path_BN.device.type == "cpu" and not run.keeps_buffers
     stays = may_look and is_in_place(path_BN)
-    # The caches hold the nodes in the order of the tree. The nodes of the path are copied to the slots after the
-    # anchor.
+    # The caches hold the nodes in the tree's order. The nodes of the path are copied to the slots after the anchor.
     if not stays:
         run.cache.keep_path(path_BN, state.lengths)
     run.generator.newest.add_path(path_BN, stays)

@@ -180,8 +180,7 @@ def _time_steps(run: Run) -> dict[int, float]:
             started = time.perf_counter()
             step(run)
             seconds[choice] = min(seconds[choice], time.perf_counter() - started)
-    # A step cannot cost more than a step with more tokens. If it seems to, something else took time. The widest come
-    # first.
+    # A step cannot cost more than a step with more tokens; else something disturbed the clock. The widest come first.
     for wide, narrow in itertools.pairwise(candidate_widths(widest)):
         seconds[narrow] = min(seconds[narrow], seconds[wide])
     return seconds

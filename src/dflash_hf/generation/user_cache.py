@@ -36,8 +36,7 @@ from dflash_hf.generation.state import DecodeState
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 logger: Any = logging.get_logger(__name__)
-# One name for each draft object. So a cache with its context can be copied and pickled, and does not keep a draft
-# alive.
+# One name for each draft object. So a cache with its context can be copied and pickled, and keeps no draft alive.
 _names: weakref.WeakKeyDictionary[DFlashDraftModel, str] = weakref.WeakKeyDictionary()
 
 
@@ -360,8 +359,7 @@ def _write_context(
     newest = context.newest.to(device)[:, None]
     for index, (keys, values) in enumerate(context.buffers):
         ring = keys.shape[1]
-        # Each slot is passed as a column, and slots beyond the length as padding, because the rings may differ in
-        # size.
+        # Each slot is passed as a column, and slots beyond the length as padding, because ring sizes may differ.
         slots = torch.arange(ring, device=device)
         positions = slot_positions(newest, slots, ring)
         positions = positions.masked_fill(positions >= length, -1)

@@ -40,8 +40,7 @@ FIRST_HOLD = 16
 LONGEST_HOLD = 128
 # With several rows, plain decoding is timed after this many steps with a draft, because a guess may be twice its cost.
 UNTIL_PLAIN = 2
-# After this many steps at one width, the choices are compared only once in as many steps, because comparing takes
-# time.
+# After this many steps at one width, choices are compared only once in as many steps, because comparing takes time.
 SETTLED = 4
 # Without a draft, trying a draft may take this share of the time. So a try comes sooner if it can lose less. For a
 # try, each position counts as if it had been accepted `OPTIMISM` times more.
@@ -117,12 +116,10 @@ class WidthChooser:
         self.may_choose_chain = self.chain > 0
         # The choice for the step that was launched last: a width of `widths`, or `CHAIN`.
         self.current = widest
-        # Counts of accepted nodes of trees and of accepted proposals of chains. A tree also counts for the chain in
-        # it.
+        # Counts of accepted nodes of trees, and of accepted proposals of chains. A tree counts for its chain, too.
         self.nodes = NodeCounts(widest)
         self.chains = ChainCounts(self.chain or widest)
-        # The choice that is held, the number of steps since it is held, and the number of steps until another is
-        # tried.
+        # The choice that is held, its number of steps so far, and its number of steps until another one is tried.
         self._held = widest
         self._steps = 0
         self._hold = FIRST_HOLD
@@ -131,8 +128,7 @@ class WidthChooser:
         # Number of running rows (0 before it is known), and the seconds of all steps so far.
         self._rows = 0
         self._clock = 0.0
-        # Number of steps, of steps with a draft, of rows that these have verified, and of tokens that these have
-        # given.
+        # Number of steps, of steps with a draft, and of the rows and committed tokens of steps with a draft.
         self._num_steps = 0
         self._num_drafted = 0
         self._num_verifies = 0
@@ -203,7 +199,7 @@ class WidthChooser:
     def _best(self, costs: Mapping[int, float]) -> int:
         """Returns the choice with the most expected tokens for its cost."""
         if self.costs.by_clock and self._num_steps == 0:
-            # The first verify has the maximum width, because it shows the most.
+            # The first verify is as wide as `first` allows, because a wide verify shows the most.
             allowed = [width for width in costs if width <= self.first]
             return max(allowed or [min(costs)])
         charged = dict(costs)
