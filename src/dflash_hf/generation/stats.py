@@ -1,15 +1,15 @@
-"""The output of a call beside its text: statistics, and scores, logits and hidden states that it was asked for.
+"""This module defines the output of a call beside its text: statistics, and the scores, logits and states asked for.
 
-Definitions. A *verify* is one forward of the target over a block, counted for every row that was still running. It
-*accepts* the longest prefix of the proposals that equals the target's own tokens, and *commits* that prefix plus one
-token of the target's own (the bonus), cut at an end-of-sequence token and at the length limit. `acceptance_length` is
-the mean number committed per verify, the bonus included, pooled over rows. The first token of an answer comes from the
-prefill and belongs to no verify.
+Definitions. A *verify* is one forward of the target over a block. It is counted once for every row that was still
+running. A verify *accepts* the longest prefix of the proposals that equals the target's own tokens. It *commits* this
+prefix and one more token of the target (the bonus token), cut at an end-of-sequence token and at the length limit.
+`acceptance_length` is the mean number of tokens committed per verify, including the bonus token, over all verifies of
+all rows. The first token of an answer comes from the prefill and belongs to no verify.
 
-Others publish the same name for other numbers; [`SpeculativeStats.acceptance_length_as`] computes theirs from the
-same counts, row by row a *response* or *request* of theirs:
+Other projects use the same name for other numbers. [`SpeculativeStats.acceptance_length_as`] computes their numbers
+from the same counts. One row corresponds to one of their *responses* or *requests*:
 
-| who | acceptance length | differs from ours in |
+| who | acceptance length | difference from this package |
 |---|---|---|
 | z-lab `dflash` 0.1.0 | mean over responses of the mean committed per verify | short answers weigh the same |
 | vLLM | `1 + accepted / drafts` | accepted tokens beyond the end count, verifies without proposals do not |
@@ -42,30 +42,31 @@ class SpeculativeStats:
     """Statistics of one `generate` call.
 
     Args:
-        num_committed (`list[list[int]]`): Per row, tokens committed at each verify (the bonus included).
-        num_accepted (`list[list[int]]`): Per row, proposals that matched at each verify, before any cut.
-        num_checked (`list[list[int]]`): Per row, the number of positions of the block that each verify checked. In a
-            chain, each proposal has one position. In a tree, these are the accepted positions, and the next one unless
-            the accepted path ended in a leaf. If the list is empty, all verifies were chains.
-        num_proposed (`int`): Proposals checked per verify (`verify_width - 1`), at most.
-        verify_widths (`list[int]`): Tokens checked by each verify, the anchor included: one number per step, for all
-            rows that were still running; 1 is a token decoded without a draft, which counts as a verify too. Empty
-            means `num_proposed + 1` always.
-        num_target_forwards (`int`): Forwards of the target, including the prefill. With CUDA graphs, it also counts
-            the extra step that was started before the host knew that all rows had ended.
-        num_draft_forwards (`int`): Block forwards of the draft.
+        num_committed (`list[list[int]]`): For each row, the number of tokens committed by each verify, including the
+            bonus token.
+        num_accepted (`list[list[int]]`): For each row, the number of matching proposals of each verify before a cut.
+        num_checked (`list[list[int]]`): For each row, the number of positions of the block that each verify checked.
+            In a chain, each proposal has one position. In a tree, these are the accepted positions, and the next one
+            unless the accepted path ended in a leaf. If the list is empty, all verifies were chains.
+        num_proposed (`int`): Maximum number of proposals checked per verify (`verify_width - 1`).
+        verify_widths (`list[int]`): Number of tokens checked by each verify, the anchor included: one number per step,
+            for all rows that were still running. The number is 1 for a token decoded without a draft, which counts as
+            a verify too. If the list is empty, the number was always `num_proposed + 1`.
+        num_target_forwards (`int`): Number of forwards of the target, including the prefill. With CUDA graphs,
+            it also counts the extra step that was started before the host knew that all rows had ended.
+        num_draft_forwards (`int`): Number of the draft's forwards over a block.
         prepare_seconds (`float`): Wall time in seconds from the call to the prefill: Transformers' preparation.
-        prefill_seconds (`float`): The prefill, up to the first token.
-        draft_seconds (`float`): Forwards of the draft, the newest context included.
-        verify_seconds (`float`): Forwards of the target over blocks. Under the engine `"cuda_graph"` draft and
-            acceptance count here too.
-        accept_seconds (`float`): Logits processors, choosing and accepting tokens, stopping criteria, reading the
-            counts on the host.
-        rest_seconds (`float`): Streamer (in `accept_seconds` if rows advance together), and the work on the output.
+        prefill_seconds (`float`): Seconds of the prefill, up to the first token.
+        draft_seconds (`float`): Seconds of the forwards of the draft, the newest context included.
+        verify_seconds (`float`): Seconds of the forwards of the target over blocks. Under the engine `"cuda_graph"`,
+            the draft and the acceptance count here too.
+        accept_seconds (`float`): Seconds of logits processors, of choosing and accepting tokens, of stopping criteria,
+            and of reading the counts on the host.
+        rest_seconds (`float`): Seconds of the streamer (in `accept_seconds` if rows advance together) and the output.
             The six parts follow one another without gaps. The host does not wait for an accelerator. So without
             `draft.generation_config.synchronize`, only the sum of the six means something there.
-        engine (`str`): Engine that ran: `"eager"` or `"cuda_graph"`; `"static"` is the latter's step uncaptured, in
-            tests and benchmarks only.
+        engine (`str`): Engine that ran: `"eager"` or `"cuda_graph"`. `"static"` is the step of `"cuda_graph"` without
+            a capture, which only tests and benchmarks use.
         proposal (`str`): Proposal rule that ran; `"greedy"` without sampling.
         num_tried_by_node, num_accepted_by_node (`list[int]`): If trees were verified (the default for most targets),
             how many verifies, summed over rows, tried and accepted each node of the tree, without the anchor. The most
@@ -107,20 +108,20 @@ class SpeculativeStats:
         tree: ReportedTree | None,
         nodes: Sequence[Sequence[int]],
     ) -> None:
-        """Counts a verify; rows that had ended before are in no count.
+        """Counts a verify. Rows that had ended before it are not counted.
 
         Args:
             numbers (`list[int]`): The number in the request of each row of the state.
-            reported (`Reported`): What the verify has done.
-            running (`list[int]`): The rows of the state that it was for.
-            width (`int`): Tokens that it has verified.
-            tree (`ReportedTree`, *optional*): The tree that it has verified; a chain has none.
+            reported (`Reported`): The numbers that the verify has reported.
+            running (`list[int]`): The rows of the state that were running.
+            width (`int`): Number of tokens that it has verified.
+            tree (`ReportedTree`, *optional*): The tree that it has verified; `None` for a chain.
             nodes (`list[list[int]]`): The nodes of the tree that each of these rows has accepted; empty for a chain.
         """
         self.verify_widths.append(width)
         for row in running:
             num_accepted = reported.accepted[row]
-            # Of a chain every proposal is checked.
+            # In a chain, every proposal is checked.
             num_checked = width - 1
             if tree is not None:
                 num_checked = _num_checked(tree, row, num_accepted)
@@ -138,8 +139,8 @@ class SpeculativeStats:
         tree: ReportedTree,
         nodes: Sequence[Sequence[int]],
     ) -> None:
-        """Counts the nodes that a verify of `width` of them accepted in each running row, and where they came from."""
-        # Node 0 is the anchor, and stands in no count. Lists grow with the widest verify so far.
+        """Counts the accepted nodes of each running row in a verify of `width` nodes, and the sources of its nodes."""
+        # Node 0 is the anchor, which is not counted. The lists grow with the widest verify so far.
         num_missing = width - 1 - len(self.num_tried_by_node)
         missing = [0] * num_missing
         self.num_tried_by_node.extend(missing)
@@ -155,36 +156,36 @@ class SpeculativeStats:
 
     def start_run(self, num_rows: int, num_proposed: int, proposal: str) -> None:
         """Starts to count a run of this number of rows, after its prefill."""
-        # A list of its own for each row: rows end at different steps.
+        # Each row has its own list, because rows end at different steps.
         self.num_committed = [[] for _ in range(num_rows)]
         self.num_accepted = [[] for _ in range(num_rows)]
         self.num_checked = [[] for _ in range(num_rows)]
         self.num_proposed = num_proposed
-        # The prefill is one.
+        # The prefill is one forward of the target.
         self.num_target_forwards = 1
         self.proposal = proposal
 
     @property
     def num_verifies(self) -> int:
         """Number of verifies, summed over rows."""
-        # A row is in the counts as long as it runs: one step over three running rows is three verifies.
+        # A row is counted as long as it runs: one step over three running rows is three verifies.
         return sum(len(row) for row in self.num_committed)
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens generated, summed over rows, the prefill's first token of each row included."""
+        """Number of tokens generated, summed over rows, including each row's first token, which the prefill gives."""
         num_rows = len(self.num_committed)
         num_verified = sum(sum(row) for row in self.num_committed)
         return num_rows + num_verified
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens committed per verify, the bonus included, pooled over rows; 0 if nothing was verified."""
+        """Mean number of tokens committed per verify, the bonus token included, over all rows; 0 without verifies."""
         return _mean([count for row in self.num_committed for count in row])
 
     @property
     def acceptance_length_per_row(self) -> list[float]:
-        """The same for each row on its own."""
+        """The acceptance length of each row."""
         return [_mean(row) for row in self.num_committed]
 
     @property
@@ -198,7 +199,7 @@ class SpeculativeStats:
         return sum(getattr(self, f"{part}_seconds") for part in get_args(Part))
 
     def acceptance_length_as(self, definition: Definition) -> float:
-        """Returns tokens per verify as another project defines them, by the same counts; 0 if nothing was verified.
+        """Returns tokens per verify as another project defines them, from the same counts; 0 if nothing was verified.
 
         Args:
             definition (`str`): `"zlab"`, `"vllm"` or `"sglang"`; see the table at the top of this module.
@@ -216,10 +217,10 @@ class SpeculativeStats:
         # Source: dflash/benchmark.py::_print_decode_summary.
         if definition == "zlab":
             return _mean([_mean(row) for row in self.num_committed if row])
-        # Source: vllm/v1/spec_decode/metrics.py. A verify of one token has no proposals and is no draft there.
+        # Source: vllm/v1/spec_decode/metrics.py. In vLLM, a verify of one token has no proposals and does not count.
         if definition == "vllm":
             return 1.0 + _mean([count for count, tried in self._checked() if tried])
-        # SGLang's: the prefill's token is one of the answer's, and its forward is no verify.
+        # SGLang: the prefill's token belongs to the answer, but the prefill's forward is no verify.
         return self.num_new_tokens / self.num_verifies
 
     def acceptance_per_position(
@@ -248,9 +249,9 @@ class SpeculativeStats:
         is_complete = True
         reached = len(counts)
         for position in range(self.num_proposed):
-            # Verifies that came to this position: all before it was accepted, and the block was wide enough.
+            # Verifies that reached this position: all before it was accepted, and the block was wide enough.
             tried = sum(count >= position and checked > position for count, checked in counts)
-            # Once a verify was too narrow for a position, shares of all verifies say less than there is to know.
+            # Once a verify was too narrow for a position, the share of all verifies is not exact any more.
             is_complete = is_complete and tried == reached
             reached = sum(count > position for count, _ in counts)
             share = _share(reached, tried)
@@ -262,9 +263,9 @@ class SpeculativeStats:
         return joint_shares
 
     def _reached_and_tried(self, row: int | None) -> list[tuple[int, int]]:
-        """Returns, by position, how many verifies accepted its proposal, and how many checked it."""
+        """Returns, for each position, how many verifies accepted its proposal, and how many checked it."""
         accepted = [num for nums in _rows_of(self.num_accepted, row) for num in nums]
-        # Statistics that were put together by hand may leave the positions out.
+        # Statistics that were created by hand may lack these positions.
         if self.num_checked:
             checked = [num for nums in _rows_of(self.num_checked, row) for num in nums]
         else:
@@ -278,7 +279,7 @@ class SpeculativeStats:
         return counts
 
     def _checked(self, row: int | None = None) -> list[tuple[int, int]]:
-        """Returns the proposals that each verify accepted and checked, of one row or of all."""
+        """Returns the numbers of proposals that each verify has accepted and checked, for one row or for all rows."""
         rows = range(len(self.num_accepted)) if row is None else [row]
         found: list[tuple[int, int]] = []
         for index in rows:
@@ -288,21 +289,21 @@ class SpeculativeStats:
     def proposed_of(self, row: int) -> list[int]:
         """Returns how many proposals each verify of a row checked."""
         num_verifies = len(self.num_accepted[row])
-        # Statistics that were put together by hand may leave the widths out.
+        # Statistics that were created by hand may lack the widths.
         if not self.verify_widths:
             return [self.num_proposed] * num_verifies
         # A row that has ended is in fewer verifies than there were steps.
         return [width - 1 for width in self.verify_widths[:num_verifies]]
 
     def acceptance_histogram(self, row: int | None = None) -> list[int]:
-        """Counts verifies, of one row or of all, by the tokens that they committed: 0 to `num_proposed + 1`."""
+        """Counts the verifies of one row or all rows by their number of committed tokens: 0 to `num_proposed + 1`."""
         rows = _rows_of(self.num_committed, row)
-        # All proposals and a bonus token are the most that a verify commits.
+        # A verify commits at most all proposals and a bonus token.
         num_lengths = self.num_proposed + 2
         return [sum(counts.count(length) for counts in rows) for length in range(num_lengths)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain numbers, for JSON: counts per row and verify, and the means that follow."""
+        """Returns everything as plain numbers, for JSON: counts per row and verify, and the means of these."""
         return {
             "acceptance_length": self.acceptance_length,
             "acceptance_length_per_row": self.acceptance_length_per_row,
@@ -322,16 +323,16 @@ class SpeculativeStats:
     def to_frame(self) -> Any:
         """Returns one line per row and verify as a `pandas.DataFrame`.
 
-        Columns `row`, `verify` (both from 0), `num_tried` (proposals checked), `num_accepted`, `num_committed`,
-        `num_new` (tokens of the row after this verify, the prefill's included).
+        The columns are `row`, `verify` (both from 0), `num_tried` (proposals checked), `num_accepted`, `num_committed`
+        and `num_new` (number of tokens of the row after this verify, the prefill's token included).
 
         Raises:
-            ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
+            ImportError: If pandas is not installed; `pip install 'dflash-hf[research]'`.
         """
         columns = ["row", "verify", "num_tried", "num_accepted", "num_committed", "num_new"]
         lines: list[tuple[int, ...]] = []
         for row, committed in enumerate(self.num_committed):
-            # The prefill's token is new too.
+            # The prefill's token counts as new.
             num_new = 1
             for verify, (accepted, tried) in enumerate(self._checked(row)):
                 num_new += committed[verify]
@@ -339,15 +340,16 @@ class SpeculativeStats:
         return module_of_research("pandas").DataFrame(lines, columns=columns)
 
     def plot(self) -> Any:
-        """Draws acceptance per position (joint and conditional) beside the histogram of acceptance lengths.
+        """Draws the acceptance per position (joint and conditional) beside the histogram of committed tokens.
 
-        A position that no verify came to has no conditional acceptance, and no point.
+        A position that no verify has reached has no conditional acceptance, and so no point.
 
         Returns:
-            `matplotlib.figure.Figure`: Not registered with pyplot: a notebook shows it once, as a cell's value.
+            `matplotlib.figure.Figure`: The figure. It is not registered with pyplot, so a notebook shows it only once,
+                as the value of a cell.
 
         Raises:
-            ImportError: Without matplotlib; `pip install 'dflash-hf[research]'`.
+            ImportError: If matplotlib is not installed; `pip install 'dflash-hf[research]'`.
         """
         joint = self.acceptance_per_position()
         counts = enumerate(self._reached_and_tried(None), start=1)
@@ -368,7 +370,7 @@ class SpeculativeStats:
                 label="given all before",
             )
             left.set(xlabel="position in the block", ylabel="share accepted", ylim=(0.0, 1.05))
-            # A verify commits one token at least, so that there is no bar at 0.
+            # A verify commits at least one token, so there is no bar at 0.
             right.bar(range(1, len(histogram)), histogram[1:], color=BLUE)
             right.axvline(
                 self.acceptance_length, color=ORANGE, label=f"mean {self.acceptance_length:.2f}"
@@ -382,9 +384,10 @@ class SpeculativeStats:
 
 
 class Stopwatch:
-    """Books wall time on the parts of a run: all time since the last lap, so that the parts sum to the whole.
+    """Adds wall time to the parts of a run. Each lap takes all time since the last lap, so the parts sum to the whole.
 
-    A call began when `time.perf_counter()` was `started`; the clock is read when accelerators of `devices` are idle.
+    A call began when `time.perf_counter()` was `started`. Before each reading of the clock, accelerators in `devices`
+    are synchronized.
     """
 
     def __init__(
@@ -395,15 +398,15 @@ class Stopwatch:
         self.devices = [device for device in devices if device.type != "cpu"]
 
     def lap(self, part: Part) -> None:
-        """Books everything since the last lap on one part."""
-        # Without it the time of queued work would be booked on whatever waits for it later.
+        """Adds the time since the last lap to one part."""
+        # Without the wait, the time of queued work would count for a later part that waits for it.
         for device in self.devices:
             torch.accelerator.synchronize(device)
         now = time.perf_counter()
         name = f"{part}_seconds"
         seconds = getattr(self.stats, name) + now - self.last
         setattr(self.stats, name, seconds)
-        # The next part begins where this one ends: no time is lost between them.
+        # The next part begins where this part ends, so no time is lost between them.
         self.last = now
 
 
@@ -423,7 +426,7 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class Recorder:
-    """Collects the scores, logits and states that a call asks for, row by row: those of committed tokens alone."""
+    """Collects the scores, logits and hidden states that a call asks for, only those of committed tokens, by row."""
 
     def __init__(self, generation_config: GenerationConfig, rows: int) -> None:
         wanted = bool(generation_config.return_dict_in_generate)
@@ -431,22 +434,22 @@ class Recorder:
         self.has_logits = wanted and bool(generation_config.output_logits)
         self.has_hidden_states = wanted and bool(generation_config.output_hidden_states)
         self.is_on = self.has_scores or self.has_logits or self.has_hidden_states
-        # States of the prefill, `[B, S, D]` per layer, which are the first token's entry as they are.
+        # Hidden states of the prefill, `[B, S, D]` per layer. They are the first token's entry without a change.
         self.first_hidden_states: tuple[Tensor, ...] | None = None
-        # Per name and row: pieces [tokens, ...] in order.
+        # For each name and row, pieces `[tokens, ...]` in order.
         self._pieces = defaultdict[str, list[list[Tensor]]](lambda: [[] for _ in range(rows)])
 
     def add(
         self, scores: Tensor, outputs_logits: Tensor, hidden_states: Any, num_committed: list[int]
     ) -> None:
-        """Keeps, of one decision, the columns that each row has committed.
+        """Stores the columns that each row has committed in one decision.
 
-        Scores and logits `[B, C, V]` are processed, and as the target gave them; hidden states are `[B, C, D]` per
-        layer, and none for the first token.
+        `scores` are the processed scores and `outputs_logits` the target's own logits, both `[B, C, V]`.
+        `hidden_states` has one tensor `[B, C, D]` per layer. For the first token it is `None`.
         """
         given: dict[str, Tensor] = {}
         if self.has_scores:
-            # Transformers makes scores float32; a user processor may make them float64.
+            # Transformers makes scores float32. A user's processor may make them float64.
             given["scores"] = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.has_logits:
             given["logits"] = outputs_logits.to(torch.float32)
@@ -455,7 +458,7 @@ class Recorder:
         for name, values in given.items():
             for row, num in enumerate(num_committed):
                 if num:
-                    # A copy of the committed columns alone, so that the step's whole tensor can be freed.
+                    # Only the committed columns are copied, so that the whole tensor of the step can be freed.
                     piece = values[row, :num].clone()
                     self._pieces[name][row].append(piece)
 
@@ -467,7 +470,7 @@ class Recorder:
             if name in ("scores", "logits"):
                 found[name] = _joined(rows)
             else:
-                # Names come in the order in which `add` was given the layers.
+                # The names are in the order in which `add` got the layers.
                 layers.append(_joined(rows))
         if self.has_hidden_states:
             # Plain `generate` has one tuple of layers per token, `[B, 1, D]` each.
@@ -479,22 +482,22 @@ class Recorder:
 
 
 def _num_checked(tree: ReportedTree, row: int, num_accepted: int) -> int:
-    """Returns how many positions of the block a verify has checked in a row of which it has accepted so many nodes.
+    """Returns how many positions of the block a verify has checked in a row in which it accepted `num_accepted` nodes.
 
-    These are the accepted ones, and the next one unless the accepted path has ended in a leaf.
+    These are the accepted positions, and the next one unless the accepted path has ended in a leaf.
     """
     last = tree.path[row][num_accepted]
-    # The anchor stands first and follows itself, but is no proposal.
+    # The anchor is the first entry. It is its own parent, but it is no proposal.
     has_child = last in tree.parents[row][1:]
     return num_accepted + has_child
 
 
 def _joined(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Returns one tensor `[B, ...]` per new token, of each row's pieces `[n, ...]`; ended rows have zeros."""
+    """Returns one tensor `[B, ...]` per new token, from each row's pieces `[n, ...]`; ended rows have zeros."""
     some = next(pieces[0] for pieces in rows if pieces)
     tokens = [[token for piece in pieces for token in piece] for pieces in rows]
     padding = torch.zeros_like(some[0])
-    # Each with memory of its own: views of all tokens could not be reshaped, and would be saved with all others.
+    # Each tensor has its own memory. Views of all tokens could not be reshaped, and would be saved with all tokens.
     return tuple(torch.stack(column) for column in zip_longest(*tokens, fillvalue=padding))
 
 
@@ -506,14 +509,14 @@ def _rows_of(counts: list[list[int]], row: int | None) -> list[list[int]]:
 
 
 def _share(num: int, total: int) -> float:
-    """Returns a share; 0 where there is nothing to divide by."""
+    """Returns the share `num / total`; 0 if `total` is 0."""
     if not total:
         return 0.0
     return num / total
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Returns the mean; 0 of nothing."""
+    """Returns the mean; 0 if there are no values."""
     if not values:
         return 0.0
     return sum(values) / len(values)
