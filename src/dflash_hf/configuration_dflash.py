@@ -1,4 +1,7 @@
-"""The one schema of a DFlash draft: `checkpoints` turns every format into it, and nothing else parses configs."""
+"""This module defines the config of a DFlash draft.
+
+The package `checkpoints` converts every format into this config, and no other code parses configs.
+"""
 
 # No `from __future__ import annotations` here: @strict skips fields whose annotation is a string.
 import math
@@ -14,8 +17,8 @@ from dflash_hf.block.positions import build_target_layer_ids
 from dflash_hf.errors import is_a, one_line, require
 
 T = TypeVar("T")
-# Types of fields that `__post_init__` fills in: for readers of a config, who find them filled, and for @strict, which
-# checks the value that was given.
+# These are the types of fields that `__post_init__` fills in. Type checkers and readers of a config see the filled
+# type. At run time @strict checks the value that was given, which may be `None`.
 if TYPE_CHECKING:
     Filled = Annotated[T, "None stands for the default"]
     PerLayer = list[bool]
@@ -23,36 +26,37 @@ else:
     Filled = Optional
     PerLayer = bool | list[bool] | None
 FILLED_IN: Any = None
-# A layer's window, whether it is causal, and whether the window counts from the anchor.
+# The window of a layer, whether the layer is causal, and whether the window counts from the anchor.
 AttentionKind = tuple[int | None, bool, bool]
 
-# Kind of RoPE -> the numbers that it needs.
+# Maps each kind of RoPE to the numbers that it needs.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Layers as Gemma 4 has them may turn a part of each head only.
+# Gemma 4's layers may rotate only a part of each head.
 GEMMA4_ROPE_TYPES = {**ROPE_TYPES, "proportional": ("partial_rotary_factor",)}
-# Limits far above any draft. A greater number means a damaged file, and building it would end in a memory error.
+# These limits are far above the sizes of any draft. A greater number means a damaged file, and a model of such a size
+# would end in a memory error.
 MAX_LAYERS = 1024
 MAX_SIZE = 2**20
 MAX_VOCABULARY = 2**24
-# The target's logits of such a block, `[block_size, vocabulary]` in float32, take 0.6 GB with Qwen3's vocabulary, and
-# its verify is as slow as a prefill. Published drafts have 8 to 32.
+# The target's logits of a block of this size, `[block_size, vocabulary]` in float32, take 0.6 GB with Qwen3's
+# vocabulary, and its verify is as slow as a prefill. Published drafts have blocks of 8 to 32 tokens.
 MAX_BLOCK_SIZE = 1024
 # The selector scores every pair of candidates of neighbouring slots.
 MAX_CANDIDATES = 1024
-# Tokens of each slot that trees of a DSpark draft choose among: published blocks have 7 or 8 slots, and so a tree of a
-# chain's size lacks none of the likeliest paths.
+# A tree of a DSpark draft chooses among this number of tokens for each slot. Published blocks have 7 or 8 slots. So a
+# tree with as many nodes as a chain lacks none of the likeliest paths.
 MARKOV_CANDIDATES = 8
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LAYER_FAMILIES = ("qwen3", "gemma4", "laguna")
 
 
 class _AsTheTarget:
-    """A value that a draft takes from its target: it equals every other value."""
+    """An instance stands for a value that a draft takes from its target. It equals every other value."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -65,9 +69,10 @@ class _AsTheTarget:
 
 
 def check_own(values: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a `config.json` of AngelSpec's, whose `model_type` is "dflash" too.
+    """Raises `ValueError` for a `config.json` of AngelSpec, whose `model_type` is "dflash" too.
 
-    Its `num_target_layers` counts taps, so nothing of it may be taken for ours.
+    In AngelSpec's file `num_target_layers` is the number of taps. So no value of such a file may be read as a value of
+    this package.
     """
     theirs = sorted({"target_num_hidden_layers", "rope_theta", "rope_scaling"} & values.keys())
     what = "a config of this package's under model_type 'dflash'"
@@ -78,14 +83,15 @@ def check_own(values: Mapping[str, Any]) -> None:
 
 
 def _is_below(value: int, limit: int | None) -> bool:
-    """Returns True if a value is below a limit, or the config states none."""
+    """Returns True if a value is below a limit, or if the limit is `None`."""
     return limit is None or value < limit
 
 
 def narrowed(kind: AttentionKind, draft_window: int | None) -> AttentionKind:
-    """Returns a layer's kind under `draft_window`, which narrows wider windows.
+    """Returns the kind of a layer after `draft_window` has narrowed its window, if that window is wider.
 
-    In a layer that has no window of its own it counts from the anchor: all slots of a block see the same context.
+    If the layer has no window of its own, `draft_window` counts from the anchor. So all slots of a block see the same
+    context.
     """
     window, causal, from_anchor = kind
     is_full = window is None
@@ -98,77 +104,85 @@ def narrowed(kind: AttentionKind, draft_window: int | None) -> AttentionKind:
 @strict
 class DFlashConfig(PreTrainedConfig):
     r"""
-    Configuration of a [`DFlashDraftModel`]. The defaults are those of a draft for Qwen3-8B.
+    This is the configuration of a [`DFlashDraftModel`]. The defaults are those of a draft for Qwen3-8B.
 
     Args:
-        vocab_size (`int`, *optional*): Vocabulary of the target, also of the draft's embedding if it has one; `None`
-            means not stated.
-        draft_vocab_size (`int`, *optional*): Number of rows of the draft's own head, if it is lower than `vocab_size`.
-            The draft proposes only these tokens. Its buffer `d2t` says which: row `i` is token `i + d2t[i]`. `None`
-            means all tokens.
-        own_embed_tokens, own_lm_head (`bool`): Whether the draft brings an embedding (its raw rows fill the block) and
-            a head of its own. It uses the target's otherwise.
+        vocab_size (`int`, *optional*): Size of the target's vocabulary, and of the draft's own embedding if it has
+            one. `None` means that the size is not stated.
+        draft_vocab_size (`int`, *optional*): Number of rows of the draft's own head, if this number is lower than
+            `vocab_size`. The draft proposes only these tokens. Its buffer `d2t` names them: row `i` is the token
+            `i + d2t[i]`. `None` means that the draft can propose all tokens.
+        own_embed_tokens, own_lm_head (`bool`): Whether the draft has an embedding and a head of its own. Otherwise it
+            uses those of the target. A draft's own embedding is a plain table, whose raw rows fill the block.
         hidden_size (`int`): Width of the draft, equal to the width of the target's embedding.
-        target_hidden_size (`int`, *optional*): Width of each tapped state; defaults to `hidden_size`.
+        target_hidden_size (`int`, *optional*): Width of each tapped state. The default is `hidden_size`.
         intermediate_size (`int`): Width of the MLP.
         num_hidden_layers (`int`): Number of draft layers.
-        layer_family (`str`): Whose layers the draft has: `"qwen3"` (a norm before each sublayer) or `"gemma4"` (a norm
-            before and after each sublayer, normed values, scores without a scale, a stored factor on each output) or
-            `"laguna"` (Qwen3's, with a gate on each head, a norm for each tap, and context that each layer norms).
+        layer_family (`str`): The model family whose layers the draft has. `"qwen3"` has a norm before each sublayer.
+            `"gemma4"` has a norm before and after each sublayer, normed values, attention scores without a scale, and
+            a stored factor on each output. `"laguna"` has Qwen3's layers with a gate on each head, a norm for each
+            tap, and a norm of the context in each layer.
         keys_are_values (`bool`): Whether the key projection also computes the values, as in Gemma 4's full layers.
-        num_attention_heads, num_key_value_heads, head_dim (`int`): Attention shape.
+        num_attention_heads, num_key_value_heads, head_dim (`int`): Number of query heads, number of key/value heads,
+            and size of a head.
         hidden_act (`str`): Activation of the gated MLP.
         rms_norm_eps (`float`): Epsilon of every norm.
-        rope_parameters (`dict`, *optional*): The draft's own RoPE: `rope_theta`, `rope_type` in default, linear, yarn,
-            llama3 (and proportional, beside Gemma 4's layers) and that type's fields. With a `partial_rotary_factor`
-            the default type turns the first channels of each head only. Positions are plain indices, also for vision
-            targets.
-        max_position_embeddings (`int`): Longest sequence the draft was made for, in tokens.
-        attention_bias (`bool`): Whether the four attention projections carry a bias.
+        rope_parameters (`dict`, *optional*): The draft's own RoPE. The fields are `rope_theta`, `rope_type` and the
+            fields of this type. The type is default, linear, yarn or llama3. Gemma 4's layers may also have the type
+            proportional. With a `partial_rotary_factor`, the default type rotates only the first channels of each
+            head. Positions are plain indices, also for vision targets.
+        max_position_embeddings (`int`): Longest sequence in tokens that the draft was made for.
+        attention_bias (`bool`): Whether the four attention projections have a bias.
         attention_dropout (`float`): Dropout on attention weights in training.
-        attention_sink_bias (`bool`): Whether each query head has an attention sink: a learned score that takes part in
-            the softmax and has no value, as in gpt-oss.
-        attention_value_scale (`float`): Factor on the values of attention, of context and block.
-        layer_types (`list[str]`, *optional*): `full_attention` or `sliding_attention` per layer; default all full.
-        sliding_window (`int`, *optional*): Positions seen looking back, the query included (`q - k < sliding_window`);
-            set to `None` if no layer slides.
-        window_from_anchor (`bool`): Sliding layers see the last `sliding_window` tokens before the anchor from every
-            slot of the block, and the block without a limit (speculators' rule), instead of counting from each query.
-        is_causal (`bool` or `list[bool]`, *optional*): Whether attention inside the block is causal, per layer.
-            `None` means causal in sliding layers and bidirectional in full ones (z-lab's rule).
-        block_size (`int`): Block length, the anchor included: `block_size - 1` tokens are proposed, or `block_size`
-            with `sample_from_anchor`.
-        sample_from_anchor (`bool`): Whether each slot predicts the token after its own position, so that the anchor's
-            slot proposes too, instead of the token at its own position.
-        mask_token_id (`int`): Token whose embedding fills the block after the anchor.
-        num_target_layers (`int`, *optional*): Depth of the target the draft was trained for; `None` means not stated.
-        target_layer_ids (`list[int]`, *optional*): 0-based target layers whose outputs are tapped; -1 is the input of
-            the first layer (the embeddings).
-        tap_after_deepstack (`bool`): Whether a tap has the image features that DeepStack adds after its layer. They
-            are in the rows of image tokens only. SpecForge trains drafts without them, SGLang taps without them, and
-            vLLM taps with them.
-        raw_input_embeddings (`bool`): Look rows up in the embedding weight instead of calling the target's embedding
-            module, which for some targets scales or normalises (Muse needs the raw rows, Gemma the scaled ones).
+        attention_sink_bias (`bool`): Whether each query head has an attention sink, as in gpt-oss. A sink is a learned
+            score that takes part in the softmax and has no value.
+        attention_value_scale (`float`): Factor on the attention's values of both context and block.
+        layer_types (`list[str]`, *optional*): `full_attention` or `sliding_attention` for each layer. By default all
+            layers are full.
+        sliding_window (`int`, *optional*): Number of positions that a query sees when it looks back, itself included
+            (`q - k < sliding_window`). It is set to `None` if no layer has a sliding window.
+        window_from_anchor (`bool`): Whether the window of sliding layers counts from the anchor and not from each
+            query. Then every slot of a block sees the last `sliding_window` tokens before the anchor, and the window
+            hides nothing of the block (speculators' rule).
+        is_causal (`bool` or `list[bool]`, *optional*): Whether attention inside the block is causal, one value for all
+            layers or one per layer. `None` means causal in sliding layers and bidirectional in full layers (z-lab's
+            rule).
+        block_size (`int`): Length of a block, including the anchor. The draft proposes `block_size - 1` tokens, or
+            `block_size` tokens with `sample_from_anchor`.
+        sample_from_anchor (`bool`): Whether each slot predicts the token after its own position, and not the token at
+            its own position. With this setting, the anchor's slot proposes a token too.
+        mask_token_id (`int`): Token whose embedding fills the slots after the anchor.
+        num_target_layers (`int`, *optional*): Number of layers of the target that the draft was trained for. `None`
+            means that the number is not stated.
+        target_layer_ids (`list[int]`, *optional*): 0-based ids of the target's layers whose outputs are tapped. -1 is
+            the input of the first layer, which is the embeddings. The default is derived from `num_target_layers`.
+        tap_after_deepstack (`bool`): Whether a tap includes the image features that DeepStack adds after the tapped
+            layer. These features change only the states of image tokens. SpecForge trains drafts without them, SGLang
+            taps without them, and vLLM taps with them.
+        raw_input_embeddings (`bool`): Whether rows are read from the embedding's weight, and the target's embedding
+            module is not called. For some targets this module scales or normalises. Muse needs the raw rows, and Gemma
+            the scaled rows.
         input_embedding_scale (`float`): Factor on the block's embeddings.
         output_multiplier (`float`): Factor on the draft's logits.
         final_logit_softcapping (`float`, *optional*): Soft cap on the draft's logits.
-        conv_kernel_size, conv_group_size (`int`, *optional*): DFlash 2's convolution around each sublayer: its taps,
-            and the neighbouring channels that share a dynamic kernel. `None` means no convolution.
-        selector_rank, selector_top_k (`int`, *optional*): DFlash 2's selector of paths: the width of its codebooks,
-            and the candidates per slot. `None` means no selector.
-        markov_rank (`int`, *optional*): Rank of DSpark's Markov head. It adds a vector to a slot's logits, which
-            depends on the token before the slot. `None` means no such head.
-        initializer_range (`float`): Standard deviation of fresh weights.
+        conv_kernel_size, conv_group_size (`int`, *optional*): Sizes of DFlash 2's convolution around each sublayer:
+            the taps of its kernel, and the number of neighbouring channels that share a dynamic kernel. `None` means
+            no convolution.
+        selector_rank, selector_top_k (`int`, *optional*): Sizes of DFlash 2's selector of paths: the width of its
+            codebooks, and the number of candidates per slot. `None` means no selector.
+        markov_rank (`int`, *optional*): Rank of DSpark's Markov head. The head adds a vector to the logits of a slot.
+            This vector depends on the token before the slot. `None` means no Markov head.
+        initializer_range (`float`): Standard deviation of newly initialised weights.
 
     Raises:
-        ValueError: If fields contradict each other; the message names the field.
+        ValueError: If fields contradict each other. The message names the field.
     """
 
     model_type = "dflash"
     default_theta = 1_000_000.0
     keys_to_ignore_at_inference = [CACHE_NAME]  # noqa: RUF012  (Transformers' own form)
-    # Pipelines compare these with the target's, to see whether the two share a tokenizer. They are no fields, so they
-    # are never saved.
+    # Pipelines compare these ids with the target's ids, to see whether the two models share a tokenizer. The ids are
+    # no fields of the config, so they are never saved.
     bos_token_id = _AsTheTarget()
     eos_token_id = _AsTheTarget()
     pad_token_id = _AsTheTarget()
@@ -217,13 +231,13 @@ class DFlashConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Sizes first: some defaults below are lists as long as a size.
+        # Sizes are checked first, because some defaults below are lists whose length is a size.
         self._check_sizes()
-        # A draft's own head is never its embedding, whatever a file says.
+        # A draft's own head never shares the weight of its embedding, whatever a file says.
         self.tie_word_embeddings = False
         num_layers = self.num_hidden_layers
         self._fill_in("target_hidden_size", self.hidden_size)
-        # All tokens are no reduced vocabulary, and need no offsets.
+        # A vocabulary of all tokens is not reduced, and needs no offsets.
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         # A draft's own embedding is a plain table.
@@ -233,7 +247,7 @@ class DFlashConfig(PreTrainedConfig):
         if "sliding_attention" not in self.layer_types:
             self.sliding_window = None
             self.window_from_anchor = False
-        # One value stands for all layers; without any, layers that slide are causal.
+        # One value applies to all layers. Without a value, layers with a sliding window are causal.
         is_causal: Any = self.is_causal
         if isinstance(is_causal, bool):
             self.is_causal = [is_causal] * num_layers
@@ -244,11 +258,12 @@ class DFlashConfig(PreTrainedConfig):
                     "expected target_layer_ids or num_target_layers, got neither; say which target layers are tapped"
                 )
             self.target_layer_ids = build_target_layer_ids(self.num_target_layers, num_layers)
-        # Before Transformers standardises the RoPE, which computes with what it finds.
+        # This check comes before Transformers standardises the RoPE, because Transformers computes with any value that
+        # it finds.
         self._check_rope()
         super().__post_init__(**kwargs)
         rope = self.rope_parameters
-        # A factor of 1 says nothing, and would make two equal drafts differ.
+        # A factor of 1 has no effect, and would make two equal drafts differ.
         if rope["rope_type"] != "proportional" and rope.get("partial_rotary_factor") in (None, 1.0):
             self.rope_parameters = {
                 name: value for name, value in rope.items() if name != "partial_rotary_factor"
@@ -256,16 +271,19 @@ class DFlashConfig(PreTrainedConfig):
         self._check_agreement()
 
     def _is_given(self, name: str) -> bool:
-        """Returns True if a field was given. It is read as it was, None included, for which its type has no place."""
+        """Returns True if a field was given.
+
+        The field is read as it was given, which may be `None`. Its declared type does not allow `None`.
+        """
         return vars(self)[name] is not None
 
     def _fill_in(self, name: str, default: object) -> None:
-        """Sets a field that was not given."""
+        """Sets a field to a default if it was not given."""
         if not self._is_given(name):
             setattr(self, name, default)
 
     def _check_sizes(self) -> None:
-        """Raises `ValueError` unless every size and scale is in its limits."""
+        """Raises `ValueError` unless every size and scale is within its limits, and the activation is known."""
         sizes = (
             "hidden_size",
             "target_hidden_size",
@@ -287,10 +305,10 @@ class DFlashConfig(PreTrainedConfig):
             "selector_top_k": MAX_CANDIDATES,
             "num_hidden_layers": MAX_LAYERS,
             "num_target_layers": MAX_LAYERS,
-            # A window costs nothing: published configs write a great number for none. Indices are int64.
+            # A wide window costs nothing: published configs write a great number for no window. Indices are int64.
             "sliding_window": 2**62,
         }
-        # A size that is not stated has no limit to keep.
+        # A size that is not stated is not checked.
         stated = [name for name in limits if self._is_given(name)]
         for name in stated:
             limit = limits[name]
@@ -312,8 +330,10 @@ class DFlashConfig(PreTrainedConfig):
         require(is_known, f"hidden_act in {activations}", self.hidden_act, "fix it")
 
     def _check_rope(self) -> None:
-        """Raises `ValueError` unless the RoPE is of a known kind and has the numbers that this kind needs."""
-        # As given: Transformers fills in the rest afterwards.
+        """Raises `ValueError` unless the type of the RoPE is known and the RoPE has the numbers
+        that this type needs.
+        """
+        # The values are read as they were given. Transformers fills in the rest afterwards.
         rope: dict[str, Any] = vars(self)["rope_parameters"] or {}
         kind = rope.get("rope_type", "default")
         kinds = ROPE_TYPES
@@ -322,7 +342,7 @@ class DFlashConfig(PreTrainedConfig):
         known = isinstance(kind, str) and kind in kinds
         length = "a draft's RoPE may not depend on the length of the call"
         require(known, f"rope_type in {tuple(kinds)}", kind, length)
-        # The other kinds turn whole heads, and would not look at the factor, or make too few angles of it.
+        # The other types rotate whole heads. They would ignore the factor, or compute too few angles because of it.
         part = rope.get("partial_rotary_factor")
         takes_parts = kind == "proportional" or (kind == "default" and self.layer_family == "qwen3")
         is_right = takes_parts or part in (None, 1.0)
@@ -333,12 +353,13 @@ class DFlashConfig(PreTrainedConfig):
             if value is not None and name not in ("rope_type", "truncate")
         }
         checked = {*kinds[kind], *stated}
-        # A rope_theta that is left out gets Transformers' default, but one that is null would be computed with.
+        # If rope_theta is left out, it gets Transformers' default. But Transformers would compute with a rope_theta
+        # that is null.
         if "rope_theta" in rope:
             checked.add("rope_theta")
         for name in sorted(checked):
             value: Any = rope.get(name)
-            # Transformers computes with all of these numbers; only mscale and mscale_all_dim may be 0.
+            # Transformers computes with all of these numbers. Only mscale and mscale_all_dim may be 0.
             smallest = 1e-12
             if name.startswith("mscale"):
                 smallest = 0
@@ -356,7 +377,7 @@ class DFlashConfig(PreTrainedConfig):
         self._check_dspark()
 
     def _check_layer_family(self) -> None:
-        """Raises `ValueError` unless the layers are of a known kind, which has all that is asked of it."""
+        """Raises `ValueError` unless the layer family is known, and its layers have all that the config asks for."""
         require(
             self.layer_family in LAYER_FAMILIES,
             f"layer_family in {LAYER_FAMILIES}",
@@ -375,9 +396,9 @@ class DFlashConfig(PreTrainedConfig):
         require(fits, what, self.layer_family, "the other layers have both")
 
     def _check_attention(self) -> None:
-        """Raises `ValueError` unless block, heads and kinds of layers agree."""
+        """Raises `ValueError` unless the fields of the block, the heads, the layer types and the causality agree."""
         block = "a block holds the anchor and one proposal"
-        # From an anchor that proposes, a block of one slot is enough.
+        # If the anchor's slot proposes a token, a block of one slot is enough.
         proposes = self.num_proposals(self.block_size) >= 1
         require(proposes, "block_size >= 2", self.block_size, block)
         num_heads = self.num_attention_heads
@@ -397,28 +418,29 @@ class DFlashConfig(PreTrainedConfig):
         require(known, f"layer_types with {count} entries out of {LAYER_TYPES}", kinds, per_layer)
         has_all = len(is_causal) == count
         require(has_all, f"is_causal with {count} entries", is_causal, per_layer)
-        # Without a window a sliding layer's kind would read as that of a full one.
+        # Without a window, the kind of a sliding layer would be the same as the kind of a full layer.
         has_window = self.sliding_window is not None or "sliding_attention" not in kinds
         what = "a positive sliding_window where layer_types has sliding_attention"
         require(has_window, what, self.sliding_window, "set sliding_window")
 
     def _check_taps(self) -> None:
-        """Raises `ValueError` unless every tap is a layer of the target."""
+        """Raises `ValueError` unless every tap is a layer of the target or the embeddings."""
         taps = self.target_layer_ids
         depth = self.num_target_layers
         are_layers = "ids are 0-based layers whose output is tapped, and -1 the embeddings"
-        # No tap at all fails as well: a default below every id.
+        # An empty list fails as well, because its default is below every valid id.
         lowest = min(taps, default=-2)
         require(lowest >= -1, "at least one target_layer_id, all >= -1", taps, are_layers)
         what = f"target_layer_ids below num_target_layers = {depth}"
         require(_is_below(max(taps), depth), what, taps, "fix one of them")
 
     def _check_vocabulary(self) -> None:
-        """Raises `ValueError` unless vocabularies, mask token and own modules agree."""
+        """Raises `ValueError` unless the vocabularies, the mask token and the draft's own embedding and head agree."""
         size = self.vocab_size
         reduced = self.draft_vocab_size
         mask = self.mask_token_id
-        # The mask token is looked up like any other: an id beyond the embedding would fail in a kernel.
+        # The mask token is looked up in the embedding like any other token. An id beyond the embedding would fail in a
+        # kernel.
         in_range = mask >= 0 and _is_below(mask, size)
         require(in_range, f"mask_token_id in [0, {size})", mask, "it must index the embedding")
         is_stated = size is not None or not (self.own_embed_tokens or self.own_lm_head)
@@ -426,13 +448,15 @@ class DFlashConfig(PreTrainedConfig):
         require(is_stated, what, size, "say how many tokens the target has")
         if reduced is None:
             return
-        # The target's head has a row for every token, and would score what the draft cannot propose.
+        # The target's head has a row for every token, so it would also score the tokens that the draft cannot propose.
         has_head = self.own_lm_head and reduced < (size or 0)
         what = f"draft_vocab_size below vocab_size = {size}, and own_lm_head"
         require(has_head, what, reduced, "a reduced vocabulary needs a head of its own")
 
     def _check_dflash2(self) -> None:
-        """Raises `ValueError` unless the convolution and the selector are complete and fit the sizes."""
+        """Raises `ValueError` unless the convolution and the selector have all their fields, and these fit the other
+        sizes.
+        """
         together = "they only mean something together"
         for first, second in (
             ("conv_kernel_size", "conv_group_size"),
@@ -448,7 +472,7 @@ class DFlashConfig(PreTrainedConfig):
         top_k = self.selector_top_k
         if top_k is None:
             return
-        # The codebooks have a row per token, so that their size has to be known.
+        # The codebooks have a row per token, so the size of the vocabulary must be known.
         size = self.vocab_size or 0
         what = "vocab_size beside selector_top_k"
         require(
@@ -459,7 +483,7 @@ class DFlashConfig(PreTrainedConfig):
         require(fits, what, top_k, "candidates are tokens of the vocabulary")
 
     def _check_dspark(self) -> None:
-        """Raises `ValueError` unless a Markov head has its vocabulary, and chooses the paths alone."""
+        """Raises `ValueError` unless a draft with a Markov head states its vocabulary and has no selector."""
         if self.markov_rank is None:
             return
         size = self.vocab_size or 0
@@ -471,7 +495,9 @@ class DFlashConfig(PreTrainedConfig):
 
     @property
     def num_candidates(self) -> int | None:
-        """Number of candidates of each slot for trees, if they depend on the token before; `None` otherwise."""
+        """Number of candidates per slot of a tree, if the scores depend on the token before a slot;
+        `None` otherwise.
+        """
         if self.markov_rank is None:
             return self.selector_top_k
         num_tokens = self.draft_vocab_size or self.vocab_size or 0
@@ -479,9 +505,9 @@ class DFlashConfig(PreTrainedConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Number of channels of each head that the RoPE rotates; they are the first ones."""
+        """Number of channels of each head that the RoPE rotates. These are the first channels of the head."""
         rope = self.rope_parameters
-        # The other kinds have an angle for each channel, which may be zero.
+        # The other types have an angle for each channel, which may be zero.
         if rope["rope_type"] != "default":
             return self.head_dim
         return int(self.head_dim * (rope.get("partial_rotary_factor") or 1.0))
@@ -498,13 +524,16 @@ class DFlashConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """Builds the config from its own `config.json`; other formats go through `DFlashDraftModel.from_pretrained`.
+        """Builds the config from a `config.json` of this package.
+
+        `DFlashDraftModel.from_pretrained` reads other formats.
 
         Raises:
-            ValueError: If the dictionary belongs to another model type, whose keys would be taken for ours.
+            ValueError: If the dictionary belongs to another model type or another project, whose keys would be read
+                wrongly.
         """
         model_type = config_dict.get("model_type", cls.model_type)
-        # `PreTrainedConfig.from_dict` takes the keys of any model and leaves our defaults for the rest.
+        # `PreTrainedConfig.from_dict` accepts the keys of any model, and uses this class's defaults for the rest.
         elsewhere = "read the config of a draft in another format as DFlashDraftModel.from_pretrained(path).config"
         require(
             model_type == cls.model_type, f"model_type {cls.model_type!r}", model_type, elsewhere
@@ -515,14 +544,18 @@ class DFlashConfig(PreTrainedConfig):
     def attention_kind(self, layer_idx: int) -> AttentionKind:
         """Returns `(window, causal, from_anchor)` of one layer, as [`positions.visible`] takes them."""
         causal = self.is_causal[layer_idx]
-        # Layers of one kind share their masks, so that a full layer's kind names no window.
+        # Layers of one kind share their masks. So the kind of a full layer must not contain the window of the sliding
+        # layers.
         if self.layer_types[layer_idx] == "sliding_attention":
             return self.sliding_window, causal, self.window_from_anchor
         return None, causal, False
 
     def num_proposals(self, block_size: int) -> int:
-        """Returns how many tokens a block of `block_size` slots proposes; a verify takes one more, the anchor."""
-        # The anchor's slot proposes the token behind it.
+        """Returns the number of tokens that a block of `block_size` slots proposes.
+
+        A verify runs over one token more, the anchor.
+        """
+        # The anchor's slot proposes the token after the anchor.
         if self.sample_from_anchor:
             return block_size
         return block_size - 1

@@ -1,8 +1,10 @@
-"""The DFlash draft model. It knows nothing of decoding: no acceptance, no loop, no sampling.
+"""This module defines the DFlash draft model.
 
-A block is `[anchor, MASK, ..., MASK]`; its queries attend to the context (projected hidden states of the target) and
-to the block itself, and every slot predicts the token at its own position. Shapes: `B` rows, `C` context tokens, `K`
-block tokens, `L` taps, `D` hidden, `V` vocabulary.
+The model does not decode: it has no acceptance, no loop and no sampling.
+
+A block is `[anchor, MASK, ..., MASK]`. The queries of a block attend to the context (projected hidden states of the
+target) and to the block itself. Each slot predicts the token at its own position. Shapes: `B` rows, `C` context
+tokens, `K` block tokens, `L` taps, `D` hidden size, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ from dflash_hf.packed_weights import DFlashLinear
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
-    """A DFlash draft: a context projection, a few layers over `[context | block]`, a norm.
+    """A DFlash draft consists of a context projection, a few layers over `[context | block]`, and a final norm.
 
-    It uses the target's embedding and head, unless its checkpoint has its own: `embed_tokens` and `lm_head`. If that
-    head has fewer tokens than the target, the checkpoint also has the offsets `d2t`. Each of the three is `None`
-    otherwise.
+    The draft uses the target's embedding and head, unless its checkpoint has its own `embed_tokens` and `lm_head`. If
+    the draft's own head has fewer tokens than the target, the checkpoint also has the offsets `d2t`. Each of these
+    three attributes is `None` if the checkpoint does not have it.
 
-    Use it as `target.generate(..., assistant_model=draft)`. Source: arXiv 2602.06036 section 3; z-lab
+    Use a draft as `target.generate(..., assistant_model=draft)`. Source: arXiv 2602.06036 section 3; z-lab
     `dflash/model.py::DFlashDraftModel`.
     """
 
@@ -65,17 +67,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        # The context's features are one product of all tapped layers' states, side by side.
+        # The states of all tapped layers are concatenated, and one product projects them to the features of the
+        # context.
         context_size = len(config.target_layer_ids) * config.target_hidden_size
         layer_class: type[DFlashDecoderLayer | DFlashGemma4Layer] = DFlashDecoderLayer
         norm_class = DFlashRMSNorm
-        # The config is checked: other families have no convolutions.
+        # The check of the config has made sure that other families have no convolutions.
         if config.conv_kernel_size is not None:
             layer_class = DFlash2Layer
         if config.layer_family == "gemma4":
             layer_class = DFlashGemma4Layer
             norm_class = DFlashGemma4Norm
-        # Norms of the taps, one each, which only Laguna's drafts have.
+        # Only Laguna's drafts have these norms, one for each tap.
         self.aux_hidden_norms = nn.ModuleList()
         if config.layer_family == "laguna":
             layer_class = DFlashLagunaLayer
@@ -88,29 +91,30 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.layers = nn.ModuleList(
             layer_class(config, index) for index in range(config.num_hidden_layers)
         )
-        # FSDP looks for every class that is named there, and refuses a model that lacks one.
+        # FSDP looks for every class that is named here, and refuses a model that lacks one of them.
         self._no_split_modules = [layer_class.__name__]
         self.norm = norm_class(size, config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self._add_own_vocabulary(config)
-        # How calls decode with this draft; a checkpoint's own settings come over these.
+        # These are the default settings of decoding. If the checkpoint has settings of its own, they replace these.
         self.generation_config = DFlashGenerationConfig()
-        # The statistics of the last call, for the user.
+        # The statistics of the last call are kept here for the user.
         self.last_stats: Any = None
         self.post_init()
 
     def _add_own_vocabulary(self, config: DFlashConfig) -> None:
-        """Adds the modules with a row per token that this draft has of its own: selector, Markov head, embedding,
-        head, offsets.
+        """Adds the draft's own modules that have a row per token.
+
+        These modules are the selector, the Markov head, the embedding, the head and the offsets.
         """
-        # The config is checked: without a size there are no such modules.
+        # The check of the config has made sure that a draft without a vocabulary size has no such modules.
         num_tokens = config.vocab_size or 0
         num_ids = config.draft_vocab_size or num_tokens
         hidden_size = config.hidden_size
         rank = config.selector_rank
         top_k = config.selector_top_k
         self.candidate_selector: CandidateSelector | None = None
-        # Both or neither.
+        # A config has both of these fields or neither.
         if rank and top_k:
             self.candidate_selector = CandidateSelector(
                 num_tokens, hidden_size, rank, top_k, config.initializer_range
@@ -126,7 +130,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
             self.lm_head = DFlashLinear(hidden_size, num_ids, bias=False)
-        # A buffer and no parameter: offsets are read from the checkpoint and never trained.
+        # The offsets are a buffer and not a parameter, because they are read from the checkpoint and never trained.
         offsets = None
         if config.draft_vocab_size:
             offsets = torch.zeros(num_ids, dtype=torch.long)
@@ -135,17 +139,20 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, DFlashRotaryEmbedding):
-            # The buffer is in no checkpoint, and a model that was built on meta has lost it.
+            # The buffer is in no checkpoint, and a model that was built on the meta device has lost its values.
             inv_freq, _ = module.frequencies(module.config)
             module.inv_freq.copy_(inv_freq)
         elif isinstance(module, GroupedDynamicConvolution | CandidateSelector | MarkovHead):
             module.reset_parameters()
 
     def cache_shapes(self) -> list[LayerShape]:
-        """Returns the shape of each layer of the draft's cache in a run, under `generation_config.draft_window`."""
+        """Returns the shape of each layer of the draft's cache in a run.
+
+        `generation_config.draft_window` narrows the windows.
+        """
         size = self.config.head_dim
         draft_window = self.generation_config.draft_window
-        # Where the layers compute, which is not where offloaded weights are.
+        # The layers compute on this device. If weights are offloaded, they are stored on another device.
         device = execution_device(self)
         shapes: list[LayerShape] = []
         for index in range(self.config.num_hidden_layers):
@@ -163,7 +170,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return shapes
 
     def project_context(self, context_hidden_states: Tensor) -> Tensor:
-        """Returns context features `[B, C, D]` of tapped states `[B, C, L * D]`."""
+        """Returns the context features `[B, C, D]` of tapped states `[B, C, L * D]`."""
         if len(self.aux_hidden_norms) > 0:
             taps = context_hidden_states.chunk(len(self.aux_hidden_norms), dim=-1)
             normed = [norm(tap) for norm, tap in zip(self.aux_hidden_norms, taps, strict=True)]
@@ -173,16 +180,19 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def stack_weights(
         self, cache: RaggedCache, into: ContextWeights | None = None
     ) -> ContextWeights | None:
-        """Returns copies of the weights with which a kernel writes context into all layers at once, or `None`.
+        """Returns copies of the weights with which a kernel writes the context of all layers at once.
+
+        The result is `None` if no kernel writes the context. The copies overwrite the earlier copies `into` if the
+        shapes, dtypes and devices are the same; see `cache.context`.
 
         They are written over the earlier copies `into` if these fit; see `cache.context`.
         """
-        # The kernel turns whole heads.
+        # The kernel rotates whole heads only.
         turns_all = self.config.rotary_dim == self.config.head_dim
-        # Asked first, so that no list of modules is made in runs on a CPU.
+        # This check comes first, so that a run on a CPU makes no list of modules.
         if not turns_all or not ops.use_kernel(ops.context_kv, self.fc.weight):
             return None
-        # Keys before values, layer after layer: the kernel knows the order.
+        # The kernel expects this order: the keys of a layer before its values, and layer after layer.
         projections: list[nn.Module] = []
         norms: list[Tensor] = []
         for attention in self._attentions():
@@ -191,16 +201,17 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return stack_weights(projections, norms, cache.buffers(), into)
 
     def write_context(self, context: NewContext, cache: RaggedCache) -> None:
-        """Writes a block's context keys and values into the ragged cache, in place, at the positions of this block.
+        """Writes the keys and values of a verified block's context into the ragged cache, in place, at the block's
+        positions.
 
         All tokens of the block are written, so that shapes never change. The next block overwrites the tokens that
-        were not accepted. No host sync.
+        were not accepted. This method causes no host sync.
 
         Args:
             context (`NewContext`): Tapped states of the verified tokens, and their positions.
             cache (`RaggedCache`): The draft's cache.
         """
-        # Every layer takes its keys and values from the same features: no layer runs over the context.
+        # The context does not run through the layers: every layer computes its keys and values from the same features.
         features = self.project_context(context.states)
         cos_sin = self.rotary_emb(context.block.positions, features)
         eps = self.config.rms_norm_eps
@@ -220,17 +231,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cache: RaggedCache,
         rows: list[int] | None = None,
     ) -> None:
-        """Writes the context of (a chunk of) whole prompts, left-padded, into the ragged cache, in place.
+        """Writes the context of whole left-padded prompts, or of a chunk of them, into the ragged cache, in place.
 
         Args:
             context_hidden_states (`torch.Tensor` of shape `[n, S, L * D]`): Tapped states of the prompts.
-            positions (`torch.Tensor` of shape `[n, S]`, int64): Index of each token in its row; negative for padding.
-                They may be on any device; they are read on the host.
+            positions (`torch.Tensor` of shape `[n, S]`, int64): Index of each token in its row, negative for padding.
+                The tensor may be on any device, and the host reads it.
             cache (`RaggedCache`): The draft's cache.
-            rows (`list[int]`, *optional*): The cache's rows that these prompts are of, by default the first ones.
+            rows (`list[int]`, *optional*): The rows of the cache that belong to these prompts, by default the first
+                rows.
         """
         features = self.project_context(context_hidden_states)
-        # Padding is computed along with the rest and written nowhere; any position will do for it.
+        # Keys and values of padding are computed too, but they are not written. So any position will do for padding.
         positions_of_angles = positions.clamp_min(0).to(features.device)
         angles = Angles.of(self.rotary_emb(positions_of_angles, features))
         prompts = PromptSlots(positions, rows)
@@ -243,17 +255,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def forward_block(
         self, noise_embeds: Tensor, cache: RaggedCache, context: NewContext | None = None
     ) -> Tensor:
-        """Runs a block over the context in the ragged cache, writing the newest context first; no host sync.
+        """Runs the layers over a block and the context in the ragged cache, and writes the newest context first.
 
-        The block's own keys and values are written after each row's length. The next context overwrites them there. A
-        context that is given here and not to `write_context` is projected in one product per layer with the block
-        (measured in docs/log-archive.md). If a kernel writes it, the angles of both are computed together.
+        This method causes no host sync. The block's own keys and values are written behind each row's length. The next
+        context overwrites them there. If the newest context is passed to this method and not to `write_context`, each
+        layer projects it together with the block, in one product (measured in docs/log-archive.md). If a kernel writes
+        the context, the angles of context and block are computed together.
 
         Args:
             noise_embeds (`torch.Tensor` of shape `[B, K, D]`): Embeddings of `[anchor, MASK, ...]`.
-            cache (`RaggedCache`): The draft's cache; `cache.begin` has been called for this block.
-            context (`NewContext`, *optional*): Tapped states of the block that was verified last, and that block. This
-                block overwrites its rejected tokens.
+            cache (`RaggedCache`): The draft's cache. `cache.begin` must have been called for this block.
+            context (`NewContext`, *optional*): The block that was verified last, and its tapped states. The new block
+                overwrites the rejected tokens of that block.
 
         Returns:
             `torch.Tensor` of shape `[B, K, D]`: States after the final norm, ready for the target's head.
@@ -261,7 +274,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         block = cache.block
         projector: Projector
         if context is None:
-            # `write_context` has written it, in a call of its own.
+            # An earlier call of `write_context` has written the context.
             cos_sin = self.rotary_emb(block.positions, noise_embeds)
             projector = BlockProjector(cache, cos_sin)
         else:
@@ -271,11 +284,15 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def _with_context(
         self, context: NewContext, cache: RaggedCache, noise_embeds: Tensor
     ) -> Projector:
-        """Writes the newest context by one kernel, or leaves that to the layers; returns their projector."""
+        """Writes the newest context with one kernel, or lets the layers write it.
+
+        Returns the projector of the layers.
+        """
         features = self.project_context(context.states)
-        # Of the last verify's block, rejected tokens included: shapes are the same at every step.
+        # The rejected tokens of the verified block count too, so that shapes are the same at every step.
         num_context = features.shape[1]
-        # The angles of both are computed at once: positions may overlap, where the block replaces rejected tokens.
+        # The angles of context and block are computed at once. Positions may occur twice, where the block replaces
+        # rejected tokens.
         both = [context.block.positions, cache.block.positions]
         cos, sin = self.rotary_emb(torch.cat(both, dim=1), noise_embeds)
         if context.weights is not None:
@@ -298,26 +315,28 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Projects new context and runs blocks in one call, as Transformers' DFlash path and training do.
+        """Projects new context and runs blocks in one call, as Transformers' DFlash code and training do.
 
         Args:
-            noise_embeds (`torch.Tensor` of shape `[B, Q, D]`): Embeddings of one block, or in training of several.
+            noise_embeds (`torch.Tensor` of shape `[B, Q, D]`): Embeddings of one block, or of several blocks in
+                training.
             context_hidden_states (`torch.Tensor` of shape `[B, C, L * D]`): Tapped target states of the context
                 tokens that are not in `cache` yet.
-            position_ids (`torch.Tensor` of shape `[B, C + Q]`, *optional*): Indices of the context, then of the block;
-                by default they continue the cache.
-            attention_mask (*optional*): Padding mask `[B, total]` (1 = real) over cache, context and block;
-                or one ready mask per kind of layer, `{(window, causal, from_anchor): mask}`, boolean
-                `[B, 1, Q, C + Q]` or a `BlockMask`, as training builds them.
-            cache (`Cache`, *optional*): Advanced in place by context and block; the caller crops the block.
-            block_size (`int`, *optional*): Slots per block if `noise_embeds` holds several blocks; by default it is
-                one block. Masks do not follow from it.
-            then (callable, *optional*): Makes the result from the states within this call, so that DDP and FSDP see
+            position_ids (`torch.Tensor` of shape `[B, C + Q]`, *optional*): Indices of the context, and then of the
+                block. By default they continue the cache.
+            attention_mask (*optional*): Padding mask `[B, total]` (1 = real token) over cache, context and block. Or
+                one ready mask for each kind of layer, `{(window, causal, from_anchor): mask}`, as training builds
+                them. A ready mask is boolean `[B, 1, Q, C + Q]` or a `BlockMask`.
+            cache (`Cache`, *optional*): Context and block are appended to it in place. The caller crops the block.
+            block_size (`int`, *optional*): Slots of a block if `noise_embeds` holds several blocks. By default all
+                embeddings are one block. Masks do not depend on it.
+            then (callable, *optional*): Computes the result from the states within this call, so that DDP and FSDP see
                 that the weights are used.
-            past_key_values (`Cache`, *optional*): The name of `cache` in older releases of Transformers.
+            past_key_values (`Cache`, *optional*): Name of the argument `cache` in older releases of Transformers.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` `[B, Q, D]` after the final norm; or the result of `then`.
+            `BaseModelOutputWithPast`: `last_hidden_state` has the shape `[B, Q, D]` and comes after the final norm.
+            With `then`, the result of `then` is returned instead.
 
         Raises:
             ValueError: If a cache is passed under both names.
@@ -328,18 +347,19 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         num_queries = noise_embeds.shape[1]
         num_new = context_hidden_states.shape[1] + num_queries
         if position_ids is None:
-            # An ordinary cache has one length for all rows, padding included.
+            # An ordinary cache has one length for all rows, which includes padding.
             position_ids = torch.arange(num_new, device=noise_embeds.device)[None]
             if cache is not None:
                 position_ids = position_ids + cache.get_seq_length()
         context = self.project_context(context_hidden_states)
-        # One table of angles for context and blocks, of which the queries take the last.
+        # One table holds the angles of context and blocks. The queries use the last part of it.
         cos_sin = self.rotary_emb(position_ids, noise_embeds)
         masks = CombinedMasks(attention_mask, num_queries, noise_embeds.device)
         projector = CombinedProjector(context, cos_sin, masks, cache)
         # Convolutions must not cross from one block of a training batch into the next.
         hidden = self._run_layers(noise_embeds, projector, block_size or num_queries)
-        # Inside the forward, where wrappers of the weights still hold them together.
+        # This runs inside the forward, because wrappers such as FSDP keep the weights gathered only until the forward
+        # ends.
         if then is not None:
             return then(hidden)
         # The field's name differs between releases of Transformers.
@@ -347,57 +367,66 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden, **filled)
 
     def compute_logits(self, hidden_states: Tensor, head: nn.Module) -> Tensor:
-        """Returns the draft's logits: the head, then the draft's own multiplier and soft cap.
+        """Returns the draft's logits.
+
+        They are the output of the head, times the draft's own multiplier, under its own soft cap.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[..., D]`): States after the final norm.
-            head (`nn.Module`): The target's head, for drafts that have none.
+            head (`nn.Module`): The target's head, which is used by drafts without a head of their own.
 
         Returns:
-            `torch.Tensor` of shape `[..., V]`: Logits over the target's vocabulary; minus infinity for the tokens that
-            a reduced draft vocabulary leaves out.
+            `torch.Tensor` of shape `[..., V]`: Logits over the target's vocabulary. The tokens that a reduced draft
+            vocabulary leaves out have minus infinity.
         """
         if self.lm_head is not None:
             logits = self.lm_head(hidden_states)
         else:
             logits = head(hidden_states)
-        # A product by 1 would copy the largest tensor of a step.
+        # A multiplication by 1 would copy the largest tensor of a step.
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
-        # A cap keeps the order of logits and changes their distances: it matters to sampling and to trees.
+        # A soft cap keeps the order of the logits, but it changes the differences between them. This matters for
+        # sampling and for trees.
         cap = self.config.final_logit_softcapping
         if cap:
             logits = torch.tanh(logits / cap) * cap
-        # What a reduced vocabulary leaves out is never proposed.
+        # A token that a reduced vocabulary leaves out is never proposed.
         return self._over_all_tokens(logits, -torch.inf)
 
     def logits_behind(self, logits: Tensor, before: Tensor) -> Tensor:
-        """Returns the logits of slots, given the tokens before them: `logits` plus the Markov head's vector.
+        """Returns the logits of slots, given the tokens before these slots: `logits` plus the Markov head's vector.
 
         A draft without a Markov head returns `logits` unchanged.
 
         Args:
             logits (`torch.Tensor` of shape `[..., V]`): Logits of the slots, from [`compute_logits`].
-            before (`torch.Tensor` of shape `[...]`, int64): The token before each slot; both shapes may be broadcast.
+            before (`torch.Tensor` of shape `[...]`, int64): The token before each slot. `logits` and `before` may be
+                broadcast to each other.
 
         Returns:
-            `torch.Tensor` of shape `[..., V]`: In float32 or wider, on the device of the logits.
+            `torch.Tensor` of shape `[..., V]`: In float32 or wider, on the device of the logits. Without a Markov
+            head, `logits` itself.
         """
         if self.markov_head is None:
             return logits
         bias = self._over_all_tokens(self.markov_head(before), 0.0)
-        # The product may be in half precision, as its weights are; the sum is not.
+        # The product has the dtype of the head's weights, which may be half precision. The sum is computed in float32
+        # or wider.
         dtype = torch.promote_types(logits.dtype, torch.float32)
         return logits.to(dtype) + bias.to(logits.device, dtype)
 
     def _over_all_tokens(self, values: Tensor, rest: float) -> Tensor:
-        """Returns values `[..., num_ids]` of the draft's tokens as `[..., V]`, with `rest` for all other tokens."""
+        """Returns the values `[..., num_ids]` of the draft's tokens as `[..., V]`.
+
+        All other tokens get the value `rest`.
+        """
         if self.d2t is None:
             return values
-        # The config is checked: beside a reduced vocabulary it states the whole one.
+        # The check of the config has made sure that a config with `draft_vocab_size` also states `vocab_size`.
         num_tokens = self.config.vocab_size or 0
         num_ids = self.d2t.shape[0]
-        # Row `i` of a reduced head is the token `i + d2t[i]`.
+        # Row `i` of a reduced head belongs to the token `i + d2t[i]`.
         everything = values.new_full((*values.shape[:-1], num_tokens), rest)
         ids = torch.arange(num_ids, device=self.d2t.device)
         return everything.index_copy_(-1, self.d2t + ids, values)
@@ -405,11 +434,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def best_path(self, hidden_states: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
         """Returns the draft's own choice for a block, without noise.
 
-        That is the greedy walk of its selector or along its Markov head, or the argmaxes.
+        The choice is the greedy walk through the scores of the selector, or along the Markov head. Without both, it is
+        the argmax of each slot.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, K, D]`): States of the slots after the anchor.
-            logits (`torch.Tensor` of shape `[B, K, V]`): Their logits, from [`compute_logits`].
+            logits (`torch.Tensor` of shape `[B, K, V]`): Logits of these slots, from [`compute_logits`].
             anchors (`torch.Tensor` of shape `[B]`, int64): The anchors.
 
         Returns:
@@ -417,7 +447,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """
         if self.candidate_selector is not None:
             candidates, scores = self.candidate_selector(hidden_states, logits, anchors)
-            # The best candidate behind each one is found for all slots at once; the walk only looks them up.
+            # The best candidate after each possible candidate is found for all slots at once. The walk only looks it
+            # up.
             best = scores.argmax(dim=-1)
             path, _ = follow_path(candidates, scores, best)
             return path
@@ -428,12 +459,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def transitions(
         self, hidden_states: Tensor, logits: Tensor, anchors: Tensor
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns the candidates and scores from which a tree of a block is built; the arguments are [`best_path`]'s.
+        """Returns the candidates and scores from which a tree of a block is built.
+
+        The arguments are those of [`best_path`].
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Candidates `[B, K, C]` and the scores of all transitions between them
-            `[B, K, C, C]`, as [`CandidateSelector`] returns them. If the scores do not depend on the token before, no
-            candidates and the logits.
+            `[B, K, C, C]`, as [`CandidateSelector`] returns them. If the scores do not depend on the token before, the
+            result is `None` and the logits.
         """
         if self.candidate_selector is not None:
             return self.candidate_selector(hidden_states, logits, anchors)
@@ -443,16 +476,20 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return None, logits
 
     def embed(self, token_ids: Tensor, embedding: nn.Module) -> Tensor:
-        """Returns embeddings `[B, K, D]` of ids `[B, K]`: the draft's own, or the target's as in its training."""
+        """Returns the embeddings `[B, K, D]` of ids `[B, K]`.
+
+        The embedding is the draft's own. If the draft has none, it is the target's, used in the same way as in the
+        draft's training.
+        """
         if self.embed_tokens is not None:
-            # Ids are on the target's device.
+            # The ids are on the target's device.
             device = execution_device(self.embed_tokens)
             states = self.embed_tokens(token_ids.to(device))
         elif self.config.raw_input_embeddings:
-            # Rows of the weight itself: the target's module may scale or normalise them.
+            # The rows of the weight are read directly, because the target's module may scale or normalise them.
             states = raw_embeddings(embedding, token_ids)
         else:
-            # As a module, so that the target's own scaling and the user's hooks apply.
+            # The module is called, so that the target's own scaling and the user's hooks apply.
             states = embedding(token_ids)
         scale = self.config.input_embedding_scale
         if scale == 1.0:
@@ -463,16 +500,17 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return states * scale
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resizes the draft's own embedding, and its own head with it, as Transformers does.
+        """Resizes the draft's own embedding and, if the draft has one, its own head, as Transformers does.
 
         Args:
-            args: Those of [`~transformers.PreTrainedModel.resize_token_embeddings`].
-            kwargs: Those of the same method.
+            args: Positional arguments of [`~transformers.PreTrainedModel.resize_token_embeddings`].
+            kwargs: Keyword arguments of the same method.
 
         Raises:
             ValueError: If the draft uses the target's embedding, or has other tables with a row per token.
         """
-        # A selector, a Markov head and the ids of a reduced vocabulary belong to the tokens of the training.
+        # The rows of a selector, of a Markov head and of a reduced vocabulary belong to the tokens that the draft was
+        # trained with.
         has_other_tables = (
             self.candidate_selector is not None
             or self.markov_head is not None
@@ -493,27 +531,27 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return super().resize_token_embeddings(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
-        """Raises `TypeError`, which explains how a draft is used: it cannot generate on its own."""
+        """Raises `TypeError`, because a draft cannot generate on its own. The message explains how a draft is used."""
         raise TypeError(
             "a DFlash draft proposes tokens for a target and cannot generate by itself; call "
             "target.generate(**inputs, assistant_model=draft) with the target it was trained for"
         )
 
     def _attentions(self) -> list[DFlashAttention]:
-        """Returns the attention of every layer."""
+        """Returns the attention modules of all layers."""
         classes = (DFlashDecoderLayer, DFlashGemma4Layer)
         return [layer.self_attn for layer in self.layers if isinstance(layer, classes)]
 
     def _run_layers(self, hidden_states: Tensor, projector: Projector, block_size: int) -> Tensor:
-        """Returns embeddings `[B, K, D]` after all layers and the final norm."""
-        # The residual sum is left to the next norm, which adds and norms in one kernel.
+        """Returns the states `[B, K, D]` of the embeddings `[B, K, D]` after all layers and the final norm."""
+        # A layer does not add the residual itself. The next norm adds and normalises in one kernel.
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, projector, block_size)
         if residual is None:
-            # Gemma 4's layers add up themselves.
+            # Gemma 4's layers have added the residual themselves.
             return self.norm(hidden_states)
-        # The last sum is taken by the final norm; nobody needs it beside the norm's result.
+        # The final norm computes the last sum. Only the normed states are needed after it.
         normed, _ = self.norm(hidden_states, residual)
         return normed
 

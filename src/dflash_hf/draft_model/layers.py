@@ -1,9 +1,9 @@
-"""The layers of a DFlash draft: attention over context and block, and a gated MLP.
+"""This module defines the layers of a DFlash draft: attention over context and block, and a gated MLP.
 
-Norm and RoPE are here too: the draft has its own, and the target has Transformers'.
+The norm and the RoPE of the draft are here too. The target uses those of Transformers.
 
-Shapes: `B` rows, `C` context tokens, `K` block tokens, `R` keys, `D` hidden, `H`/`G` query/key heads, `E` head size,
-`T` channels of a head that turn under RoPE.
+Shapes: `B` rows, `C` context tokens, `K` block tokens, `R` keys, `D` hidden size, `H`/`G` query/key heads, `E` head
+size, `T` channels of a head that the RoPE rotates.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.configuration_dflash import AttentionKind, DFlashConfig, narrowed
 from dflash_hf.packed_weights import DFlashLinear
 
-# Not a public name: where a build of torch has none, `rms_norm` does.
+# This name is not public. In a build of torch without it, `rms_norm` is called.
 _fused_rms_norm: Any = getattr(torch, "_fused_rms_norm", None)
-# Cosines and sines, `[..., 1, T]` each: the 1 stands for the heads.
+# Cosines and sines, `[..., 1, T]` each. The dimension of 1 is for the heads.
 CosSin = tuple[Tensor, Tensor]
 
 
 class Angles(NamedTuple):
-    """Cosines and sines as [`rotate`] multiplies by them, `[..., 1, T]` each; made once for all layers."""
+    """Cosines and sines in the form in which [`rotate`] multiplies by them, `[..., 1, T]` each.
+
+    They are made once for all layers.
+    """
 
     cos: Tensor
-    signed_sin: Tensor  # a minus before those of the first half of the channels
+    signed_sin: Tensor  # the sines of the first half of the channels are negated
 
     @classmethod
     def of(cls, cos_sin: CosSin) -> Angles:
-        """Makes them of cosines and sines `[..., 1, T]` each."""
+        """Makes the angles from cosines and sines, `[..., 1, T]` each."""
         cos, sin = cos_sin
         first, second = sin.chunk(2, dim=-1)
         return cls(cos, torch.cat((-first, second), dim=-1))
 
     def behind(self, num_context: int) -> Angles:
-        """Returns those of a block, out of those of its context and itself `[B, C + K, 1, T]`."""
+        """Returns the angles of a block, which stand behind the `C` angles of its context in `[B, C + K, 1, T]`."""
         return Angles(self.cos[:, num_context:], self.signed_sin[:, num_context:])
 
 
-# The operands of attention: queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
+# The operands of attention are queries [B, K, H, E], keys and values [B, G, R, E], and the mask.
 Operands = tuple[Tensor, Tensor, Tensor, Mask]
 
 
 class DFlashRMSNorm(nn.Module):
-    """`weight * x / sqrt(mean(x^2) + eps)`, the mean in float32 as in Qwen3."""
+    """This norm computes `weight * x / sqrt(mean(x^2) + eps)`. The mean is computed in float32, as in Qwen3."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -73,17 +76,17 @@ class DFlashRMSNorm(nn.Module):
         """Normalises states `[..., D]` over the last dimension.
 
         Returns:
-            `torch.Tensor` of the same shape. With a `residual`, the norm of the sum of both and the sum, as in vLLM's
-            `RMSNorm`.
+            `torch.Tensor` of the same shape. With a `residual`, the result is a tuple of the normed sum of both and
+            the sum itself, as in vLLM's `RMSNorm`.
         """
         if residual is None:
             return self._normed(hidden_states)
         if ops.use_kernel(ops.add_norm, residual, hidden_states, self.weight):
-            # The kernel returns both in one tensor, the sum first.
+            # The kernel returns the sum and the normed sum in one tensor, the sum first.
             both = ops.add_norm(residual, hidden_states, self.weight, self.eps)
             total, normed = both.unbind()
             return normed, total
-        # The stream stays unnormed: later layers add to it.
+        # The residual stream is not normed, because later layers add to it.
         total = residual + hidden_states
         return self._normed(total), total
 
@@ -94,18 +97,21 @@ class DFlashRMSNorm(nn.Module):
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns `weight * x / sqrt(mean(x^2) + eps)` of states `[..., D]`, rounded as Qwen3's norm rounds it."""
-    # In float32 there is nothing to round between norm and weight, and one operation does both.
+    """Returns `weight * x / sqrt(mean(x^2) + eps)` of states `[..., D]`, rounded in the same way as
+    in Qwen3's norm.
+    """
+    # In float32 nothing is rounded between the norm and the weight, so one operation computes both.
     if states.dtype == weight.dtype == torch.float32:
         return _torchs_norm(states, weight, weight.shape, eps)
-    # Qwen3 rounds the normed states to 16 bits before the weight multiplies them, and drafts are trained so.
+    # Qwen3 rounds the normed states to 16 bits before it multiplies them by the weight. Drafts are trained in this
+    # way.
     normed = _torchs_norm(states.to(torch.float32), None, weight.shape, eps)
     return weight * normed.to(states.dtype)
 
 
 def _torchs_norm(states: Tensor, weight: Tensor | None, size: torch.Size, eps: float) -> Tensor:
-    """Returns torch's own norm of float32 states `[..., D]`, times a weight `[D]` where one is given."""
-    # `rms_norm` calls the same operation. The way there takes 1 % of a small model's step on a CPU (docs/log.md).
+    """Returns torch's own norm of float32 states `[..., D]`, times a weight `[D]` if one is given."""
+    # `rms_norm` calls the same operation, but its overhead takes 1 % of a small model's step on a CPU (docs/log.md).
     if _fused_rms_norm is not None and states.is_cpu and not torch.is_grad_enabled():
         normed, _ = _fused_rms_norm(states, size, weight, eps)
         return normed
@@ -113,7 +119,7 @@ def _torchs_norm(states: Tensor, weight: Tensor | None, size: torch.Size, eps: f
 
 
 class DFlashRotaryEmbedding(nn.Module):
-    """Cosines and sines of the draft's own RoPE over plain indices."""
+    """This module computes the cosines and sines of the draft's own RoPE over plain indices."""
 
     inv_freq: Tensor
 
@@ -125,14 +131,16 @@ class DFlashRotaryEmbedding(nn.Module):
 
     @staticmethod
     def frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
-        """Returns the inverse frequencies `[T/2]` and the factor on cosines and sines (Transformers' rope utils)."""
+        """Returns the inverse frequencies `[T/2]` and the factor on cosines and sines, with Transformers' RoPE
+        functions.
+        """
         rope = config.rope_parameters
-        # Transformers' table has all types but the default one.
+        # Transformers' table has all types except the default type.
         if rope["rope_type"] != "default":
             initialize = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
             inv_freq, scaling = initialize(config)
             return inv_freq, float(scaling)
-        # Pairs of channels share a frequency: `theta ** (-2 i / E)` for pair `i` of those that turn.
+        # Two channels share a frequency. It is `theta ** (-2 i / T)` for pair `i` of the channels that are rotated.
         even_channels = torch.arange(0, config.rotary_dim, 2, dtype=torch.float)
         exponent = even_channels / config.rotary_dim
         inv_freq = 1.0 / (rope["rope_theta"] ** exponent)
@@ -143,31 +151,31 @@ class DFlashRotaryEmbedding(nn.Module):
         """Returns cosines and sines `[B, K, 1, T]` in the dtype of `states` `[..., D]`, computed in float32."""
         angles_of = ops.implementation(ops.rope_angles, states)
         both: Tensor = angles_of(positions_BK, self.inv_freq, self.attention_scaling, states.dtype)
-        # A dimension of 1 stands for the heads: all of them turn by the same angles.
+        # A dimension of 1 is added for the heads, because all heads are rotated by the same angles.
         cos, sin = both[..., None, :].unbind()
         return cos, sin
 
 
 def rotate(states_BKHE: Tensor, angles: Angles) -> Tensor:
-    """Returns states `[B, K, H, E]` with RoPE applied to their first `T` channels, in its half-split form."""
+    """Returns states `[B, K, H, E]` with RoPE applied to their first `T` channels, in the half-split form."""
     cos, signed_sin = angles
     num_turned = cos.shape[-1]
     if num_turned < states_BKHE.shape[-1]:
         kept = states_BKHE[..., num_turned:]
         return torch.cat([rotate(states_BKHE[..., :num_turned], angles), kept], dim=-1)
-    # A channel turns with the one half a head further on, as in Llama, and not with its neighbour.
+    # A channel is paired with the channel that is `T / 2` places further, as in Llama, and not with its neighbour.
     partners = states_BKHE.roll(num_turned // 2, dims=-1)
     return states_BKHE * cos + partners * signed_sin
 
 
 class DFlashMLP(nn.Module):
-    """Gated MLP."""
+    """This is a gated MLP."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         size = config.hidden_size
         inner = config.intermediate_size
-        # Linear layers without biases, as in published drafts; only attention's may have one.
+        # The linear layers have no biases, as in published drafts. Only the projections of attention may have one.
         self.gate_proj = DFlashLinear(size, inner, bias=False)
         self.up_proj = DFlashLinear(size, inner, bias=False)
         self.down_proj = DFlashLinear(inner, size, bias=False)
@@ -180,7 +188,7 @@ class DFlashMLP(nn.Module):
         return out
 
     def _gated(self, hidden_states: Tensor) -> Tensor:
-        # The kernels know one activation.
+        # The kernels compute only one activation, SiLU.
         is_joint = self.is_silu and joint_products.is_gated_jointly(
             hidden_states, self.gate_proj, self.up_proj
         )
@@ -194,7 +202,7 @@ class DFlashMLP(nn.Module):
 
 
 class DFlashAttention(nn.Module):
-    """Queries from the block, keys and values from the context and the block."""
+    """In this attention, queries come from the block, and keys and values come from the context and the block."""
 
     attention_sink_bias: Tensor | None
 
@@ -202,72 +210,81 @@ class DFlashAttention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        # Configs may have an integer here.
+        # The value in a config may be an integer.
         self.dropout = float(config.attention_dropout)
-        # Scores of normed queries and keys keep a variance that does not grow with the head's size.
+        # With this factor, the variance of the scores does not grow with the size of a head.
         self.scaling = config.head_dim**-0.5
         self.kind: AttentionKind = config.attention_kind(layer_idx)
         size = config.hidden_size
         bias = config.attention_bias
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        # Query heads that share a key head.
+        # The number of query heads that share a key head.
         self.repeats = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = DFlashLinear(size, query_size, bias=bias)
         self.k_proj = DFlashLinear(size, key_size, bias=bias)
         self.v_proj = DFlashLinear(size, key_size, bias=bias)
         self.o_proj = DFlashLinear(query_size, size, bias=bias)
-        # Each head is normed by itself, with one weight for all of them, as in Qwen3.
+        # Each head is normed separately, and all heads have the same weight, as in Qwen3.
         self.q_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(config.head_dim, config.rms_norm_eps)
         self.value_scale = float(config.attention_value_scale)
-        # A score for each query head that takes a share of the softmax, as a key without a value would.
+        # Each query head has a score that takes a share of the softmax, as a key without a value would.
         sinks = None
         if config.attention_sink_bias:
             sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
         self.register_parameter("attention_sink_bias", sinks)
 
     def kind_in(self, cache: RaggedCache) -> AttentionKind:
-        """Returns the kind of this layer over a cache, whose window may be narrower than the layer's own."""
+        """Returns the kind of this layer over a cache.
+
+        The window of the cache may be narrower than the layer's own.
+        """
         window = cache.attention[self.layer_idx].shape.window
         return narrowed(self.kind, window)
 
     def project_q(self, hidden_states: Tensor, angles: Angles) -> Tensor:
-        """Returns queries (normed, rotated), token-major `[B, K, H, E]`."""
+        """Returns normed and rotated queries, token-major `[B, K, H, E]`."""
         query = self._by_head(self.q_proj(hidden_states))
         return rotate(self.q_norm(query), angles)
 
     def project_kv(self, hidden_states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Returns keys (normed, rotated) and values, token-major `[B, C, G, E]`."""
+        """Returns normed and rotated keys, and values, token-major `[B, C, G, E]` each."""
         key = self._by_head(self.k_proj(hidden_states))
         value = self._by_head(self.v_proj(hidden_states))
         key = rotate(self.k_norm(key), angles)
         return key, value
 
     def context_states(self, features: Tensor) -> Tensor:
-        """Returns what keys and values of the context are made of `[B, C, D]`: its features as they are."""
+        """Returns the states `[B, C, D]` from which keys and values of the context are computed: the features
+        unchanged.
+        """
         return features
 
     def gated(self, heads: Tensor, hidden_states: Tensor) -> Tensor:
-        """Returns heads `[B, K, H, E]` as they go into the output projection: times the factor on the values."""
-        # A factor on all values is one on each of their sums, and the cache keeps them as they are.
+        """Returns the heads `[B, K, H, E]` as the input of the output projection: times the factor on the values."""
+        # A factor on all values can be applied to their weighted sums. So the cache holds values without the factor.
         if self.value_scale == 1.0:
             return heads
         return heads * self.value_scale
 
     def stacked_projections(self) -> list[nn.Module]:
-        """Returns the layers that a kernel may stack to write context: of keys, then of values."""
+        """Returns the linear layers that a kernel may stack to write context: first the keys' layer, then the values'
+        layer.
+        """
         return [self.k_proj, self.v_proj]
 
     def extend(
         self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to.
+        """Writes the keys and values of the current block.
 
-        The queries are `[B, K, H, E]`, keys and values `[B, G, R, E]`. This is `project_q`, `project_kv` and
-        `RaggedCache.extend`. Where `ops.use_kernel` decides so, one kernel does all that comes after the projections.
+        Returns its queries, and all keys and values to attend to.
+
+        The queries are `[B, K, H, E]`, keys and values `[B, G, R, E]`. This method combines `project_q`, `project_kv`
+        and `RaggedCache.extend`. If `ops.use_kernel` decides so, one kernel does everything after the projections.
         """
-        # Products first: they are the only part that is the same with and without the kernel.
+        # The products come first, because they are the only part that is the same with and without the kernel.
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = joint_products.linears(hidden_states, *projections)
         query, key, value = map(self._by_head, projected)
@@ -276,7 +293,7 @@ class DFlashAttention(nn.Module):
         buffers = cache.attention[self.layer_idx].buffers()
         floats = (query, key, value, *norms, *cos_sin)
         cos, sin = cos_sin
-        # The kernel turns whole heads.
+        # The kernel rotates whole heads only.
         turns_all = cos.shape[-1] == self.head_dim
         if not turns_all or not ops.use_kernel(ops.norm_rope_write, *floats, buffers=buffers):
             angles = Angles.of(cos_sin)
@@ -289,21 +306,21 @@ class DFlashAttention(nn.Module):
             key,
             value,
             *norms,
-            # The kernel takes [B, K, E], the same angles for all heads.
+            # The kernel takes angles [B, K, E], which are the same for all heads.
             cos.squeeze(2),
             sin.squeeze(2),
             cache.block.lengths,
             *buffers,
             self.k_norm.eps,
         )
-        # The kernel has written the block, so that it is read with its context.
+        # The kernel has written the block, so this read returns its keys and values together with the context's.
         keys, values = cache.read(self.layer_idx)
         return query, keys, values
 
     def forward(self, hidden_states: Tensor, projector: Projector) -> Tensor:
         """Returns the attention output `[B, K, D]` of the block's normed states."""
         query, key, value, mask = projector.project(self, hidden_states)
-        # Queries are token-major for the kernels before attention, and head-major for attention itself.
+        # The kernels before attention need token-major queries, and attention itself needs head-major queries.
         query = query.transpose(1, 2)
         dropout = 0.0
         if self.training:
@@ -316,25 +333,28 @@ class DFlashAttention(nn.Module):
 
     def _by_head(self, states: Tensor) -> Tensor:
         """Returns projected states `[B, K, heads * E]` as `[B, K, heads, E]`."""
-        # The number of heads is left open: queries have more of them than keys.
+        # The number of heads is inferred, because there are more query heads than key heads.
         by_head = (*states.shape[:-1], -1, self.head_dim)
         return states.view(by_head)
 
 
 class Projector(ABC):
-    """Makes the operands of attention in one forward of the draft; the only part in which its forwards differ."""
+    """A projector makes the operands of attention in one forward of the draft.
+
+    The draft's forwards differ only in this part.
+    """
 
     @abstractmethod
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
-        """Returns what a layer's block attends with and to, made of the block's normed states `[B, K, D]`."""
+        """Returns the operands of a layer's attention, made from the block's normed states `[B, K, D]`."""
 
 
 class BlockProjector(Projector):
-    """A block over the ragged cache, which holds all its context."""
+    """This projector is for a block over a ragged cache that holds all of its context."""
 
     def __init__(self, cache: RaggedCache, cos_sin: CosSin) -> None:
         self.cache = cache
-        self.cos_sin = cos_sin  # of the block
+        self.cos_sin = cos_sin  # of the block, `[B, K, 1, T]` each
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
         """Returns the operands, after writing the block into the cache."""
@@ -344,13 +364,13 @@ class BlockProjector(Projector):
 
 
 class ContextProjector(Projector):
-    """A block over the ragged cache, whose newest context each layer writes first.
+    """This projector is for a block over a ragged cache into which each layer first writes the newest context.
 
     Args:
         cache (`RaggedCache`): The draft's cache.
-        context (`RaggedBlock`): Where the newest context stands.
-        features (`torch.Tensor` of shape `[B, C, D]`): The newest context, projected.
-        cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Of context and block, `[B, C + K, 1, E]` each.
+        context (`RaggedBlock`): The positions of the newest context.
+        features (`torch.Tensor` of shape `[B, C, D]`): The projected features of the newest context.
+        cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of context and block, `[B, C + K, 1, T]` each.
     """
 
     def __init__(
@@ -367,28 +387,32 @@ class ContextProjector(Projector):
         """Returns the operands, after writing context and block into the cache."""
         num = self.num_context
         index = attention.layer_idx
-        # One product for context and block: their rows are few, and the weights are read once.
+        # One product projects context and block together. They have few rows, so the time goes into reading the
+        # weights, and these are read only once.
         features = attention.context_states(self.features)
         joined = torch.cat([features, normed], dim=1)
         key, value = attention.project_kv(joined, self.angles)
-        # The context comes first: its rejected rows are overwritten by the block.
+        # The context is written first, because the block overwrites its rejected tokens.
         layer = self.cache.attention[index]
         layer.write(key[:, :num], value[:, :num], self.context)
         keys, values = self.cache.extend(index, key[:, num:], value[:, num:])
-        # Context has no queries: nobody asks what it would say.
+        # The context needs no queries, because its outputs are not used.
         query = attention.project_q(normed, self.block_angles)
         mask = RaggedMask(self.cache.block, attention.kind_in(self.cache))
         return query, keys, values, mask
 
 
 class CombinedProjector(Projector):
-    """Blocks over their context in one sequence, with or without an ordinary cache: Transformers' contract, training.
+    """This projector runs blocks and their context as one sequence, with or without an ordinary cache.
+
+    Transformers' interface and training use it.
 
     Args:
-        context (`torch.Tensor` of shape `[B, C, D]`): The new context, projected.
-        cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Of context and blocks, `[B, C + Q, 1, E]` each.
+        context (`torch.Tensor` of shape `[B, C, D]`): The projected features of the new context.
+        cos_sin (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of context and blocks, `[B, C + Q, 1, T]`
+            each.
         masks (`CombinedMasks`): The masks.
-        cache (`Cache`, *optional*): Cache to be advanced by context and blocks.
+        cache (`Cache`, *optional*): The cache to which context and blocks are appended.
     """
 
     def __init__(
@@ -397,14 +421,14 @@ class CombinedProjector(Projector):
         self.context = context
         self.angles = Angles.of(cos_sin)
         self.block_angles = self.angles.behind(context.shape[1])
-        # Masks are made once per kind of layer, by the first one that asks.
+        # Masks are made once per kind of layer, when the first layer of this kind needs its mask.
         self.masks = masks
         self.cache = cache
 
     def project(self, attention: DFlashAttention, normed: Tensor) -> Operands:
-        """Returns the operands, after advancing the cache where there is one."""
-        # The same product as in decoding, over as many blocks as there are.
-        # Context and blocks are one sequence, as an ordinary cache takes them: head-major.
+        """Returns the operands. If there is a cache, context and blocks are appended to it first."""
+        # This is the same product as in decoding, but over any number of blocks. Context and blocks are one sequence,
+        # and its keys and values are head-major, because an ordinary cache expects this form.
         context = attention.context_states(self.context)
         joined = torch.cat([context, normed], dim=1)
         key, value = attention.project_kv(joined, self.angles)
@@ -412,9 +436,9 @@ class CombinedProjector(Projector):
         value = value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.update(key, value, attention.layer_idx)
-        # The context proposes nothing, so that there are queries of the blocks alone.
+        # The context proposes no tokens, so only the blocks have queries.
         query = attention.project_q(normed, self.block_angles)
-        # Under autocast float32 norms leave queries and keys wider than values, and FlexAttention takes one dtype.
+        # Under autocast, norms in float32 make queries and keys wider than values, but FlexAttention needs one dtype.
         query = query.to(value.dtype)
         num_keys = key.shape[2]
         mask = self.masks.of(attention.kind, num_keys, attention.repeats, query.dtype)
@@ -422,7 +446,7 @@ class CombinedProjector(Projector):
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
-    """Attention and MLP with pre-norms."""
+    """A decoder layer consists of attention and an MLP, each with a norm before it."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
@@ -438,17 +462,18 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         """Runs the layer on the states `[B, K, D]` of blocks.
 
         Args:
-            hidden_states (`torch.Tensor` of shape `[B, K, D]`): Output of the layer before, or the embeddings.
-            residual (`torch.Tensor`, *optional*): Residual stream that `hidden_states` are not yet added to; `None` in
-                the first layer.
+            hidden_states (`torch.Tensor` of shape `[B, K, D]`): Output of the layer before, or the embeddings in the
+                first layer.
+            residual (`torch.Tensor`, *optional*): Residual stream to which `hidden_states` have not been added yet. It
+                is `None` in the first layer.
             projector (`Projector`): Makes the operands of attention.
-            block_size (`int`): Slots of a block, of which these layers need not know.
+            block_size (`int`): Slots of a block. These layers do not use it.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Output of the MLP, and the residual stream that it is not yet added
-            to: the next norm adds and norms both in one kernel.
+            `tuple[torch.Tensor, torch.Tensor]`: Output of the MLP, and the residual stream to which it has not been
+            added yet. The next norm adds and normalises both in one kernel.
         """
-        # The embeddings are the stream of the first layer; all later sums are taken within a norm.
+        # The embeddings are the residual stream of the first layer. All later sums are computed within a norm.
         if residual is None:
             stream = hidden_states
             normed = self.input_layernorm(hidden_states)
@@ -457,5 +482,5 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         hidden_states = self.self_attn(normed, projector)
         normed, stream = self.post_attention_layernorm(hidden_states, stream)
         hidden_states = self.mlp(normed)
-        # Not added up here: the next norm takes both and gives sum and norm at once.
+        # The sum is not computed here, because the next norm returns the sum and the normed sum at once.
         return hidden_states, stream
