@@ -1,1 +1,1 @@
-"""A block of tokens that is verified at once: positions, tree, masks, and the name of its cache."""
+"""This package describes a block of tokens that is verified at once: positions, tree, masks, and its cache's name."""

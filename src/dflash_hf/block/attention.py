@@ -1,7 +1,7 @@
-"""Attention of a block of new tokens over a ragged cache: one function for the target's verify and for the draft.
+"""This module computes the attention of a block of new tokens over a ragged cache, for the target and the draft.
 
-`RaggedBlock` holds where each row stands. Slots and masks are derived from it once per step and not once per layer.
-`attend` is the arithmetic; `target_model.reentry` hands it to Transformers.
+`RaggedBlock` holds the positions of the new tokens in each row. Slots and masks are derived from them once per step
+and not once per layer. `attend` does the arithmetic. `target_model.reentry` registers it with Transformers.
 
 Shapes: `B` rows, `K` new tokens per row, `H`/`G` query/key heads, `R` slots, `E` head size.
 """
@@ -25,34 +25,35 @@ from dflash_hf.block.positions import slot_positions, visible
 from dflash_hf.block.tree import DraftTree
 from dflash_hf.configuration_dflash import AttentionKind
 
-# How newer torch is asked for more than the result; older ones have an argument for it.
+# Newer releases of torch use this class to request more than the result. Older releases have an argument for it.
 AuxRequest: Any = getattr(flex_module, "AuxRequest", None)
 
 
-# The bound of a block whose rows may be of any length.
+# The bound of a block if the length of its rows is not limited.
 NO_BOUND = sys.maxsize
-# On a CPU, in float32 and float64, query heads are packed up to so many tokens and from so many keys on, as
-# `mask_repeats` says.
+# Limits for a CPU, in float32 and float64: query heads are packed for at most MOST_PACKED tokens and for at least
+# LEAST_KEYS keys, as `mask_repeats` explains.
 MOST_PACKED = 16
 LEAST_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBlock:
-    """New tokens of every row, the first of row `b` at index `positions[b, 0]`; nothing is read on the host.
+    """A block holds new tokens of every row. The first token of row `b` is at index `positions[b, 0]`.
 
-    Each token follows the one before it; in a [`TreeBlock`] they are the nodes of a tree.
+    Each token follows the token before it. In a [`TreeBlock`] the tokens are the nodes of a tree. Nothing is read on
+    the host.
     """
 
-    # [B, width], int64: index of each token in its row, counting up by one. Keys and values of a tree's nodes go there
-    # too. The tensor is not copied: whoever changes it moves the block.
+    # [B, width], int64: index of each token in its row, counting up by one. Keys and values of a tree's nodes are
+    # written there too. The tensor is not copied, so code that changes it moves the block.
     positions: Tensor
-    # A length that no row exceeds after this block, where the host knows one. Keys beyond it are not read.
+    # A length that no row exceeds after this block, if the host knows one. Keys beyond it are not read.
     bound: int = NO_BOUND
-    # Whether the host knows that every row ends exactly at `bound`. A layer in which every query sees all keys needs
-    # no mask then; without one SDPA takes half the time on a CPU.
+    # Whether the host knows that every row ends exactly at `bound`. Then a layer in which every query sees all keys
+    # needs no mask. Without a mask, SDPA takes half the time on a CPU.
     is_exact: bool = False
-    # Derived tensors are made once per step and not once per layer.
+    # These derived tensors are made once per step and not once per layer.
     _slots: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     _masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
     _copies: dict[torch.device, RaggedBlock] = field(default_factory=dict, init=False, repr=False)
@@ -61,49 +62,58 @@ class RaggedBlock:
     def at(
         cls, lengths: Tensor, width: int, bound: int = NO_BOUND, is_exact: bool = False
     ) -> RaggedBlock:
-        """Returns a block of `width` tokens behind rows of these `lengths` `[B]` int64, which are copied."""
+        """Returns a block of `width` tokens behind rows of the given `lengths`, `[B]` int64.
+
+        The lengths are copied.
+        """
         steps = torch.arange(width, device=lengths.device)
-        # The first new token stands at the row's length, because indices begin at 0.
+        # The index of the first new token is the row's length, because indices begin at 0.
         return cls(lengths[:, None] + steps, bound, is_exact)
 
     @property
     def width(self) -> int:
-        """New tokens per row."""
+        """Number of new tokens per row."""
         return self.positions.shape[1]
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens each row already has in its cache, `[B]`."""
+        """Number of tokens that each row already has in its cache, `[B]`."""
         return self.positions[:, 0]
 
     @property
     def indices(self) -> Tensor:
-        """Index that each token has in its row if it is accepted, `[B, width]`: its position is derived from it."""
+        """Index of each token in its row if the token is accepted, `[B, width]`.
+
+        The token's position is derived from it.
+        """
         return self.positions
 
     @property
     def tensors_of_tree(self) -> dict[str, Tensor]:
-        """Returns what the kernel is given of a tree: nothing, as it knows that a chain's depths count up."""
+        """Returns the kernel's arguments for a tree.
+
+        A chain has none, because the kernel knows that its depths count up.
+        """
         return {}
 
     def on(self, device: torch.device) -> RaggedBlock:
-        """Returns the same block on another device; it is copied once per step."""
+        """Returns the same block on another device. It is copied once per step."""
         if device == self.positions.device:
             return self
-        # Layers may be on several devices, and each one asks for the block.
+        # Layers may be on several devices, and each layer asks for the block.
         if device not in self._copies:
             self._copies[device] = self._copied_to(device)
         return self._copies[device]
 
     def extent(self, ring: int) -> int:
-        """Returns how many slots of a buffer of `ring` slots have to be read."""
-        # Beyond the ring there is nothing to read: it may have wrapped where the bound is longer. Without a bound all
-        # of it is read, and the mask hides what is not written.
+        """Returns the number of slots that have to be read in a buffer of `ring` slots."""
+        # There are no slots beyond the ring: if the bound is longer, the ring may have wrapped. Without a bound, the
+        # whole ring is read, and the mask hides the slots that have not been written.
         return min(ring, self.bound)
 
     def slots(self, ring: int) -> Tensor:
         """Returns the slots of the new tokens in a buffer `[B * ring, ...]`: int64 of shape `[B * width]`."""
-        # Layers with rings of one size share their slots.
+        # Layers with rings of the same size share their slots.
         if ring not in self._slots:
             batch = self.positions.shape[0]
             rows = torch.arange(batch, device=self.positions.device)
@@ -115,20 +125,21 @@ class RaggedBlock:
     def mask(
         self, num_slots: int, kind: AttentionKind, repeats: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """Returns the additive mask `[B, 1, repeats * width, num_slots]` of a layer of this kind: 0 or -inf.
+        """Returns the additive mask `[B, 1, repeats * width, num_slots]` of a layer of this kind, with values 0 or
+        -inf.
 
-        The result is `None` where nothing has to be hidden.
+        The result is `None` if nothing has to be hidden.
 
         Args:
-            num_slots (`int`): Slots that are read: a whole ring, or the first `extent` slots of a longer buffer. No
-                index has wrapped in the latter, so that the shorter length gives the same positions.
+            num_slots (`int`): Number of slots that are read: a whole ring, or the first `extent` slots of a longer
+                buffer. In the latter no index has wrapped, so the shorter length gives the same positions.
             kind (`AttentionKind`): Kind of the layer.
-            repeats (`int`): Query heads in a row of the mask, see [`mask_repeats`].
+            repeats (`int`): How often the rows of the mask are repeated, see [`mask_repeats`].
             dtype (`torch.dtype`): Dtype of the scores.
         """
         _, causal, _ = kind
         is_plain = self._holds_all(num_slots, kind)
-        # A single token, and every token of a layer that is not causal, sees all of it.
+        # A single token sees all slots, as every token of a layer that is not causal does.
         if is_plain and (self.width == 1 or not causal):
             return None
         return self.dense_mask(num_slots, kind, repeats, dtype)
@@ -136,7 +147,7 @@ class RaggedBlock:
     def dense_mask(
         self, num_slots: int, kind: AttentionKind, repeats: int, dtype: torch.dtype
     ) -> Tensor:
-        """Returns [`mask`] as a tensor, also where nothing has to be hidden."""
+        """Returns the mask of [`mask`] as a tensor, also if nothing has to be hidden."""
         key = (num_slots, kind, repeats, dtype)
         if key not in self._masks:
             if self._holds_all(num_slots, kind):
@@ -148,7 +159,7 @@ class RaggedBlock:
         return self._masks[key]
 
     def _holds_all(self, num_slots: int, kind: AttentionKind) -> bool:
-        """Returns True if the host knows what every slot holds, and no token is out of the window."""
+        """Returns True if the host knows the token in every slot, and no token is outside the window."""
         window, _, _ = kind
         if window is not None and window < num_slots:
             return False
@@ -159,17 +170,20 @@ class RaggedBlock:
         return RaggedBlock(self.positions.to(device), self.bound, self.is_exact)
 
     def _held(self, num_slots: int) -> Tensor:
-        """Returns the index of the token in each slot `[B, 1, num_slots]`, once the block itself is written."""
+        """Returns the index of the token in each slot after the block itself is written, `[B, 1, num_slots]`."""
         slots = torch.arange(num_slots, device=self.positions.device)
         newest = self.positions[:, -1:, None]
         return slot_positions(newest, slots, num_slots)
 
     def _seen(self, num_slots: int, kind: AttentionKind) -> Tensor:
-        """Returns which slots each new token sees, `[B, width, num_slots]`."""
+        """Returns which slots each new token sees, `[B, width, num_slots]` bool."""
         return self._visible(self._held(num_slots), kind)
 
     def _visible(self, held: Tensor, kind: AttentionKind) -> Tensor:
-        """Returns which slots each new token sees by the indices that they hold `[B, 1, slots]`."""
+        """Returns which slots each new token sees, `[B, width, slots]` bool.
+
+        `held` `[B, 1, slots]` has the slots' indices.
+        """
         window, causal, from_anchor = kind
         anchor = None
         if from_anchor:
@@ -178,9 +192,11 @@ class RaggedBlock:
         return visible(queries, held, window, causal, anchor)
 
     def _plain_mask(self, num_slots: int, dtype: torch.dtype) -> Tensor:
-        """Returns the additive mask `[1, 1, width, num_slots]` of a causal layer where all earlier tokens are seen."""
+        """Returns the additive mask `[1, 1, width, num_slots]` of a causal layer in which all
+        earlier tokens are seen.
+        """
         before = num_slots - self.width
-        # The block's own columns are a triangle; all columns before are seen.
+        # The block's own columns form a triangle. All columns before them are seen.
         shape = (self.width, num_slots)
         hidden = torch.full(shape, -math.inf, dtype=dtype, device=self.positions.device)
         return hidden.triu_(before + 1)[None, None]
@@ -188,19 +204,22 @@ class RaggedBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeBlock(RaggedBlock):
-    """New tokens that are the nodes of a tree: a node sees the tokens before the block, and its own path."""
+    """A tree block holds new tokens that are the nodes of a tree.
+
+    A node sees the tokens before the block, and its own path.
+    """
 
     tree: DraftTree = field(kw_only=True)
 
     @property
     def indices(self) -> Tensor:
         """Index of each node's token, `[B, width]` int64: the anchor's index plus the node's depth."""
-        # Siblings share an index, because only one of them can follow their parent.
+        # Siblings have the same index, because only one of them can follow their parent.
         return self.positions[:, :1] + self.tree.depths
 
     @property
     def tensors_of_tree(self) -> dict[str, Tensor]:
-        """Returns what the kernel is given of the tree: depths `[B, W]` and ancestors `[B, W, A]`, both int64."""
+        """Returns the kernel's arguments for the tree: depths `[B, W]` and ancestors `[B, W, A]`, both int64."""
         return {"depths_BW": self.tree.depths, "ancestors_BWA": self.tree.ancestors}
 
     def _copied_to(self, device: torch.device) -> RaggedBlock:
@@ -208,8 +227,8 @@ class TreeBlock(RaggedBlock):
         return TreeBlock(positions, self.bound, self.is_exact, tree=self.tree.on(device))
 
     def _seen(self, num_slots: int, kind: AttentionKind) -> Tensor:
-        # A tree's nodes stand in a chain's slots: their indices are put in place of a chain's, and a node sees no
-        # other path than its own.
+        # The nodes of a tree are stored in the slots of a chain. So their own indices replace the chain's indices, and
+        # a node sees only its own path.
         held, is_related = self._of_tree(self._held(num_slots))
         return self._visible(held, kind) & is_related
 
@@ -217,19 +236,21 @@ class TreeBlock(RaggedBlock):
         nodes = torch.arange(self.width, device=self.positions.device)
         is_ancestor = self.tree.are_ancestors(nodes[None])
         of_nodes = additive_mask(~is_ancestor, dtype)
-        # The padding is 0: what stands before the block is seen by all nodes.
+        # The padding is 0, because all nodes see the tokens before the block.
         mask = nn.functional.pad(of_nodes, (num_slots - self.width, 0))
         return mask[:, None]
 
     def _of_tree(self, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the index of the token in each slot, and whether it is before the block or a node's ancestor.
+        """Returns the index of the token in each slot, and whether the token is before the block or
+        a node's ancestor.
 
-        The results are `[B, 1, slots]` and `[B, width, slots]`. `held` `[B, 1, slots]` has a chain's indices.
+        The shapes of the results are `[B, 1, slots]` and `[B, width, slots]`. `held` `[B, 1, slots]` has a chain's
+        indices.
         """
         anchor = self.positions[:, :1, None]
         node = held - anchor
         is_node = node >= 0
-        # Slots before the block are looked up at the anchor; what is found there is not used.
+        # For slots before the block, the anchor is looked up, and the result is not used.
         node = node.clamp_min(0)[:, 0]
         depths = self.tree.depths.gather(1, node)
         held = torch.where(is_node, anchor + depths[:, None], held)
@@ -237,26 +258,28 @@ class TreeBlock(RaggedBlock):
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns numbers to add to scores, in the shape of the boolean `hidden`: -inf where it is True, 0 elsewhere."""
-    # Numbers and no booleans: SDPA turns a boolean mask into these in every layer.
+    """Returns the numbers to add to scores, in the shape of the boolean `hidden`: -inf where it is True, and 0
+    elsewhere.
+    """
+    # The mask has numbers and not booleans, because SDPA would convert a boolean mask in every layer.
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -math.inf)
 
 
 def _repeated(mask: Tensor, repeats: int) -> Tensor:
-    """Returns a mask `[B, 1, K, R]` with its rows repeated: `[B, 1, repeats * K, R]`."""
+    """Returns a mask `[B, 1, K, R]` with repeated rows: `[B, 1, repeats * K, R]`."""
     if repeats == 1:
         return mask
     return mask.repeat(1, 1, repeats, 1)
 
 
 class CombinedMasks:
-    """Masks of a forward over context and blocks together, made once per kind of layer.
+    """An instance holds the masks of a forward over context and blocks together, made once per kind of layer.
 
     Args:
-        given (`torch.Tensor`, `dict` or `None`): The padding mask `[B, total]`, 1 where a token is real; or a ready
-            mask per kind of layer, boolean `[B, 1, Q, R]` or a `BlockMask`.
-        num_queries (`int`): Tokens of the block, the newest of all keys.
+        given (`torch.Tensor`, `dict` or `None`): The padding mask `[B, total]`, which is 1 where a token is real. Or a
+            ready mask for each kind of layer, which is boolean `[B, 1, Q, R]` or a `BlockMask`.
+        num_queries (`int`): Number of tokens of the block. They are the newest keys.
         device (`torch.device`): Device of the states.
     """
 
@@ -269,15 +292,15 @@ class CombinedMasks:
         self._given = given
         self._num_queries = num_queries
         self._device = device
-        # Layers of one kind share their mask, which is as large as the scores of one head.
+        # Layers of one kind share their mask, because it is as large as the scores of one head.
         self._masks: dict[tuple[object, ...], Mask] = {}
 
     def of(
         self, kind: AttentionKind, num_keys: int, heads_per_key: int, dtype: torch.dtype
     ) -> Mask:
-        """Returns the mask of a layer of this kind over `num_keys` keys, additive unless it is a `BlockMask`.
+        """Returns the mask of a layer of this kind over `num_keys` keys. It is additive, or a given `BlockMask`.
 
-        `dtype` is the queries', which under autocast need not be the embeddings'.
+        `dtype` is the dtype of the queries. Under autocast it may differ from the dtype of the embeddings.
         """
         key = (kind, num_keys, heads_per_key, dtype)
         if key not in self._masks:
@@ -289,7 +312,7 @@ class CombinedMasks:
         return self._masks[key]
 
     def _ready(self, mask: Mask, heads_per_key: int, dtype: torch.dtype) -> Mask:
-        """Returns the additive form of a boolean mask, and a `BlockMask` as it is."""
+        """Returns the additive form of a boolean mask, or a `BlockMask` unchanged."""
         if not isinstance(mask, Tensor):
             return mask
         num_queries = mask.shape[-2]
@@ -306,21 +329,26 @@ class CombinedMasks:
         heads_per_key: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns the mask of one block behind its context, without what is padding."""
-        # Padding counts as a token here, so that all rows are alike and the last key is the block's last.
+        """Returns the mask of one block behind its context, in which padding is hidden."""
+        # Padding counts as tokens here. So all rows are alike, and the last key is the block's last token.
         keys = torch.arange(num_keys, device=self._device)
         block = RaggedBlock(keys[None, -self._num_queries :])
         repeats = mask_repeats(heads_per_key, self._num_queries, num_keys, self._device, dtype)
         mask = block.dense_mask(num_keys, kind, repeats, dtype)
         if padding is None:
             return mask
-        # The newest columns: a mask may be longer than what a sliding cache hands out.
+        # Only the newest columns are used, because a padding mask may be longer than the keys that a sliding cache
+        # returns.
         is_padding = ~padding[:, None, None, -num_keys:].bool()
         return mask.masked_fill(is_padding, -math.inf)
 
 
 class RaggedMask(NamedTuple):
-    """The mask of a block in a layer of some kind, on the device of the keys, of which [`attend`] makes a tensor."""
+    """An instance describes the mask of a block in a layer of some kind. [`attend`] makes a tensor
+    from it if needed.
+
+    The block is on the device of the keys.
+    """
 
     block: RaggedBlock
     kind: AttentionKind
@@ -332,19 +360,20 @@ Mask = Tensor | BlockMask | RaggedMask
 def mask_repeats(
     heads_per_key: int, width: int, num_keys: int, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """Returns how often the rows of a mask are repeated: once, or once per query head of a key head.
+    """Returns how often the rows of a mask are repeated: once, or as often as query heads share a key head.
 
-    The mask is of `width` tokens over `num_keys` keys, for queries of this dtype.
+    The mask belongs to `width` tokens over `num_keys` keys, for queries of this dtype.
 
-    Repeated rows mean that the query heads of one key head are laid along the token axis. On CUDA that is done because
-    a mask together with `enable_gqa` is said to leave SDPA only its slowest kernel there (not measured here). On a CPU
-    the products of a few queries with many keys are slow. Packed, three heads to a key head, in half precision one
-    token takes an eighth to a fifth of the time and eight tokens two thirds (docs/log-archive.md). In float32 steps of
-    SmolLM2 take 0.95 of the time over 2,100 keys, 0.89 over 4,800, and as long over 560 (docs/log.md).
+    If rows are repeated, the query heads of one key head are packed along the token axis. On CUDA they are always
+    packed, because SDPA is said to have only its slowest kernel there for a mask together with `enable_gqa` (not
+    measured here). On a CPU, the products of a few queries with many keys are slow. In half precision, with three
+    query heads per key head, packed attention of one token takes an eighth to a fifth of the time, and of eight tokens
+    two thirds (docs/log-archive.md). In float32, packed steps of SmolLM2 take 0.95 of the time over 2,100 keys, 0.89
+    over 4,800 keys, and the same time over 560 keys (docs/log.md).
     """
     if device.type == "cuda" or dtype.itemsize < 4:
         return heads_per_key
-    # A single token is added up as plain decoding adds it up, which is not packed.
+    # A single token is not packed, so that its sums are the same as in plain decoding.
     if 1 < width <= MOST_PACKED and num_keys >= LEAST_KEYS:
         return heads_per_key
     return 1
@@ -360,25 +389,28 @@ def attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Returns softmax attention with grouped heads, soft cap and sinks; every kernel is tested against it.
+    """Returns softmax attention with grouped heads, soft cap and sinks.
 
-    Under a `RaggedMask` a kernel computes it where `ops.use_kernel` decides so, and no mask is made.
+    Every kernel is tested against this function.
+
+    With a `RaggedMask`, a kernel computes the attention if `ops.use_kernel` decides so, and then no mask is made.
 
     The definition is `softmax(cap(q k^T * scaling) + mask) v`, where `cap(s) = softcap * tanh(s / softcap)`. A sink
-    adds one score per head, which takes part in the normalisation and has no value. Keys and values are read as they
-    are, never repeated.
+    adds one score per head, which takes part in the normalisation and has no value. Keys and values are read without
+    being repeated.
 
     Args:
-        query_BHKE, key_BGRE, value_BGRE (`torch.Tensor`): `H` is a multiple of `G`. Any strides.
+        query_BHKE, key_BGRE, value_BGRE (`torch.Tensor`): Queries, keys and values with any strides. `H` is a multiple
+            of `G`.
         mask (`torch.Tensor`, `BlockMask` or `RaggedMask`, *optional*): An additive tensor `[B, 1, repeats * K, R]`
-            with `repeats` from [`mask_repeats`]; a `BlockMask`, which goes to FlexAttention (training on CUDA); or a
-            `RaggedMask` (decoding).
+            with `repeats` from [`mask_repeats`]. Or a `BlockMask`, with which FlexAttention runs (training on CUDA).
+            Or a `RaggedMask` (decoding).
         scaling (`float`): Factor on the scores.
-        softcap (`float`, *optional*): Soft cap.
+        softcap (`float`, *optional*): Soft cap on the scores.
         sinks (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
-        dropout (`float`): Dropout on the weights.
+        dropout (`float`): Dropout probability of the attention weights.
 
-    Returns `[B, K, H, E]`; raises `ValueError` if a `BlockMask` comes with a soft cap or dropout.
+    Returns `[B, K, H, E]`. Raises `ValueError` if a `BlockMask` comes with a soft cap or dropout.
     """
     if isinstance(mask, RaggedMask):
         block, kind = mask
@@ -386,13 +418,14 @@ def attend(
             return _attend_by_kernel(
                 query_BHKE, key_BGRE, value_BGRE, mask, scaling, softcap, sinks
             )
-        # No kernel runs here: the block makes the mask, once for all layers of this kind.
+        # No kernel runs here, so the block makes the mask, once for all layers of this kind.
         _, num_groups, num_slots, _ = key_BGRE.shape
         _, num_heads, width, _ = query_BHKE.shape
         heads_per_key = num_heads // num_groups
         repeats = mask_repeats(heads_per_key, width, num_slots, key_BGRE.device, query_BHKE.dtype)
         mask = block.mask(num_slots, kind, repeats, query_BHKE.dtype)
-    # FlexAttention skips blocks that are hidden, where SDPA would compute them; it is given neither of these two.
+    # FlexAttention skips hidden blocks, which SDPA would compute. This package passes neither a soft cap nor dropout
+    # to it.
     if isinstance(mask, BlockMask):
         if softcap is not None or dropout > 0:
             raise ValueError(
@@ -415,7 +448,10 @@ def _attend_by_kernel(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Returns `attend` by the kernel, which finds from the rows' lengths what each token sees."""
+    """Returns the result of `attend`, computed by the kernel.
+
+    It finds from the rows' lengths which keys each token sees.
+    """
     block, (window, causal, from_anchor) = mask
     return ops.block_attention(
         query_BHKE,
@@ -440,9 +476,9 @@ def _attend_by_flex(
     scaling: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Returns `attend` by FlexAttention."""
+    """Returns the result of `attend`, computed by FlexAttention."""
     flex = flex_attention
-    # Training asks for it on CUDA. Uncompiled, as elsewhere, it computes the whole score matrix.
+    # Training uses FlexAttention on CUDA. Uncompiled, as on other devices, it computes the whole score matrix.
     if query_BHKE.is_cuda:
         flex = _compiled_flex_attention()
     options: dict[str, Any] = {
@@ -453,7 +489,8 @@ def _attend_by_flex(
     if sinks is None:
         out: Any = flex(query_BHKE, key_BGRE, value_BGRE, **options)
         return out.transpose(1, 2)
-    # FlexAttention knows no sinks, but says by what it has divided the weights. A sink is one more term of that sum.
+    # FlexAttention has no sinks, but it returns the logarithm of the sum by which the weights were divided. A sink is
+    # one more term of this sum.
     if AuxRequest is None:
         out, log_sums = flex(query_BHKE, key_BGRE, value_BGRE, **options, return_lse=True)
     else:
@@ -473,14 +510,15 @@ def _attend_by_sdpa(
     scaling: float,
     dropout: float,
 ) -> Tensor:
-    """Returns `attend` by SDPA, which knows neither a soft cap nor sinks."""
+    """Returns the result of `attend`, computed by SDPA, which has neither a soft cap nor sinks."""
     batch, num_heads, width, _ = query_BHKE.shape
     _, groups, num_keys, _ = key_BGRE.shape
     repeats = num_heads // groups
     is_packed = mask_repeats(repeats, width, num_keys, query_BHKE.device, query_BHKE.dtype) > 1
     query = query_BHKE
     if is_packed:
-        # The query heads of a key head follow each other, each with all its tokens, as in the repeated mask.
+        # The query heads of a key head follow each other, each with all its tokens, in the same order as in the
+        # repeated mask.
         query = query_BHKE.reshape(batch, groups, repeats * width, -1)
     out = nn.functional.scaled_dot_product_attention(
         query,
@@ -491,7 +529,7 @@ def _attend_by_sdpa(
         dropout_p=dropout,
         enable_gqa=repeats > 1 and not is_packed,
     )
-    # Token-major, as output projections take it.
+    # The result is token-major, because output projections need this form.
     if not is_packed:
         return out.transpose(1, 2)
     by_head = out.view(batch, groups, repeats, width, -1)
@@ -508,32 +546,32 @@ def _attend_explicitly(
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Returns `attend` with the whole score matrix in memory, for soft caps and sinks."""
+    """Returns the result of `attend`, computed with the whole score matrix in memory, for soft caps and sinks."""
     batch, num_heads, width, _ = query_BHKE.shape
     groups = key_BGRE.shape[1]
     num_keys = key_BGRE.shape[2]
     repeats = num_heads // groups
-    # A dimension for the query heads of a key head lets the product read the keys as they are.
+    # With a dimension for the query heads of a key head, the product reads the keys without repeating them.
     grouped = query_BHKE.reshape(batch, groups, repeats, width, -1)
     keys = key_BGRE[:, :, None].transpose(3, 4)
     scores = (grouped @ keys) * scaling
-    # The cap comes before the mask: -inf would become the cap's lowest score.
+    # The cap is applied before the mask, because it would turn -inf into the lowest capped score.
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        # The rows of a repeated mask fall into one part per query head; others are alike for all heads.
+        # The rows of a repeated mask are split into one part per query head. Other masks are the same for all heads.
         scores = scores + mask.view(mask.shape[0], 1, -1, width, num_keys)
     if sinks is not None:
-        # One more column, which is a key that every query sees.
+        # The sink is one more column, as a key that every query sees.
         sink = sinks.to(scores.dtype).view(1, groups, repeats, 1, 1)
         sink = sink.expand(batch, -1, -1, width, 1)
         scores = torch.cat([scores, sink], dim=-1)
-    # In float32 or wider, as Transformers' eager attention normalises.
+    # The softmax is computed in float32 or wider, as in Transformers' eager attention.
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=dtype)
-    # The sink has taken its share and has no value.
+    # The sink has no value, so its column is dropped after the softmax.
     weights = weights[..., :num_keys].to(value_BGRE.dtype)
-    # The probability is above 0 in training alone.
+    # The probability of dropout is above 0 only in training.
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
     by_head = weights @ value_BGRE[:, :, None]
     token_major = by_head.permute(0, 3, 1, 2, 4)
@@ -542,16 +580,16 @@ def _attend_explicitly(
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Returns FlexAttention as one kernel for all shapes; uncompiled it computes the whole score matrix.
+    """Returns FlexAttention, compiled to one kernel for all shapes. Uncompiled, it computes the whole score matrix.
 
-    A failure of the compiler, in the forward or the backward pass, is raised by the first call, while SDPA can still
-    stand in.
+    The first call raises any error of the compiler, in the forward or the backward pass. At this time the caller can
+    still use SDPA.
     """
     from torch._functorch import config as lowering
 
-    # `fullgraph` makes a call past torch's limit of recompilations fail; it would go on uncompiled otherwise.
+    # With `fullgraph`, a call past torch's limit of recompilations fails. Without it, the call would run uncompiled.
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    # The backward pass is compiled with the forward one, where torch has this setting.
+    # If torch has this setting, the backward pass is compiled together with the forward pass.
     if not hasattr(lowering, "force_non_lazy_backward_lowering"):
         return compiled
 

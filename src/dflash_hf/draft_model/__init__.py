@@ -1,1 +1,1 @@
-"""The parts of the draft model: norms and RoPE, layers, and what DFlash 2 adds."""
+"""This package holds the parts of the draft model: norms, RoPE, layers, and the parts that DFlash 2 and DSpark add."""

@@ -1,7 +1,9 @@
-"""The layers of a draft that is built as Gemma 4 is: a norm before and after each sublayer, normed values, no scale.
+"""This module defines the layers of a draft that is built like Gemma 4.
 
-DeepSpec's drafts for Gemma 4 have them. All of it runs in torch: the kernels of this package norm and round as Qwen3
-does. Shapes: `B` rows, `C` context tokens, `K` block tokens, `D` hidden, `G`/`H` key/query heads, `E` head size.
+These layers have a norm before and after each sublayer, normed values, and attention scores without a scale.
+DeepSpec's drafts for Gemma 4 have them. All of them run in torch, because the kernels of this package norm and round
+in the same way as Qwen3. Shapes: `B` rows, `C` context tokens, `K` block tokens, `D` hidden size, `G`/`H` key/query
+heads, `E` head size.
 
 Source: DeepSpec `deepspec/modeling/dspark/gemma4/modeling.py`, Transformers `models/gemma4/modeling_gemma4.py`.
 """
@@ -26,8 +28,11 @@ from dflash_hf.draft_model.layers import (
 
 
 def rms_norm(states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Returns states `[..., D]` normed, times a weight `[D]` if given: in float32 or wider, and rounded once."""
-    # A sum of squares is too large for half precision; float64, in tests, stays as it is.
+    """Returns normed states `[..., D]`, times a weight `[D]` if given.
+
+    They are computed in float32 or wider and rounded once.
+    """
+    # A sum of squares is too large for half precision. float64, which tests use, stays as it is.
     dtype = torch.promote_types(states.dtype, torch.float32)
     if weight is not None:
         weight = weight.to(dtype)
@@ -36,31 +41,31 @@ def rms_norm(states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class DFlashGemma4Norm(DFlashRMSNorm):
-    """RMS norm that multiplies by its weight before it rounds, as Gemma 4 does."""
+    """This RMS norm multiplies by its weight before it rounds, as Gemma 4 does."""
 
     def _normed(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.eps)
 
 
 class DFlashGemma4Attention(DFlashAttention):
-    """Attention whose values are normed too, by no weight, and whose scores have no scale."""
+    """In this attention the values are normed too, without a weight, and the scores have no scale."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        # Gemma 4 has no factor here: the weights of the two norms below take its place.
+        # Gemma 4 has no factor on the scores. The weights of the two norms below take its place.
         self.scaling = 1.0
         self.keys_are_values = config.keys_are_values
         if self.keys_are_values:
-            # The key projection makes both.
+            # The key projection computes both keys and values.
             del self.v_proj
         self.q_norm = DFlashGemma4Norm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DFlashGemma4Norm(config.head_dim, config.rms_norm_eps)
 
     def project_kv(self, hidden_states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Returns keys (normed, rotated) and values (normed), token-major `[B, C, G, E]`."""
+        """Returns normed and rotated keys, and normed values, token-major `[B, C, G, E]` each."""
         projected = self._by_head(self.k_proj(hidden_states))
         key = rotate(self.k_norm(projected), angles)
-        # Values are not rotated, so they begin from the projection and not from the keys.
+        # Values are not rotated, so they are computed from the projection and not from the keys.
         value = projected
         if not self.keys_are_values:
             value = self._by_head(self.v_proj(hidden_states))
@@ -68,17 +73,19 @@ class DFlashGemma4Attention(DFlashAttention):
         return key, rms_norm(value, None, self.k_norm.eps)
 
     def stacked_projections(self) -> list[nn.Module]:
-        """Returns none: the kernel that writes context norms keys alone."""
+        """Returns an empty list, because the kernel that writes context norms only keys."""
         return []
 
     def extend(
         self, hidden_states: Tensor, cos_sin: CosSin, cache: RaggedCache
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes the begun block's keys and values; returns its queries, and all keys and values to attend to.
+        """Writes the keys and values of the current block.
+
+        Returns its queries, and all keys and values to attend to.
 
         The shapes are those of [`DFlashAttention.extend`].
         """
-        # No kernel is asked here: it norms as Qwen3 does, and leaves values as they are.
+        # No kernel is used here. It would norm in the same way as Qwen3 and would not norm the values.
         angles = Angles.of(cos_sin)
         query = self.project_q(hidden_states, angles)
         key, value = self.project_kv(hidden_states, angles)
@@ -87,7 +94,7 @@ class DFlashGemma4Attention(DFlashAttention):
 
 
 class DFlashGemma4Layer(GradientCheckpointingLayer):
-    """Attention and MLP, each between two norms."""
+    """A Gemma 4 layer consists of attention and an MLP, each between two norms."""
 
     layer_scalar: Tensor
 
@@ -101,7 +108,7 @@ class DFlashGemma4Layer(GradientCheckpointingLayer):
         self.post_attention_layernorm = DFlashGemma4Norm(size, eps)
         self.pre_feedforward_layernorm = DFlashGemma4Norm(size, eps)
         self.post_feedforward_layernorm = DFlashGemma4Norm(size, eps)
-        # It is stored and never trained.
+        # The scalar is stored in the checkpoint and never trained.
         self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
@@ -111,16 +118,17 @@ class DFlashGemma4Layer(GradientCheckpointingLayer):
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, K, D]`): Output of the layer before, or the embeddings.
-            residual (`None`): Nothing is left to add.
+            residual (`None`): Always `None`, because the layer before has added its residual itself.
             projector (`Projector`): Makes the operands of attention.
-            block_size (`int`): Slots of a block, of which these layers need not know.
+            block_size (`int`): Slots of a block. These layers do not use it.
 
         Returns:
-            `tuple[torch.Tensor, None]`: The output, all added up: no later norm takes a sum.
+            `tuple[torch.Tensor, None]`: The output including the residual stream, and `None`, because no later norm
+            has to add anything.
         """
         normed = self.input_layernorm(hidden_states)
         attended = self.self_attn(normed, projector)
-        # The sublayer's output is normed and not the sum: the stream itself stays as it is.
+        # The norm is applied to the sublayer's output and not to the sum, so the residual stream itself is not normed.
         stream = hidden_states + self.post_attention_layernorm(attended)
         normed = self.pre_feedforward_layernorm(stream)
         stream = stream + self.post_feedforward_layernorm(self.mlp(normed))

@@ -1,7 +1,7 @@
-"""The layers of a draft that is built as Laguna is: heads behind a gate, and context that each layer norms for itself.
+"""This module defines the layers of a draft that is built like Laguna.
 
-poolside's drafts for Laguna have them. Shapes: `B` rows, `C` context tokens, `K` block tokens, `D` hidden, `H` query
-heads, `E` head size.
+The heads of these layers have a gate, and each layer norms the context itself. poolside's drafts for Laguna have these
+layers. Shapes: `B` rows, `C` context tokens, `K` block tokens, `D` hidden size, `H` query heads, `E` head size.
 
 Source: vLLM `model_executor/models/laguna_dflash.py`.
 """
@@ -16,34 +16,42 @@ from dflash_hf.draft_model.layers import DFlashAttention, DFlashDecoderLayer, DF
 
 
 class DFlashLagunaAttention(DFlashAttention):
-    """Attention whose heads are multiplied by a gate that the block's states open."""
+    """In this attention, each head is multiplied by a gate that is computed from the block's states."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int, norm: DFlashRMSNorm) -> None:
         super().__init__(config, layer_idx)
         self.g_proj = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False)
-        # The layer's own norm. A tuple, so that it is no part of this module too.
+        # The context uses the norm of the layer. It is kept in a tuple, so that it is not registered a second time in
+        # this module.
         self.context_norms = (norm,)
 
     def context_states(self, features: Tensor) -> Tensor:
-        """Returns the context's features `[B, C, D]` after the layer's norm, as the block's states come."""
+        """Returns the context's features `[B, C, D]` after the layer's norm, which the block's
+        states go through too.
+        """
         (norm,) = self.context_norms
         return norm(features)
 
     def stacked_projections(self) -> list[nn.Module]:
-        """Returns none: the kernel that writes context of all layers at once takes the same states for all."""
+        """Returns an empty list, because the kernel that writes the context of all layers uses the same states for all
+        layers.
+        """
         return []
 
     def gated(self, heads: Tensor, hidden_states: Tensor) -> Tensor:
-        """Returns heads `[B, K, H, E]`, each times its gate, of the block's normed states `[B, K, D]`."""
+        """Returns the heads `[B, K, H, E]`, each times its gate.
+
+        The gates come from the block's normed states `[B, K, D]`.
+        """
         gate = self.g_proj(hidden_states)
-        # In float32 or wider, and rounded once.
+        # The gate is computed in float32 or wider, and rounded once.
         wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
         gate = nn.functional.softplus(wide)
         return heads * gate.to(heads.dtype)[..., None]
 
 
 class DFlashLagunaLayer(DFlashDecoderLayer):
-    """A layer with that attention."""
+    """A Laguna layer is a decoder layer with [`DFlashLagunaAttention`]."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

@@ -387,8 +387,7 @@ class ContextProjector(Projector):
         """Returns the operands, after writing context and block into the cache."""
         num = self.num_context
         index = attention.layer_idx
-        # One product projects context and block together. They have few rows, so the time goes into reading the
-        # weights, and these are read only once.
+        # One product projects context and block together: they have few rows, and the weights are read only once.
         features = attention.context_states(self.features)
         joined = torch.cat([features, normed], dim=1)
         key, value = attention.project_kv(joined, self.angles)
