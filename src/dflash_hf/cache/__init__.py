@@ -1,1 +1,3 @@
-"""What decoding remembers: keys and values of ragged rows, recurrent states, the draft's newest context."""
+"""This package holds the caches of decoding: keys and values of ragged rows, recurrent states, the draft's newest
+context.
+"""

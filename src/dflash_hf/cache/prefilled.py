@@ -1,4 +1,4 @@
-"""A prefill on its way into ragged buffers: what the cache that it filled holds, and the slots for its columns.
+"""This module reads the cache that a prefill has filled, and finds the slots of its columns in ragged buffers.
 
 Prompts are left-padded, and the buffers have a ring of slots per row.
 
@@ -26,7 +26,7 @@ from dflash_hf.cache.size import LayerShape
 def shapes_of(
     prefill: Cache, recurrences: Mapping[int, Recurrence], num_columns: int
 ) -> dict[int, LayerShape]:
-    """Returns the shapes of a filled cache's attention layers by index; raises `ValueError` if there are none."""
+    """Returns the shapes of a filled cache's attention layers by index. Raises `ValueError` if there are none."""
     shapes: dict[int, LayerShape] = {}
     for index, layer in enumerate(prefill.layers):
         if index not in recurrences:
@@ -41,7 +41,7 @@ def shapes_of(
 def num_bytes_of(
     prefill: Cache, shapes: Mapping[int, LayerShape]
 ) -> defaultdict[torch.device, int]:
-    """Returns the bytes of a filled cache's keys and values on each device."""
+    """Returns the number of bytes of a filled cache's keys and values on each device."""
     sizes = defaultdict[torch.device, int](int)
     for index, shape in shapes.items():
         layer: Any = prefill.layers[index]
@@ -51,13 +51,13 @@ def num_bytes_of(
 
 
 def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
-    """Returns the shape of the layer that a filled one is moved into.
+    """Returns the shape of the ragged layer into which a filled layer is moved.
 
-    Raises `ValueError` for a layer without keys and values of all columns of the prompt.
+    Raises `ValueError` if the layer does not have keys and values of all columns of the prompt.
     """
     keys = getattr(source, "keys", None)
     values = getattr(source, "values", None)
-    # Keys are `[B, G, S, E]`; some caches keep compressed ones of three dimensions.
+    # Keys are `[B, G, S, E]`. Some caches keep compressed keys with three dimensions.
     has_keys = isinstance(keys, Tensor) and keys.dim() == 4
     if not has_keys or not isinstance(values, Tensor):
         raise ValueError(
@@ -76,7 +76,7 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
     keys, values = stored_columns(source)
     window = layer_window(source)
     if getattr(source, "record_past", False):
-        # A cache that records its past is given all of it back, also from before the window.
+        # A cache that records its past needs all tokens back, including those before the window.
         window = None
     return LayerShape(
         num_heads=keys.shape[1],
@@ -90,13 +90,15 @@ def _shape_of(source: Any, index: int, num_columns: int) -> LayerShape:
 
 
 def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
-    """Returns the newest `n` columns, those that an initialised layer of an ordinary cache holds: `[B, G, n, E]`.
+    """Returns the newest `n` columns, which are held by an initialised layer of an ordinary cache: `[B, G, n, E]`
+    each.
 
-    Reads the length of a static layer on the host.
+    The host reads the length of a static layer.
     """
     if not isinstance(layer, StaticLayer):
         return layer.keys, layer.values
-    # A static layer's buffer may be longer than the text, and a sliding one's text longer than the buffer.
+    # The buffer of a static layer may be longer than the text. The text may be longer than the buffer of a sliding
+    # layer.
     assert layer.keys is not None
     assert layer.values is not None
     num_seen = int(layer.get_seq_length())
@@ -107,7 +109,9 @@ def stored_columns(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def layer_window(layer: Any) -> int | None:
-    """Returns the window of a layer of an ordinary cache in tokens, the query included; `None` without a window."""
+    """Returns the window of a layer of an ordinary cache in tokens, including the query, or `None` if it has no
+    window.
+    """
     if not layer.is_sliding:
         return None
     if isinstance(layer, StaticLayer):
@@ -120,7 +124,7 @@ def layer_window(layer: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """One run of slots that the columns of rows side by side go to: a plain copy."""
+    """All columns go to the same contiguous slots in each of several neighbouring rows, so a plain copy is enough."""
 
     first_row: int
     first_slot: int
@@ -135,13 +139,13 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllColumns:
-    """A slot for every column of every row: none is padding, and all fit in."""
+    """Every column of every row has a slot, because no column is padding and all columns fit."""
 
-    slots: Tensor  # [B * S], int64: places in the buffers of all rows, one after another
+    slots: Tensor  # [B * S], int64: places in the buffers of all rows, one row after another
 
     def write(self, buffer_BRGE: Tensor, states_BSGE: Tensor) -> None:
         """Writes the states of all columns in place."""
-        # `index_copy_` takes one dtype; autocast may have given the states another one.
+        # `index_copy_` needs one dtype, and autocast may have given the states another dtype.
         states = states_BSGE.flatten(0, 1).to(buffer_BRGE.dtype)
         places = buffer_BRGE.flatten(0, 1)
         places.index_copy_(0, self.slots, states)
@@ -149,14 +153,14 @@ class AllColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SomeColumns:
-    """Slots for the columns that are no padding and fit into the ring."""
+    """Only the columns that are not padding and fit into the ring have slots."""
 
     columns: Tensor  # [N], int64: columns of all rows, one row after another
     slots: Tensor  # [N], int64: their places in the buffers of all rows
 
     def write(self, buffer_BRGE: Tensor, states_BSGE: Tensor) -> None:
         """Writes the states of these columns in place."""
-        # The columns first, so that padding is not converted.
+        # The columns are selected first, so that padding is not converted.
         all_states = states_BSGE.flatten(0, 1)
         states = all_states.index_select(0, self.columns)
         states = states.to(buffer_BRGE.dtype)
@@ -168,7 +172,7 @@ Destination = RowRun | AllColumns | SomeColumns
 
 
 class _Kind(NamedTuple):
-    """A kind of layer: what its destination depends on."""
+    """The destination of a layer depends on these values. Layers with the same values are one kind."""
 
     ring: int  # slots of a row
     num_columns: int  # the newest columns that are written
@@ -176,27 +180,29 @@ class _Kind(NamedTuple):
 
 
 class PromptSlots:
-    """Where whole prompts go in ring buffers; found on the host, once per kind of layer.
+    """An instance finds the slots of whole prompts in ring buffers, on the host and once per kind of layer.
 
     Args:
-        positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each token in its row; a column with a
-            negative one is padding and goes nowhere.
-        rows (`list[int]`, *optional*): The buffers' rows that these are, by default the first ones.
+        positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each token in its row. A column with a
+            negative index is padding and is not written.
+        rows (`list[int]`, *optional*): The rows of the buffers that belong to these prompts, by default the first
+            rows.
     """
 
     def __init__(self, positions_BS: Tensor, rows: list[int] | None = None) -> None:
-        # One read of the device for all layers: where tokens go is decided on the host.
+        # The device is read once for all layers, because the host decides where tokens go.
         self.positions = positions_BS.cpu()
         self.rows = list(range(len(positions_BS)))
         if rows is not None:
             self.rows = rows
-        # Layers with rings of one size, on one device, have one destination.
+        # Layers on one device with rings of the same size have the same destination.
         self._found: dict[_Kind, Destination] = {}
 
     def of(self, ring: int, num_columns: int, device: torch.device) -> Destination:
-        """Returns where the newest `num_columns` columns go in a buffer with `ring` slots a row on `device`.
+        """Returns the destination of the newest `num_columns` columns in a buffer with `ring` slots per row on
+        `device`.
 
-        Of a row that is longer than the ring, its newest tokens are written.
+        If a row is longer than the ring, only its newest tokens are written.
         """
         kind = _Kind(ring, num_columns, device)
         if kind not in self._found:
@@ -214,11 +220,11 @@ class PromptSlots:
             first_position = int(positions[0, 0])
             return RowRun(first_row, first_position % ring)
         is_padding = positions < 0
-        # Two tokens of one row must not share a slot: `index_copy_` writes in no certain order.
+        # Two tokens of one row must not share a slot, because `index_copy_` writes in no fixed order.
         newest = positions.amax(dim=1, keepdim=True)
         is_newest = positions > newest - ring
         is_kept = ~is_padding & is_newest
-        # The buffers of all rows are taken as one: row `b` begins at slot `b * ring`.
+        # The buffers of all rows are treated as one buffer, in which row `b` begins at slot `b * ring`.
         rows = torch.tensor(self.rows, device="cpu")
         first_slots = rows[:, None] * ring
         slots = first_slots + positions % ring
@@ -230,15 +236,15 @@ class PromptSlots:
 
 
 def _is_run(positions: Tensor, ring: int) -> bool:
-    """Returns True if positions `[B, S]` are the same run of slots in every row."""
+    """Returns True if positions `[B, S]` are the same contiguous slots in every row."""
     num_columns = positions.shape[1]
     if num_columns == 0:
         return False
     first = int(positions[0, 0])
     last = int(positions[0, -1])
-    # Positions count up, so a row of as many indices as columns has no padding.
+    # Positions count up. So a row without padding has as many indices as columns.
     is_whole = first >= 0 and last - first == num_columns - 1
-    # A run that goes past the ring's end is two runs.
+    # Slots that continue past the end of the ring are not contiguous.
     wraps = first // ring != last // ring
     if not is_whole or wraps:
         return False

@@ -1,11 +1,11 @@
-"""The ragged static cache: fixed buffers, one length per row, nothing to crop.
+"""This module defines the ragged cache, which has fixed buffers and one length per row, and is never cropped.
 
-A block is written at `lengths[b] .. lengths[b] + width - 1`. Accepting `n` tokens means `lengths[b] += n`; the next
-block overwrites every stale slot before anything reads it. Full layers hold the whole row, sliding layers a ring of
-window + block slots. Target and draft use the same class. A target's recurrent layers, which keep a state instead of
-keys and values, are in `recurrent`.
+A block is written at `lengths[b] .. lengths[b] + width - 1`. To accept `n` tokens means `lengths[b] += n`. The next
+block overwrites every stale slot before any query reads it. Full layers hold the whole row. Sliding layers hold a ring
+of window + block slots. Target and draft use the same class. The target's recurrent layers keep a state instead of
+keys and values. They are in `recurrent`.
 
-Shapes: `B` rows, `R` slots of a row, `G` key/value heads, `E` head size, `K` tokens of a block, `S` of a prompt.
+Shapes: `B` rows, `R` slots of a row, `G` key/value heads, `E` head size, `K` block tokens, `S` prompt tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dflash_hf.undo import Hook
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer, token-major: `[B, R, G, E]`, handed out as `[B, G, R, E]` views.
+    """A layer holds keys and values, token-major `[B, R, G, E]`. It returns them as views `[B, G, R, E]`.
 
     Args:
         shape (`LayerShape`): The layer's heads, window, dtypes and device.
@@ -49,52 +49,52 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self.shape = shape
         self.ring = shape.ring(max_length, block)
-        # Token-major order makes a block's write one `index_copy_`, whatever the batch size.
+        # In token-major order, a block is written by one `index_copy_` for any batch size.
         rows = (batch, self.ring, shape.num_heads)
         device = shape.device
-        # Zeros, because a masked slot still enters `weight * value`, and 0 * NaN is NaN.
+        # The buffers hold zeros, because a masked slot still enters `weight * value`, and 0 * NaN is NaN.
         with plain_tensors():
             keys = torch.zeros(*rows, shape.key_size, dtype=shape.dtype, device=device)
             values = torch.zeros(*rows, shape.value_size, dtype=shape.value_dtype, device=device)
-        # All rows that there is memory for; the buffers are views of the first ones where others have left.
+        # All rows that have memory. After rows have left, the buffers are views of the first of these rows.
         self._allocated = (keys, values)
         self._set_buffers(keys, values)
         self.is_initialized = True
 
     def _set_buffers(self, key_buffer: Tensor, value_buffer: Tensor) -> None:
-        """Sets the buffers and forgets the views of earlier ones."""
+        """Sets the buffers and drops the views of earlier buffers."""
         self.key_buffer = key_buffer
         self.value_buffer = value_buffer
-        # Views are made at their first use and kept: a step of every layer reads and writes by them.
+        # Views are made at their first use and kept, because every layer uses them in every step to read and write.
         self._flat_views: list[Tensor] = []
         self._head_views: list[Tensor] = []
         self._read_views = (key_buffer, value_buffer)
-        self._read_extent = -1  # slots of `_read_views`; none have been made yet
+        self._read_extent = -1  # number of slots of `_read_views`; -1 means that none are made yet
 
     def grow(self, ring: int) -> None:
-        """Moves keys and values into buffers of `ring` slots; the old ones must never have wrapped."""
+        """Moves keys and values into buffers of `ring` slots. The old buffers must never have wrapped."""
         keys = lengthened(self.key_buffer, ring)
         values = lengthened(self.value_buffer, ring)
-        # Both are there before the old ones go: a failed allocation leaves the layer as it was.
+        # Both new buffers exist before the old ones are dropped, so a failed allocation changes nothing.
         self._allocated = (keys, values)
         self._set_buffers(keys, values)
         self.ring = ring
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone; see [`kept_rows`]."""
+        """Keeps only these rows; see [`kept_rows`]."""
         keys = kept_rows(self.key_buffer, rows)
         values = kept_rows(self.value_buffer, rows)
         self._set_buffers(keys, values)
 
     @property
     def has_room_for_row(self) -> bool:
-        """Whether there is memory for one row more."""
+        """Whether there is memory for one more row."""
         allocated_keys, _ = self._allocated
         num_allocated = allocated_keys.shape[0]
         return num_allocated > self.key_buffer.shape[0]
 
     def add_row(self, source: RaggedLayer, length: int, max_rows: int) -> None:
-        """Adds the first row of another layer, of `length` tokens, behind the last; see [`RaggedCache.add_row`]."""
+        """Adds the first row of another layer, of `length` tokens, as a new last row; see [`RaggedCache.add_row`]."""
         place = self.key_buffer.shape[0]
         keys, values = self._allocated
         if not self.has_room_for_row:
@@ -106,7 +106,7 @@ class RaggedLayer(CacheLayerMixin):
         self.put_row(place, source, length)
 
     def put_row(self, place: int, source: RaggedLayer, length: int) -> None:
-        """Puts the first row of another layer, of `length` tokens, to a place, over the row that is there."""
+        """Copies the first row of another layer, of `length` tokens, over the row at `place`."""
         pairs = zip(self.buffers(), source.buffers(), strict=True)
         for buffer, theirs in pairs:
             row = buffer[place]
@@ -115,7 +115,7 @@ class RaggedLayer(CacheLayerMixin):
     def write(self, key_BKGE: Tensor, value_BKGE: Tensor, block: RaggedBlock) -> None:
         """Writes a block in place at each row's length, in the dtype of the buffers; no host sync."""
         if block.is_exact and block.bound <= self.ring:
-            # The host knows where every row ends, so that two copies do and no slot is looked up.
+            # The host knows where every row ends, so two plain copies are enough and no slots are computed.
             first = block.bound - block.width
             key_slots = self.key_buffer.narrow(1, first, block.width)
             value_slots = self.value_buffer.narrow(1, first, block.width)
@@ -123,35 +123,35 @@ class RaggedLayer(CacheLayerMixin):
             value_slots.copy_(value_BKGE)
             return
         if not self._flat_views:
-            # A view that is made in inference mode could not be written to outside it.
+            # Outside inference mode, it would not be possible to write to a view that was made inside it.
             with plain_tensors():
                 self._flat_views = [buffer.flatten(0, 1) for buffer in self.buffers()]
-        # Rows one after another, `[B * R, G, E]`: a slot of row `b` counts from `b * R`.
+        # The rows follow each other, `[B * R, G, E]`. The slots of row `b` begin at `b * R`.
         keys, values = self._flat_views
         slots = block.on(keys.device).slots(self.ring)
         has_other_dtype = key_BKGE.dtype != keys.dtype or value_BKGE.dtype != values.dtype
         if has_other_dtype:
-            # Autocast may give keys and values another dtype than they had in the prefill.
+            # Under autocast, keys and values may have another dtype than in the prefill.
             key_BKGE = key_BKGE.to(keys.dtype)
             value_BKGE = value_BKGE.to(values.dtype)
         keys.index_copy_(0, slots, key_BKGE.flatten(0, 1))
         values.index_copy_(0, slots, value_BKGE.flatten(0, 1))
 
     def write_rows(self, key_BSGE: Tensor, value_BSGE: Tensor, prompts: PromptSlots) -> None:
-        """Writes whole prompts in place, or their newest `S` columns, in the dtype of the buffers; for the prefill."""
+        """Writes whole prompts or their newest `S` columns in place, in the dtype of the buffers; for the prefill."""
         num_columns = key_BSGE.shape[1]
         destination = prompts.of(self.ring, num_columns, self.key_buffer.device)
         destination.write(self.key_buffer, key_BSGE)
         destination.write(self.value_buffer, value_BSGE)
 
     def read(self, block: RaggedBlock) -> tuple[Tensor, Tensor]:
-        """Returns views of the keys and values that a block has to read: `[B, G, extent, E]`."""
+        """Returns views of the keys and values that a block has to read, `[B, G, extent, E]` each."""
         extent = block.extent(self.ring)
         if extent != self._read_extent:
             if not self._head_views:
                 self._head_views = [buffer.transpose(1, 2) for buffer in self.buffers()]
             keys, values = self._head_views
-            # Slots behind the longest row are not read, which is most of a long buffer at first.
+            # Slots behind the longest row are not read. At first, these are most slots of a long buffer.
             keys = keys.narrow(2, 0, extent)
             values = values.narrow(2, 0, extent)
             self._read_views = (keys, values)
@@ -159,24 +159,24 @@ class RaggedLayer(CacheLayerMixin):
         return self._read_views
 
     def read_rows(self, positions_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies of the keys and values at indices `[B, C]` int64 that were written: `[B, G, C, E]`.
+        """Returns copies of the keys and values at written indices `[B, C]` int64: `[B, G, C, E]` each.
 
-        A copy is zero where the index is negative, and where it is out of the window of the row's newest given index.
+        A copy is zero if its index is negative, or outside the window of the newest index that is given for the row.
         """
         positions = positions_BC.to(self.key_buffer.device)
         is_missing = positions < 0
         if self.shape.window is not None:
-            # A token before the window may share its slot with a newer one, or with a rejected one.
+            # The slot of a token before the window may hold a newer token or a rejected token.
             newest = positions.amax(dim=1, keepdim=True)
             is_missing = is_missing | (positions <= newest - self.shape.window)
         batch = positions.shape[0]
         rows = torch.arange(batch, device=positions.device)
         rows = rows[:, None]
-        # A missing token reads some slot, whose content is hidden below.
+        # A missing token reads any slot. Its content is replaced by zeros below.
         readable = positions.clamp_min(0)
         slots = readable % self.ring
         hidden = is_missing[:, :, None, None]
-        # Zeros, as a cache of Transformers has them where nothing was written: finite, and masked by whoever reads.
+        # Zeros are finite, as in the unwritten slots of Transformers' caches. Every reader masks these slots.
         keys = self.key_buffer[rows, slots]
         values = self.value_buffer[rows, slots]
         keys.masked_fill_(hidden, 0)
@@ -187,14 +187,14 @@ class RaggedLayer(CacheLayerMixin):
         return keys_by_head, values_by_head
 
     def take(self, source: Any, prompts: PromptSlots, keep: bool) -> None:
-        """Copies a filled layer of an ordinary cache in and releases it, unless `keep` is True."""
-        # A sliding layer has kept its newest columns alone: the last ones of the prompt.
+        """Copies a filled layer of an ordinary cache into this layer, and releases it unless `keep` is True."""
+        # A sliding layer has kept only the newest columns of the prompt.
         keys, values = stored_columns(source)
         keys = keys.transpose(1, 2)
         values = values.transpose(1, 2)
         self.write_rows(keys, values, prompts)
         if not keep:
-            # The next layer's buffers go where these keys and values were.
+            # The next layer's buffers can use the memory of these keys and values.
             source.keys = None
             source.values = None
             source.is_initialized = False
@@ -204,34 +204,34 @@ class RaggedLayer(CacheLayerMixin):
         return self.key_buffer, self.value_buffer
 
     def clear(self) -> None:
-        """Fills the buffers with zeros, in place: the content of a masked slot must be finite."""
+        """Fills the buffers with zeros, in place, because the content of a masked slot must be finite."""
         self.key_buffer.zero_()
         self.value_buffer.zero_()
 
     def release(self) -> None:
-        """Drops the buffers; nothing can be read or written afterwards."""
+        """Drops the buffers. Afterwards nothing can be read or written."""
         no_keys = self.key_buffer.new_empty(0)
         no_values = self.value_buffer.new_empty(0)
         self._allocated = (no_keys, no_values)
         self._set_buffers(no_keys, no_values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the buffers exist from the start."""
+        """Does nothing, because the buffers exist from the start."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Raises `NotImplementedError`: `RaggedCache.update` writes, because it knows where the rows stand."""
+        """Raises `NotImplementedError`. Only `RaggedCache.update` writes, because it knows the rows' lengths."""
         raise NotImplementedError(
             "expected RaggedCache.update, got a call on its layer; call it on the cache"
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the buffer's size: masks are never built from it."""
+        """Returns the number of slots and 0. No mask is ever built from them."""
         return self.ring, 0
 
     def get_seq_length(self) -> int:
-        """Returns 0: each row has its own length, on the device, and positions are always passed explicitly."""
+        """Returns 0. Each row has its own length on the device, and positions are always passed explicitly."""
         return 0
 
     def get_max_length(self) -> int:
@@ -240,19 +240,19 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """One [`RaggedLayer`] or [`RecurrentLayer`] per layer, and the block that is being written.
+    """The cache holds one [`RaggedLayer`] or [`RecurrentLayer`] per layer, and the block that is being written.
 
     Args:
-        shapes (`list[LayerShape]`): One per layer.
+        shapes (`list[LayerShape]`): The shapes of the layers, one per layer.
         batch (`int`): Rows.
-        max_length (`int`): Longest row in tokens, a rejected block at its end included.
+        max_length (`int`): Longest row in tokens, including a rejected block at its end.
         block (`int`): Longest block that will be written at once.
     """
 
     def __init__(
         self, shapes: list[LayerShape], *, batch: int, max_length: int, block: int
     ) -> None:
-        # The layers with keys and values by index; the others are recurrent.
+        # These are the layers with keys and values, by index. The other layers are recurrent.
         self.attention = dict[int, RaggedLayer]()
         for index, shape in enumerate(shapes):
             self.attention[index] = RaggedLayer(shape, batch, max_length, block)
@@ -261,15 +261,15 @@ class RaggedCache(Cache):
         self.longest_block = block
         self.groups: list[RecurrentGroup] = []
         self._block: RaggedBlock | None = None
-        # The layer whose keys were handed out last and their number of slots, for `note_attention` to compare.
+        # The layer whose keys were returned last, and their number of slots. `note_attention` compares with them.
         self._layer = 0
         self._num_slots = 0
-        # The layers over which attention has run since `begin`.
+        # The layers over whose keys attention has run since `begin`.
         self._attended: set[int] = set()
 
     @property
     def block(self) -> RaggedBlock:
-        """The block that was begun last; there is none before the first `begin`."""
+        """The block of the last `begin`. There is none before the first `begin`."""
         assert self._block is not None, "begin comes before reads and writes"
         return self._block
 
@@ -284,30 +284,30 @@ class RaggedCache(Cache):
         into: RaggedCache | None = None,
         recurrences: Mapping[int, Recurrence] = MappingProxyType({}),
     ) -> RaggedCache:
-        """Moves an ordinary prefill cache in, row by row without its padding, emptying it layer by layer.
+        """Moves an ordinary prefill cache into a ragged cache, row by row without padding, and empties the former.
 
         Args:
-            prefill (`Cache`): The cache that the target filled, left-padded; each layer is released once it is copied.
+            prefill (`Cache`): The left-padded cache that the target filled. Each layer is released once it is copied.
             positions_BS (`torch.Tensor` of shape `[B, S]`, int64): Index of each prompt token, negative for padding.
             max_length, block (`int`): Sizes as in the class.
-            keep (`bool`): Whether `prefill` stays as it is.
-            into (`RaggedCache`, *optional*): Cleared buffers for rows of `max_length` tokens, which are used if they
-                have the prefill's shapes and dtypes. The result is a new cache otherwise.
+            keep (`bool`): Whether `prefill` keeps its keys, values and states.
+            into (`RaggedCache`, *optional*): A cleared cache for rows of `max_length` tokens. It is used if it has the
+                prefill's shapes and dtypes. Otherwise the result is a new cache.
             recurrences (mapping of `int` to `Recurrence`, *optional*): The target's recurrent layers by index.
 
         Returns:
-            `RaggedCache`: The filled cache, `into` where that fits.
+            `RaggedCache`: The filled cache. It is `into` if that fits.
 
         Raises:
-            ValueError: If a layer without keys and values is none of `recurrences`, or there is no room.
+            ValueError: If a layer without keys and values is not in `recurrences`, or there is no room.
         """
-        # 1. What the filled cache consists of; a layer of an unknown kind is refused here, before anything moves.
+        # 1. Find the layers of the filled cache. A layer of an unknown kind is refused here, before anything moves.
         plans: list[Members] = []
         if recurrences:
             plans = plan_groups(prefill, recurrences, block)
         batch, num_columns = positions_BS.shape
         shapes = shapes_of(prefill, recurrences, num_columns)
-        # 2. The buffers: those of an earlier call where they fit, over which a graph may have been captured.
+        # 2. The buffers of an earlier call are used if they fit, because a graph may have been captured over them.
         fits = into is not None and into.has_shapes(shapes, plans, batch)
         if into is not None and fits:
             cache = into
@@ -320,18 +320,18 @@ class RaggedCache(Cache):
                 freed[plan.device] -= num_bytes
             new_layers = list(shapes.values())
             check_memory(new_layers, batch, max_length, block, freed)
-            # No layer yet: each is allocated below, when its source is copied.
+            # The cache has no layers yet. Each layer is allocated below, when its source is copied.
             cache = cls([], batch=batch, max_length=max_length, block=block)
             cache.groups = [RecurrentGroup(*members) for members in plans]
-        # 3. The recurrent states. Padding is on the left, so that the last column is every row's last token.
+        # 3. Move the recurrent states. Padding is on the left, so the last column is the last token of every row.
         states: dict[int, RecurrentLayer] = {}
         lengths = positions_BS[:, -1] + 1
         for group in cache.groups:
             seen = lengths.to(group.plan.device)
             group.take(prefill.layers, seen, keep)
             states |= group.layers()
-        # 4. The keys and values. A layer is allocated after the one before has been released: the memory of one cache
-        # is enough for both.
+        # 4. Move the keys and values. A layer is allocated after the layer before it has been released, so the memory
+        # of one cache is enough for both.
         prompts = PromptSlots(positions_BS)
         for index, source in enumerate(prefill.layers):
             if index not in shapes:
@@ -354,19 +354,19 @@ class RaggedCache(Cache):
         max_length: int,
         recurrences: Mapping[int, Recurrence],
     ) -> RaggedCache:
-        """Returns an empty cache of the same layers, for other rows.
+        """Returns an empty cache with the same layers, for other rows.
 
         Args:
-            source (`RaggedCache`): The cache.
+            source (`RaggedCache`): The cache whose layers are used.
             batch, max_length (`int`): Sizes as in the class.
             recurrences (mapping of `int` to `Recurrence`): The target's recurrent layers by index.
 
         Raises:
-            OutOfRoomError: If there is no memory for it.
+            OutOfRoomError: If there is no memory for the new cache.
         """
         block = source.longest_block
         shapes = [layer.shape for layer in source.attention.values()]
-        # States need room besides the keys and values: so much less is free for these.
+        # The states need memory too, so less memory is free for the keys and values.
         freed = defaultdict[torch.device, int](int)
         for group in source.groups:
             freed[group.plan.device] -= group.num_bytes(batch)
@@ -397,7 +397,7 @@ class RaggedCache(Cache):
         if has_other_layers:
             return False
         layers = self.attention.values()
-        # Rows are no part of a layer's shape.
+        # The number of rows is not part of a layer's shape.
         has_other_rows = any(layer.key_buffer.shape[0] != batch for layer in layers)
         if has_other_rows:
             return False
@@ -405,9 +405,9 @@ class RaggedCache(Cache):
         return all(group.is_for(plan, members) for group, (plan, members) in pairs)
 
     def begin(self, block: RaggedBlock) -> None:
-        """Sets the block that is written next, and takes recurrent states on to its beginning."""
+        """Sets the block that is written next, and advances the recurrent states to its beginning."""
         self._block = block
-        # What the last forward has used says nothing of this one; no layer has 0 slots.
+        # The records of the last forward do not apply to this one. No layer has 0 slots.
         self._attended.clear()
         self._num_slots = 0
         self.advance(block)
@@ -416,13 +416,13 @@ class RaggedCache(Cache):
                 layer.begin(block.width)
 
     def advance(self, block: RaggedBlock) -> None:
-        """Takes recurrent states on to where a block begins: by the tokens that each row has kept of the last one."""
+        """Advances recurrent states to the beginning of a block, by the tokens that each row has kept of the last."""
         for group in self.groups:
             lengths = block.on(group.plan.device).lengths
             group.replay(lengths)
 
     def hooks(self) -> list[Hook]:
-        """Returns the hooks that record blocks in the recurrent layers; none of a cache with attention alone."""
+        """Returns the hooks that record blocks in the recurrent layers. A cache with attention only has no hooks."""
         found: list[Hook] = []
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
@@ -430,9 +430,9 @@ class RaggedCache(Cache):
         return found
 
     def grow(self, max_length: int) -> None:
-        """Makes room for rows of `max_length` tokens, a block included.
+        """Makes room for rows of `max_length` tokens, including a block.
 
-        Rows must have fitted in until now. Raises `OutOfRoomError` before anything is changed.
+        All rows must have fitted so far. Raises `OutOfRoomError` before anything is changed.
         """
         block = self.longest_block
         # A ring that holds its window and a block is long enough for any row.
@@ -448,7 +448,7 @@ class RaggedCache(Cache):
                 freed[layer.shape.device] += num_bytes
             batch = len(too_short[0].key_buffer)
             shapes = [layer.shape for layer in too_short]
-            # All layers are checked before the first one grows: rows of two lengths would be of no use.
+            # All layers are checked before the first one grows, because layers of two lengths would be of no use.
             check_memory(shapes, batch, max_length, block, freed)
         for layer in too_short:
             ring = layer.shape.ring(max_length, block)
@@ -456,33 +456,33 @@ class RaggedCache(Cache):
         self.max_length = max_length
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keeps these rows alone; see [`kept_rows`]."""
+        """Keeps only these rows; see [`kept_rows`]."""
         for layer in self.attention.values():
             layer.keep_rows(rows)
         for group in self.groups:
             group.keep_rows(rows, self.layers)
 
     def check_row(self, max_rows: int) -> None:
-        """Raises `OutOfRoomError` if [`add_row`] has no memory."""
+        """Raises `OutOfRoomError` if there is no memory for [`add_row`]."""
         layers = list(self.attention.values())
-        # Rows are added to all layers at once, so that one layer tells for all.
+        # Rows are added to all layers at once, so checking one layer is enough.
         if layers[0].has_room_for_row:
             return
         shapes = [layer.shape for layer in layers]
         longest = max(layer.ring for layer in layers)
-        # States need room besides the keys and values, whatever the length: so much less is free for these.
+        # The states need memory too, at any length of the rows, so less memory is free for the keys and values.
         freed = defaultdict[torch.device, int](int)
         for group in self.groups:
             freed[group.plan.device] -= group.num_bytes(max_rows)
         check_memory(shapes, max_rows, longest, self.longest_block, freed)
 
     def add_row(self, source: RaggedCache, length: int, max_rows: int) -> None:
-        """Adds the first row of another cache behind the last one, with room for it.
+        """Adds the first row of another cache behind the last row of this cache, and makes room for it.
 
         Args:
-            source (`RaggedCache`): A cache of the same layers; its first row has `length` tokens, which fit in here.
-            length (`int`): Tokens of the row. What stands behind them is not copied.
-            max_rows (`int`): Rows to allocate at once, where memory for one more has to be.
+            source (`RaggedCache`): A cache with the same layers, whose first row has `length` tokens and fits in here.
+            length (`int`): Number of tokens of the row. The slots behind them are not copied.
+            max_rows (`int`): Number of rows to allocate at once, if no memory is left for one more row.
         """
         for index, layer in self.attention.items():
             layer.add_row(source.attention[index], length, max_rows)
@@ -490,26 +490,26 @@ class RaggedCache(Cache):
             group.add_row(theirs, max_rows, self.layers)
 
     def put_row(self, place: int, source: RaggedCache, length: int) -> None:
-        """Puts the first row of another cache to a place, over the row that is there; arguments as of [`add_row`]."""
+        """Copies the first row of another cache over the row at `place`. The arguments are those of [`add_row`]."""
         for index, layer in self.attention.items():
             layer.put_row(place, source.attention[index], length)
         for group, theirs in zip(self.groups, source.groups, strict=True):
             group.put_row(place, theirs)
 
     def free_row(self, place: int) -> None:
-        """Has the row at a place have no tokens; the content of its slots is of no account."""
+        """Sets the row at a place to have no tokens. The content of its slots no longer matters."""
         for group in self.groups:
             group.lengths[place] = 0
 
     def keep_path(self, path_BN: Tensor, lengths: Tensor) -> None:
         """Moves the keys and values of a tree's accepted path to the slots of a chain, in place.
 
-        All layers must be of attention.
+        All layers must be attention layers.
 
         Args:
-            path_BN (`torch.Tensor` of shape `[B, n]`, int64): The node at each depth, the anchor first, 0 behind its
-                end.
-            lengths (`torch.Tensor` of shape `[B]`, int64): Where the anchors stand, before the commit.
+            path_BN (`torch.Tensor` of shape `[B, n]`, int64): The node at each depth, the anchor first, and 0 behind
+                the end of the path.
+            lengths (`torch.Tensor` of shape `[B]`, int64): The indices of the anchors before the commit.
         """
         # One call moves all the buffers of a device.
         by_device = defaultdict[torch.device, list[Tensor]](list)
@@ -522,12 +522,12 @@ class RaggedCache(Cache):
             move(path, anchors, buffers)
 
     def note_attention(self, keys: Tensor) -> tuple[RaggedBlock, int | None]:
-        """Records attention over keys `[B, G, extent, E]`; returns the begun block and the window of their layer.
+        """Records attention over keys `[B, G, extent, E]`. Returns the current block and the keys' window.
 
-        The window is that of the cache: Moshi's cache slides and its attention does not.
+        The window is the window of the cache. Moshi's cache slides, and its attention does not.
         """
-        # The number of slots tells whether these keys are those that were handed out: a layer with a cache of its own
-        # attends to another number. The tensor does not tell: DeepSeek expands the keys in between.
+        # The number of slots shows whether these keys are the keys that were returned last: a layer with a cache of
+        # its own attends to another number. The tensor does not show this, because DeepSeek expands the keys first.
         num_slots = keys.shape[2]
         if num_slots == self._num_slots:
             self._attended.add(self._layer)
@@ -535,10 +535,10 @@ class RaggedCache(Cache):
         return self.block, layer.shape.window
 
     def check_passed(self) -> None:
-        """Raises `RuntimeError` unless a forward over the block that was begun used every layer of this cache.
+        """Raises `RuntimeError` unless the forward over the current block has used every layer of this cache.
 
-        Each attention layer must have run over the keys and values that it was given, and each recurrent layer must
-        have handed over the inputs of its recurrence.
+        Each attention layer must have run over the keys and values that it got from this cache, and each recurrent
+        layer must have recorded the inputs of its recurrence.
         """
         unused: list[int] = []
         for index, layer in enumerate(self.layers):
@@ -558,17 +558,17 @@ class RaggedCache(Cache):
             )
 
     def extend(self, layer_idx: int, key_BKGE: Tensor, value_BKGE: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes keys and values of the block that was begun, then returns all to attend to: `[B, G, extent, E]`."""
+        """Writes keys and values of the current block, and returns all to attend to: `[B, G, extent, E]` each."""
         layer = self.attention[layer_idx]
         layer.write(key_BKGE, value_BKGE, self.block)
-        # The block's own keys are read with the context: its tokens see each other.
+        # The block's own keys are read together with the context, because the tokens of a block see each other.
         return self.read(layer_idx)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Returns all keys and values to attend to, those of the begun block included: `[B, G, extent, E]`."""
+        """Returns all keys and values to attend to, including those of the current block: `[B, G, extent, E]`."""
         layer = self.attention[layer_idx]
         keys, values = layer.read(self.block)
-        # Noted for `note_attention`, which is called next and knows no layer.
+        # `note_attention` needs these values. It is called next, and does not know the layer.
         self._layer = layer_idx
         self._num_slots = keys.shape[2]
         return keys, values
@@ -576,14 +576,14 @@ class RaggedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes `[B, G, K, E]` keys and values, as Transformers' attention layers hand them over."""
-        # The buffers are token-major; a transposed view is written as it is, without a copy.
+        """Writes keys and values `[B, G, K, E]`, as Transformers' attention layers pass them."""
+        # The buffers are token-major. A transposed view is written directly, without a copy.
         key_BKGE = key_states.transpose(1, 2)
         value_BKGE = value_states.transpose(1, 2)
         return self.extend(layer_idx, key_BKGE, value_BKGE)
 
     def buffers(self) -> list[Tensor]:
-        """Returns all buffers: keys and values of one layer after the other, then the recurrent ones."""
+        """Returns all buffers: keys and values of one layer after the other, then the recurrent buffers."""
         buffers: list[Tensor] = []
         for layer in self.attention.values():
             buffers.extend(layer.buffers())

@@ -1,4 +1,4 @@
-"""Rows that leave a batch and rows that join it, in any tensor that has a dimension of rows."""
+"""This module moves rows that leave or join a batch, in any tensor that has a dimension of rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dflash_hf.devices import plain_tensors
 def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
     """Moves these rows to the beginning of a buffer, in place, and returns a view of them.
 
-    Row `rows[i]` of dimension `dim` goes to place `i`. A row that moves must come from behind the last place: no other
-    row is copied.
+    Row `rows[i]` of dimension `dim` goes to place `i`. A row that moves must come from behind the last place of the
+    result. The other rows are not copied.
     """
     for place, row in enumerate(rows):
         # Most rows stay where they are.
@@ -23,18 +23,19 @@ def kept_rows(buffer: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
         source = buffer.select(dim, row)
         destination = buffer.select(dim, place)
         destination.copy_(source)
-    # The memory behind them stays allocated: a row that joins later goes there.
+    # The memory behind these rows stays allocated, because a row that joins later uses it.
     return buffer.narrow(dim, 0, len(rows))
 
 
 def with_row(buffer: Tensor, max_rows: int, dim: int = 0) -> Tensor:
-    """Returns a copy of a buffer with room for `max_rows` rows in dimension `dim`, one more than there are at least.
+    """Returns a copy of a buffer with room for `max_rows` rows in dimension `dim`, or for one more row if that is
+    more.
 
-    The new ones are zero.
+    The new rows are zero.
     """
     size = list(buffer.shape)
     num_rows = size[dim]
-    # Several at once, so that the rows are not copied again for each one that joins.
+    # Several rows are allocated at once, so that rows are not copied again for each row that joins.
     size[dim] = max(max_rows, num_rows + 1)
     with plain_tensors():
         new = buffer.new_zeros(size)
@@ -43,10 +44,10 @@ def with_row(buffer: Tensor, max_rows: int, dim: int = 0) -> Tensor:
 
 
 def lengthened(buffer: Tensor, ring: int) -> Tensor:
-    """Returns a copy of a buffer `[B, R, G, E]` with `ring` slots, the new ones zero."""
+    """Returns a copy of a buffer `[B, R, G, E]` with `ring` slots. The new slots are zero."""
     with plain_tensors():
         batch, num_slots, *head = buffer.shape
-        # Zeros, because the content of a masked slot must be finite.
+        # The new slots are zero, because the content of a masked slot must be finite.
         new = buffer.new_zeros(batch, ring, *head)
         new[:, :num_slots] = buffer
     return new
@@ -56,22 +57,22 @@ def copy_row(source: Tensor, row: Tensor, length: int) -> None:
     """Copies the newest tokens of a row, in place, from one ring of slots into another.
 
     Args:
-        source (`torch.Tensor` of shape `[R, G, E]`): Keys or values, a token of index `p` in slot `p % R`.
-        row (`torch.Tensor` of shape `[R', G, E]`): Where they go; zeros stand behind them.
-        length (`int`): Tokens of the row.
+        source (`torch.Tensor` of shape `[R, G, E]`): Keys or values. The token of index `p` is in slot `p % R`.
+        row (`torch.Tensor` of shape `[R', G, E]`): The row that is written. Its other slots become zero.
+        length (`int`): Number of tokens of the row.
     """
-    # A row that was here before may have left infinities, which a masked slot must not hold.
+    # The row that was here before may have left infinities, which a masked slot must not hold.
     row.zero_()
     num_slots = source.shape[0]
     num_places = row.shape[0]
-    # A row that has never wrapped stands in its slots in order.
+    # The tokens of a row that has never wrapped are in its slots in order.
     if length <= min(num_slots, num_places):
         row[:length] = source[:length]
         return
     num_newest = min(length, num_slots, num_places)
     first = length - num_newest
     positions = torch.arange(first, length, device=source.device)
-    # The two rings may differ in size, so that a token's slot is found in each of them by its index.
+    # The two rings may differ in size, so a token's slot in each of them is computed from its index.
     source_slots = positions % num_slots
     places = positions % num_places
     newest = source.index_select(0, source_slots)
@@ -88,9 +89,11 @@ def newest_of_row(row: Tensor, length: int, num: int) -> Tensor:
 
 
 def with_gap(newest: Tensor, length: int) -> Tensor:
-    """Returns the newest tokens of a row `[m, G, E]` as one of `length` tokens, zeros before them: `[1, G, n, E]`."""
+    """Returns the newest tokens `[m, G, E]` of a row as a row of `length` tokens with zeros before them:
+    `[1, G, n, E]`.
+    """
     num_missing = length - newest.shape[0]
-    # `pad` counts from the last dimension: nothing for heads, and zeros before the tokens.
+    # `pad` counts from the last dimension. It adds nothing to the heads, and zeros before the tokens.
     before_tokens = (0, 0, 0, 0, num_missing, 0)
     row = torch.nn.functional.pad(newest, before_tokens)
     by_head = row.transpose(0, 1)

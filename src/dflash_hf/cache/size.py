@@ -1,4 +1,6 @@
-"""Sizes of the ragged cache's buffers, and the check that a device has room for them before any is allocated."""
+"""This module computes the sizes of the ragged cache's buffers, and checks that a device has enough free memory for
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from dflash_hf.devices import free_memory
 
 
 class LayerShape(NamedTuple):
-    """Sizes, dtypes and device of one layer of the cache."""
+    """An instance holds the sizes, dtypes and device of one layer of the cache."""
 
-    num_heads: int  # key and value heads
-    key_size: int  # numbers in a key
-    value_size: int  # numbers in a value
-    # The sliding window in tokens, `None` for full attention. The query is one of them, unless the window counts from
+    num_heads: int  # number of key and value heads
+    key_size: int  # size of a key
+    value_size: int  # size of a value
+    # The sliding window in tokens, or `None` for full attention. The window includes the query, unless it counts from
     # the anchor.
     window: int | None
     dtype: torch.dtype  # of the keys
@@ -26,11 +28,11 @@ class LayerShape(NamedTuple):
     device: torch.device
 
     def ring(self, max_length: int, block: int) -> int:
-        """Returns the number of slots that rows of `max_length` tokens need when blocks have `block` tokens."""
+        """Returns the number of slots that rows of `max_length` tokens need if blocks have `block` tokens."""
         if self.window is None:
             return max_length
-        # A rejected token may have replaced the token `ring` positions before it. With window + block slots, that one
-        # was out of the window of every later query.
+        # A rejected token may have replaced the token that is `ring` positions before it. With window + block slots,
+        # the replaced token was outside the window of every later query.
         return min(max_length, self.window + block)
 
     def num_bytes(self, batch: int, max_length: int, block: int) -> int:
@@ -42,7 +44,7 @@ class LayerShape(NamedTuple):
 
 
 class OutOfRoomError(ValueError):
-    """K/V buffers would be larger than the free memory of a device."""
+    """This error is raised if K/V buffers would be larger than the free memory of a device."""
 
 
 def check_memory(
@@ -54,13 +56,13 @@ def check_memory(
 ) -> None:
     """Raises `OutOfRoomError` if the layers' buffers are larger than the free memory of their device.
 
-    The message says how long rows can be.
+    The message contains the largest possible length of rows.
 
     Args:
         shapes (sequence of `LayerShape`): The layers.
         batch, max_length, block (`int`): Sizes as in [`RaggedCache`].
-        freed (mapping of `torch.device` to `int`): Bytes that are given back while the buffers are filled, less the
-            bytes that are needed besides, whatever the length.
+        freed (mapping of `torch.device` to `int`): Number of bytes that become free while the buffers are filled,
+            minus the bytes that are needed for other buffers at any length.
     """
     for device in {shape.device for shape in shapes}:
         free = free_memory(device)
@@ -80,18 +82,18 @@ def check_memory(
 
 
 def _needed(shapes: Sequence[LayerShape], batch: int, length: int, block: int) -> int:
-    """Returns the bytes of these layers' buffers for rows of `length` tokens."""
+    """Returns the number of bytes of these layers' buffers for rows of `length` tokens."""
     return sum(shape.num_bytes(batch, length, block) for shape in shapes)
 
 
 def _longest_fit(
     shapes: Sequence[LayerShape], batch: int, max_length: int, block: int, free: int
 ) -> int:
-    """Returns the greatest length of rows, below `max_length`, whose buffers fit into `free` bytes."""
+    """Returns the greatest length of rows, at most `max_length - 1`, whose buffers fit into `free` bytes."""
 
     def needed(length: int) -> int:
         return _needed(shapes, batch, length, block)
 
-    # The size grows with the length, so a binary search finds the greatest one.
+    # The size grows with the length, so a binary search finds the greatest length.
     num_fitting = bisect.bisect_right(range(max_length), free, key=needed)
     return max(num_fitting - 1, 0)
