@@ -1,14 +1,14 @@
-"""DFlash speculative decoding inside Transformers: `target.generate(..., assistant_model=draft)`.
+"""This package adds DFlash speculative decoding to Transformers: `target.generate(..., assistant_model=draft)`.
 
-Importing this registers drafts with Transformers and imports neither it nor torch: the names below are imported when
-they are first used, and so are the package's modules.
+Importing this package registers drafts with Transformers. It does not import Transformers or torch. The names below
+and the modules of the package are imported at their first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from dflash_hf.patching import disable, enable, register
 
-__version__ = "0.1.0"  # the one place: the build reads it
+__version__ = "0.1.0"  # the build reads the version from here
 
 if TYPE_CHECKING:
     from dflash_hf.checkpoints.drafts import load_draft, save_draft
@@ -56,7 +56,7 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        """Returns all names, those not yet imported too."""
+        """Returns all names, including names that have not been imported yet."""
         return sorted({*globals(), *__all__})
 
 

@@ -1,4 +1,4 @@
-"""`python -m dflash_hf`: the console script, as `accelerate launch -m` starts it."""
+"""This module runs the console script for `python -m dflash_hf`, as `accelerate launch -m` starts it."""
 
 from dflash_hf.cli.main import app
 

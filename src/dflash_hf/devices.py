@@ -1,7 +1,7 @@
-"""Where a module computes, also when its weights are not there: accelerate's offload and `torch.compile`.
+"""This module finds the device on which a module computes, and handles accelerate's offload and `torch.compile`.
 
-Offloaded weights live on `meta` between calls; accelerate's hooks, which every offloaded module with weights of its
-own carries as `_hf_hook`, bring them in around its forward.
+Offloaded weights are on the device `meta` between calls. Every offloaded module with weights of its own has hooks of
+accelerate in its attribute `_hf_hook`. These hooks load the weights before its forward and remove them after it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ logger: Any = logging.get_logger(__name__)
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Returns the device of a module's first weight while it computes; raises `ValueError` if it stays on `meta`."""
-    for part in module.modules():  # one by one: the first few decide
+    """Returns the device on which a module's first weight is used.
+
+    Raises `ValueError` if the weight stays on `meta`.
+    """
+    for part in module.modules():  # a loop, because the first few modules are usually enough
         weight = next((weight for weight in part._parameters.values() if weight is not None), None)
         if weight is None:
             continue
@@ -53,17 +56,20 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 class Inventory(NamedTuple):
-    """All modules of a model, and what is on them, from one walk: they are far apart in memory."""
+    """An inventory lists all modules of a model with their weights, buffers and changes.
 
-    modules: list[nn.Module]  # itself first, each once
-    # Theirs, and `None` for those that are left out.
+    It is made in one walk, because the modules are far apart in memory.
+    """
+
+    modules: list[nn.Module]  # the model itself first, each module once
+    # The weights and buffers of these modules, and `None` for those that a module leaves out.
     weights: list[Tensor | None]
     buffers: list[Tensor | None]
     altered: list[nn.Module]  # those with hooks, or with a forward or a compiled call of their own
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:
-        """Walks through a model, level by level: in a fraction of the time that `model.modules()` takes."""
+        """Lists a model level by level. This takes a fraction of the time that `model.modules()` takes."""
         modules = [model]
         seen = {model}
         found = cls(modules, [], [], [])
@@ -89,14 +95,14 @@ class Inventory(NamedTuple):
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Returns how often torch has counted a write to a tensor; of inference tensors it counts none."""
+    """Returns how many writes to a tensor torch has counted. Writes to inference tensors are not counted."""
     if tensor.is_inference():
         return 0
     return tensor._version
 
 
 def execution_devices(parts: Inventory) -> set[torch.device]:
-    """Returns every device that those of a model's modules compute on that have weights of their own."""
+    """Returns the devices on which a model's modules compute that have weights of their own."""
     found = {weight.device for weight in parts.weights if weight is not None}
     if not any(device.type == "meta" for device in found):
         return found
@@ -113,15 +119,16 @@ def execution_devices(parts: Inventory) -> set[torch.device]:
 
 
 def accelerator() -> torch.device | None:
-    """Returns this machine's accelerator, without an index; `None` where there is none.
+    """Returns this machine's accelerator, without an index, or `None` if there is none.
 
-    A build of torch for an accelerator names it also where none can be used: there is no card, or no driver.
+    A build of torch for an accelerator names it also if it cannot be used because there is no card or no driver. In
+    this case the result is `None`.
     """
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def device_name(device: torch.device) -> str:
-    """Returns what a device calls itself: the model of a card or of a processor."""
+    """Returns the name of a device: the model of its card or of its processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -132,7 +139,7 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def _cpu_model(info: Path) -> str:
-    """Returns the model of the processor by the file in which Linux describes it."""
+    """Returns the model of the processor from the file in which Linux describes it."""
     for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
@@ -140,10 +147,10 @@ def _cpu_model(info: Path) -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Returns how many bytes can still be allocated on a device; `None` where that is not known.
+    """Returns how many bytes can still be allocated on a device, or `None` if this is not known.
 
-    On CUDA what the driver has free and what torch has reserved without using it; on a CPU all of its memory, because
-    other programs give theirs back.
+    On CUDA, this is the free memory of the driver plus the memory that torch has reserved and does not use. On a CPU
+    it is the whole memory, because other programs give memory back.
     """
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -152,7 +159,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Returns the bytes of memory that a device has; `None` where that is not known."""
+    """Returns the number of bytes of a device's memory, or `None` if it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -163,26 +170,30 @@ def total_memory(device: torch.device) -> int | None:
 
 @functools.cache
 def _container_memory() -> int | None:
-    """Returns the bytes of memory that a container of Linux may have; `None` where there is no such limit.
+    """Returns the number of bytes of memory that a Linux container may use, or `None` if there is no limit.
 
-    The file is read once: a call asks several times, and a limit stands before a container's processes begin.
+    The file is read once, because a call needs the value several times, and the limit is set before a container's
+    processes begin.
     """
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
         return None
-    # "max" where there is none.
+    # Without a limit, the file contains "max".
     return int(limit) if limit.isdecimal() else None
 
 
 def plain_tensors() -> AbstractContextManager[Any]:
-    """Has what is made in it be no inference tensors: the next call may be outside inference mode."""
+    """Returns a context in which tensors are made as plain tensors and not as inference tensors.
+
+    The next call, which uses these tensors, may be outside inference mode.
+    """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager
 def brought_in(module: nn.Module) -> Generator[None]:
-    """Has a module's own weights on its execution device, for a use of them that is not a call of the module."""
+    """Keeps a module's own weights on its execution device, for code that uses them without calling the module."""
     hooks = [hook for hook in _hooks(module) if getattr(hook, "offload", False)]
     for hook in hooks:
         hook.pre_forward(module)
@@ -194,8 +205,8 @@ def brought_in(module: nn.Module) -> Generator[None]:
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Returns the mesh of the processes that hold a model together, `None` where this process holds the whole one."""
-    # The attribute in which Transformers keeps the mesh of devices that a model is sharded over.
+    """Returns the mesh of the processes that share a model, or `None` if this process holds the whole model."""
+    # In this attribute Transformers keeps the mesh of devices over which a model is sharded.
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -207,9 +218,9 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def in_one_piece(weight: Tensor) -> Tensor:
-    """Returns a weight as a plain tensor, in its whole shape; gathered where several processes have a share of it.
+    """Returns a weight as a plain tensor in its full shape. If several processes share it, it is gathered.
 
-    All of these processes call it.
+    In this case all of these processes must call the function.
     """
     shared: Any = weight
     if not hasattr(shared, "device_mesh"):
@@ -218,15 +229,15 @@ def in_one_piece(weight: Tensor) -> Tensor:
 
 
 def raw_embeddings(embedding: nn.Module, token_ids: Tensor) -> Tensor:
-    """Looks ids `[...]` up in an embedding's weight as it stands there, wherever that is: `[..., D]`.
+    """Looks ids `[...]` up in an embedding's raw weight, on any device, and returns `[..., D]`.
 
-    What the embedding's own forward does to them (Gemma scales them) is left out.
+    The embedding's own forward is not called, although it may change the rows. Gemma's, for example, scales them.
     """
     with brought_in(embedding):
         weight: Any = embedding.weight
         if not hasattr(weight, "device_mesh"):
             return nn.functional.embedding(token_ids, weight)
-        # Shared among processes, each of which has some of its rows.
+        # The weight is shared by several processes, and each of them has some of its rows.
         from torch.distributed.tensor import DTensor, Replicate
 
         replicated = DTensor.from_local(
@@ -237,20 +248,22 @@ def raw_embeddings(embedding: nn.Module, token_ids: Tensor) -> Tensor:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """The accelerate hooks of a module: one, or several in a `SequentialHook`."""
+    """Returns the accelerate hooks of a module: none, one, or several from a `SequentialHook`."""
     hook = getattr(module, "_hf_hook", None)
     return [] if hook is None else list(getattr(hook, "hooks", [hook]))
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Returns True if weights of a module or its parts are brought in for each call."""
+    """Returns True if weights of a module or of its submodules are loaded for each call."""
     return any(
         getattr(hook, "offload", False) for part in module.modules() for hook in _hooks(part)
     )
 
 
 def is_compiled(parts: Inventory) -> bool:
-    """Returns True if a call of one of these modules runs code of `torch.compile`, however that was asked for."""
+    """Returns True if a call of one of these modules runs code of `torch.compile`, in whatever way
+    this was requested.
+    """
     if any(hasattr(kind, "_torchdynamo_orig_callable") for kind in set(map(type, parts.modules))):
         return True
     for own in (part.__dict__ for part in parts.altered):
@@ -264,11 +277,11 @@ def is_compiled(parts: Inventory) -> bool:
 
 @contextmanager
 def device_errors_explained() -> Generator[None]:
-    """Raises an error of the device again, with what it means for the process."""
+    """Raises an error of the device again, with an explanation of what it means for the process."""
     try:
         yield
     except RuntimeError as error:
-        # Known by its text: older releases of torch have no class for it.
+        # The error is recognised by its text, because older releases of torch have no class for it.
         if "CUDA error" not in str(error):
             raise
         raise RuntimeError(
@@ -281,13 +294,13 @@ _stance: Any = None
 
 
 def _set_stance() -> None:
-    """Has torch run eagerly what is compiled."""
+    """Makes torch run compiled code eagerly."""
     global _stance
     _stance = torch.compiler.set_stance("force_eager")
 
 
 def _restore_stance() -> None:
-    """Restores what was before; may be called again where an interrupt has cut it short."""
+    """Restores the stance that was set before. It may be called again if an interrupt has cut it short."""
     global _stance
     if _stance is not None:
         _stance.__exit__(None, None, None)
@@ -296,10 +309,11 @@ def _restore_stance() -> None:
 
 @contextmanager
 def eagerly(*models: Inventory) -> Generator[None]:
-    """Runs compiled models as they were before `torch.compile`; does nothing where none is compiled.
+    """Runs compiled models as they were before `torch.compile`. If none is compiled, it does nothing.
 
-    Compiled code runs no hooks that were added later, so it cannot be tapped. The stance is one for all threads: the
-    first run sets it and the last one puts it back, and what other threads have compiled runs eagerly meanwhile.
+    Compiled code does not run hooks that were added later, so it cannot be tapped. The stance of torch applies to all
+    threads. The first run sets it, and the last run restores it. In between, code that other threads have compiled
+    runs eagerly too.
     """
     compiled = [type(parts.modules[0]).__name__ for parts in models if is_compiled(parts)]
     if not compiled:

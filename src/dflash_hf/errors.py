@@ -1,6 +1,7 @@
-"""Values of a user's, as sentences show them: whole where they are short, on one line, never all of a million.
+"""This module formats a user's values for messages: short values in full, long values in part, and
+each on one line.
 
-Files bring whatever they like as a value or a name; what is printed of it stays readable.
+Files may contain any value or name. The text that is printed of them stays readable.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from typing import TypeGuard
 
 MAX_VALUE = 200  # characters of one value
-MAX_TEXT = 600  # characters of what somebody else has to say
+MAX_TEXT = 600  # characters of a text from elsewhere, such as another library's message
 MAX_NAMED = 8  # names in a list
 REFUSED = 2  # exit status of a command that got bad input
 
@@ -27,12 +28,12 @@ _SHORT.maxother = MAX_VALUE
 
 
 def shown(value: object) -> str:
-    """Returns `repr` of a value, its middle left out where it is long; only the beginning of a list is looked at."""
+    """Returns the `repr` of a value. The middle of a long one is left out. Only the beginning of a list is read."""
     return _cut(_SHORT.repr(value), MAX_VALUE)
 
 
 def one_line(text: object) -> str:
-    """Returns a text as one line of printable characters, its middle left out where it is long."""
+    """Returns a text as one line of printable characters. The middle of a long text is left out."""
     line = " ".join(_cut(str(text), 4 * MAX_TEXT).split())
     return _cut(
         "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line), MAX_TEXT
@@ -40,7 +41,7 @@ def one_line(text: object) -> str:
 
 
 def listed(names: Iterable[object], separator: str = ", ") -> str:
-    """Returns the first of some names, each on one line, and how many more there are."""
+    """Returns the first names of a list, each on one line, and the number of the others."""
     every = list(names)
     parts = [_cut(one_line(name), MAX_VALUE) for name in every[:MAX_NAMED]]
     if len(every) > MAX_NAMED:
@@ -55,21 +56,24 @@ def first_line(error: BaseException) -> str:
 
 
 def is_a(value: object, *kinds: type) -> bool:
-    """Returns True if a value is of one of these types; `True` is no number."""
+    """Returns True if a value has one of these types. `True` does not count as a number."""
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 def require(good: bool, what: str, got: object, action: str) -> None:
-    """Raises `ValueError("expected <what>, got <got>; <action>")` unless it is good: a long value in part."""
+    """Raises `ValueError("expected <what>, got <got>; <action>")` unless `good` is True.
+
+    A long value is shown in part.
+    """
     if not good:
         raise ValueError(f"expected {what}, got {shown(got)}; {action}")
 
 
 def is_ours(error: BaseException) -> TypeGuard[ValueError]:
-    """Returns True for a `ValueError` of this package's: it says already what is expected, and what to do."""
+    """Returns True for a `ValueError` of this package. Its message already says what is expected and what to do."""
     return isinstance(error, ValueError) and str(error).startswith("expected ")
 
 
 def _cut(text: str, limit: int) -> str:
-    """The text, or its beginning and its end."""
+    """Returns the text, or its beginning and its end if it is longer than the limit."""
     return text if len(text) <= limit else f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"

@@ -1,4 +1,4 @@
-"""What a user may set about decoding with a draft: `draft.generation_config`."""
+"""This module defines the options of decoding with a draft: `draft.generation_config`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from dflash_hf.ops import MAX_NODES
 Engine = Literal["auto", "eager", "cuda_graph"]
 Proposal = Literal["auto", "argmax", "shared_noise", "sample"]
 
-# Transformers' class compares a few of its fields and stores the others, whatever they are: "hot" is a temperature to
-# it. A file of a checkpoint's may say anything, so their types are here. Other fields may be what it accepts.
+# Transformers' class checks only a few of its fields and stores any value in the others. For example, it accepts "hot"
+# as a temperature. A file of a checkpoint may contain anything, so the types of the fields are listed here. Fields
+# that are not listed may have any value that Transformers' class accepts.
 _NAMES: dict[tuple[type, ...], tuple[str, ...]] = {
     (int,): (
         "max_length",
@@ -106,21 +107,21 @@ _COUNT = "a number of tokens, at least 1,"
 
 
 def _is_number(value: Any, least: int, most: float = math.inf) -> bool:
-    """Returns True for a whole number within bounds; `True` is no number."""
+    """Returns True for a whole number within bounds. `True` does not count as a number."""
     return is_a(value, int) and least <= value <= most
 
 
 def _number(rows: Any) -> Any:
-    """Returns what a key of a table stands for: of text the number, if it is one."""
+    """Returns a key of a table. If the key is the text of a number, this number is returned."""
     return int(rows) if isinstance(rows, str) and rows.isdecimal() else rows
 
 
 def over_stored(stored: DFlashGenerationConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options of a draft that a user has given, and `None` for those that are stored and contradict them.
+    """Returns the options that a user has given, and `None` for stored options that contradict them.
 
     Args:
-        stored (`DFlashGenerationConfig`): The draft's.
-        given (mapping): Values by name, without what was left out.
+        stored (`DFlashGenerationConfig`): The options that are stored with the draft.
+        given (mapping): The given values by name. It has no entry for an option that was left out.
     """
     replaced: dict[str, Any] = {}
     width = given.get("verify_width")
@@ -136,7 +137,8 @@ def over_stored(stored: DFlashGenerationConfig, given: Mapping[str, Any]) -> dic
 
 class DFlashGenerationConfig(GenerationConfig):
     r"""
-    Options of the draft. They are fields of `draft.generation_config`, as an assistant's options are in Transformers.
+    These are the options of the draft. They are fields of `draft.generation_config`, as an assistant's options are in
+    Transformers.
 
     Args:
         block_size (`int`, *optional*): Tokens per block, the anchor included. The checkpoint's block size is the
@@ -202,7 +204,7 @@ class DFlashGenerationConfig(GenerationConfig):
             "verify_width", None
         )
         if isinstance(self.verify_width, dict):
-            # JSON knows no other keys than text.
+            # In JSON all keys are text.
             self.verify_width = {_number(rows): width for rows, width in self.verify_width.items()}
         self.num_tree_nodes: int | Literal["auto"] | None = kwargs.pop("num_tree_nodes", None)
         self.engine: Engine = kwargs.pop("engine", "auto")
@@ -210,7 +212,7 @@ class DFlashGenerationConfig(GenerationConfig):
         self.draft_dtype: Literal["float8_e4m3fn"] | None = kwargs.pop("draft_dtype", None)
         self.draft_window: int | None = kwargs.pop("draft_window", None)
         self.synchronize: bool = kwargs.pop("synchronize", False)
-        # Transformers sets an attribute of each name that it does not know: one of a method would take its place.
+        # Transformers sets an attribute for each name that it does not know. Such an attribute could replace a method.
         for name, value in kwargs.items():
             kinds = TYPES.get(name)
             is_public = not name.startswith("_") or kinds is not None
@@ -221,7 +223,7 @@ class DFlashGenerationConfig(GenerationConfig):
                 require(is_a(value, *kinds), f"{name} of type {expected}", value, "leave it out")
         try:
             super().__init__(**kwargs)
-        # Whatever comparing such values leads to
+        # These are the errors that Transformers' checks of such values can raise.
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise ValueError(
                 f"expected fields that GenerationConfig takes, got some that it does not ({one_line(error)}); leave "
@@ -231,7 +233,9 @@ class DFlashGenerationConfig(GenerationConfig):
 
     @property
     def asked_width(self) -> int | Literal["auto"] | dict[int, int] | None:
-        """How many tokens a step verifies: `verify_width`, or `num_assistant_tokens` and the target's own token."""
+        """The requested number of tokens per verify: `verify_width`, or `num_assistant_tokens` plus the target's own
+        token.
+        """
         proposed: Any = self.num_assistant_tokens
         if self.verify_width is None and proposed is not None:
             return proposed + 1
@@ -240,10 +244,10 @@ class DFlashGenerationConfig(GenerationConfig):
     def validate_options(
         self, max_block_size: int | None = None, sample_from_anchor: bool = False
     ) -> None:
-        """Checks the options, also against a checkpoint's block size.
+        """Checks the options, and also compares them with a checkpoint's block size if it is given.
 
         Args:
-            max_block_size (`int`, *optional*): The block size the draft was trained with.
+            max_block_size (`int`, *optional*): The block size with which the draft was trained.
             sample_from_anchor (`bool`): Whether the draft proposes as many tokens as its block has slots.
 
         Raises:
@@ -281,7 +285,7 @@ class DFlashGenerationConfig(GenerationConfig):
             )
         nodes = self.num_tree_nodes
         is_chain = _is_number(nodes, 0, 0)
-        # One node is the anchor: nothing would be proposed.
+        # With one node, the tree would be only the anchor, and nothing would be proposed.
         is_known = nodes in (None, "auto") or is_chain or _is_number(nodes, 2, MAX_NODES)
         require(
             is_known,
@@ -306,17 +310,17 @@ class DFlashGenerationConfig(GenerationConfig):
         width = self.asked_width
         if width in (None, "auto"):
             return
-        # A tree chooses by itself how many of its nodes are verified.
+        # With a tree, the run itself chooses how many of the nodes are verified.
         beside = (
             "verify_width left out or 'auto', and no num_assistant_tokens, beside num_tree_nodes"
         )
         require(not nodes, beside, width, "leave one of them out")
-        # What a draft can do is known only with its checkpoint: without one, a token more is let through.
+        # The limit of a draft is known only with its checkpoint. Without a checkpoint, one more token is allowed.
         has_one_more = sample_from_anchor or not max_block_size
         self._validate_widths(size or max_block_size, has_one_more)
 
     def _validate_widths(self, block_size: int | None, has_one_more: bool) -> None:
-        """Checks the number or table of `asked_width` against a block size, as far as that is known."""
+        """Checks the number or table of `asked_width` against a block size, if the block size is known."""
         width: Any = self.asked_width
         table: dict[Any, Any] = width if isinstance(width, dict) else {1: width}
         what = "a table of verify_width by rows, {rows: tokens}, of whole numbers from 1"

@@ -1,4 +1,4 @@
-"""The names that requests may call a server of this machine by."""
+"""This module lists the host names by which requests may address a server on this machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import socket
 
 
 def trusted_hosts(host: str) -> list[str]:
-    """Returns the names that requests may call a server by which listens on `host`, for `TrustedHostMiddleware`.
+    """Returns the host names by which requests may address a server that listens on `host`.
 
-    All requests to loopback come from here, also those of a page from elsewhere whose name was made to point here (DNS
-    rebinding): those call it by that name. Where it listens to others too, nobody knows its names, and any will do.
+    The names are for `TrustedHostMiddleware`. All requests to loopback come from this machine. They include requests
+    of a foreign web page whose name was made to point to loopback (DNS rebinding), and such requests use the name of
+    that page. If the server also listens on other addresses, its names are not known, so any name is accepted.
 
     Raises:
-        OSError: If there is no such host.
+        OSError: If there is no host of this name.
     """
     name = host.strip("[]").lower()
     addresses = [ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(name, None)]

@@ -1,7 +1,8 @@
-"""Attributes of each layer of a target: Transformers has configs in which layers differ.
+"""This module reads attributes of each layer of a target, because Transformers has configs whose layers differ.
 
-Gemma 4's full layers, for one, have wider heads than its sliding ones. Transformers raises an error where such an
-attribute is read from the whole config, so this module reads, layer by layer, all that may differ between layers.
+For example, Gemma 4's full layers have wider heads than its sliding layers. Transformers raises an error if such an
+attribute is read from the config of the whole model. So this module reads every attribute that may differ layer by
+layer.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from transformers import PreTrainedConfig
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes of one layer's attention."""
+    """An instance holds the sizes of one layer's attention."""
 
-    heads: int  # query heads
-    groups: int  # key and value heads
-    size: int  # numbers in a head
+    heads: int  # number of query heads
+    groups: int  # number of key and value heads
+    size: int  # size of a head
 
 
 def layer_config(config: PreTrainedConfig, index: int) -> Any:
-    """Returns the config of a layer, which is the whole one where layers do not differ."""
+    """Returns the config of a layer. If layers do not differ, this is the config of the whole model."""
     if config.is_heterogeneous:
         return config.per_layer_config[index]
     return config
 
 
 def layer_values(config: PreTrainedConfig, name: str) -> list[Any]:
-    """Returns an attribute of each layer's config, `None` for a layer without it."""
+    """Returns an attribute of each layer's config, or `None` for a layer without this attribute."""
     varying = config.per_layer_attributes or ()
     return [getattr(layer, name, None) for layer in _configs(config, name in varying)]
 
 
 def attention_sizes(config: PreTrainedConfig) -> list[AttentionSizes]:
-    """Returns the sizes of each layer's attention, an empty list for a config without attention heads."""
+    """Returns the sizes of each layer's attention, or an empty list for a config without attention heads."""
     if not all(layer_values(config, "num_attention_heads")):
         return []
     return [_sizes_of(layer) for layer in _configs(config, config.is_heterogeneous)]
@@ -46,13 +47,13 @@ def caches_latents(config: PreTrainedConfig) -> bool:
 
 
 def commonest(values: list[Any]) -> Any:
-    """Returns the value that most layers have, the first one of equally common values."""
+    """Returns the value that most layers have. Of equally common values, it is the first one."""
     [(value, _)] = Counter(values).most_common(1)
     return value
 
 
 def _configs(config: PreTrainedConfig, are_different: bool) -> list[Any]:
-    """Returns the config to read for each layer: the whole one where the layers do not differ in what is read."""
+    """Returns the config to read for each layer. If the layers do not differ, it is the whole model's config."""
     depth: int = config.num_hidden_layers
     if not are_different:
         return [config] * depth
@@ -60,7 +61,7 @@ def _configs(config: PreTrainedConfig, are_different: bool) -> list[Any]:
 
 
 def _sizes_of(layer: Any) -> AttentionSizes:
-    """Returns the attention sizes that a layer's config states; both defaults are Transformers' own."""
+    """Returns the attention sizes that a layer's config states. Both default values are Transformers' own."""
     heads: int = layer.num_attention_heads
     groups = getattr(layer, "num_key_value_heads", None) or heads
     size = getattr(layer, "head_dim", None) or layer.hidden_size // heads

@@ -1,11 +1,11 @@
-"""The kernels, and the decision where each is used: no other module of this package imports `dflash_kernels`.
+"""This module imports the kernels and decides where each of them is used. No other module imports `dflash_kernels`.
 
-By default kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
-installed and can build them; everywhere else torch computes the same. Kernels that choose or count are exact, so they
-also run in float32. Triton is imported when the first kernel is launched.
+By default, kernels run on CUDA devices of compute capability 8 and more, in float16 and bfloat16, if Triton is
+installed and can build them. Everywhere else torch computes the same results. Kernels that choose or count are exact,
+so they also run in float32. Triton is imported when the first kernel is launched.
 
-`use_kernel` decides for every operation. `implementation` returns the kernel or the definition in torch. Neither reads
-on the host; of the definitions, those that build and follow trees do.
+`use_kernel` decides for every operation. `implementation` returns the kernel or its definition in torch. Neither
+function reads on the host. Of the definitions, those that build and follow trees read on the host.
 """
 
 # The other modules reach the kernels through here:
@@ -51,28 +51,29 @@ from dflash_kernels.operation import Operation
 from dflash_kernels.top_tokens import MAX_NUM
 
 logger = logging.getLogger(__name__)
-# The dtypes of kernels that sum or round: in float32 torch's own results are kept.
+# The dtypes of kernels that sum or round. In float32, torch's own results are kept.
 HALF = (torch.float16, torch.bfloat16)
-# Operations on integers alone.
+# These operations use only integers.
 COUNTING: frozenset[Operation[..., Any]] = frozenset(
     (accept_and_prepare, build_tree, follow_tree, keep_path)
 )
-# Operations that choose among logits, exactly.
+# These operations choose among logits, and their results are exact.
 CHOOSING: frozenset[Operation[..., Any]] = frozenset((argmax, gumbel_argmax, top_tokens))
 
 
 class _Setting:
-    """The setting of [`kernels`]; with `None` the device decides."""
+    """This is the setting of [`kernels`]. With `None`, the device decides."""
 
     enabled: bool | None = None
 
 
 @contextmanager
 def kernels(enabled: bool | None) -> Generator[None]:
-    """Uses kernels wherever they can run (`True`), nowhere (`False`), or where the device is made for them (`None`).
+    """Uses kernels wherever they can run (`True`), nowhere (`False`), or on the devices that they are made for
+    (`None`).
 
-    The setting holds for all threads. `True` is for tests and benchmarks: on a CPU kernels run in Triton's
-    interpreter, which is slow and needs `TRITON_INTERPRET=1`; without it their definitions run.
+    The setting applies to all threads. `True` is for tests and benchmarks. On a CPU, kernels run in Triton's
+    interpreter, which is slow and needs `TRITON_INTERPRET=1`. Without this variable their definitions run.
     """
     before = _Setting.enabled
     _Setting.enabled = enabled
@@ -83,19 +84,20 @@ def kernels(enabled: bool | None) -> Generator[None]:
 
 
 def forced() -> bool | None:
-    """Returns the setting of [`kernels`], under which a captured step was captured."""
+    """Returns the setting of [`kernels`]. A captured step depends on it."""
     return _Setting.enabled
 
 
 def use_kernel(
     operation: Operation[..., Any], *tensors: Tensor, buffers: Sequence[Tensor] = ()
 ) -> bool:
-    """Returns True if the kernel of an operation is to compute it, and not torch; reads nothing on the host.
+    """Returns True if the kernel of an operation should compute it, and not torch. Nothing is read on the host.
 
     Args:
         operation (`Operation`): The operation.
-        tensors (`torch.Tensor`): All of its inputs that are floats; of an operation that counts, any of its tensors.
-        buffers (sequence of `torch.Tensor`): The buffers of a cache that it writes; these may have another dtype.
+        tensors (`torch.Tensor`): All float inputs of the operation. For an operation that counts, any of its tensors.
+        buffers (sequence of `torch.Tensor`): The buffers of a cache that the operation writes. They may have another
+            dtype.
     """
     first = tensors[0]
     if not _uses_kernels(first.device):
@@ -112,9 +114,11 @@ def use_kernel(
 
 
 def implementation(operation: Operation[..., Any], tensor: Tensor) -> Any:
-    """Returns the callable that computes an operation where `tensor` is: its kernel, or its definition in torch."""
-    # A mode that watches operations, as the counter of launches, sees one operation on a CPU too, where the definition
-    # would read trees on the host.
+    """Returns the callable that computes an operation on the device of `tensor`: its kernel, or its definition in
+    torch.
+    """
+    # A mode that watches operations, such as the counter of launches, must see one operation on a CPU too. The
+    # definition would read trees on the host.
     if operation in (build_tree, follow_tree) and _is_watched(tensor.device):
         return operation
     if use_kernel(operation, tensor):
@@ -123,15 +127,15 @@ def implementation(operation: Operation[..., Any], tensor: Tensor) -> Any:
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """Returns the first index of the greatest of `[..., V]` logits, `[...]` int64."""
+    """Returns the first index of the greatest logit of `[..., V]`, as `[...]` int64."""
     if use_kernel(argmax, logits):
         return argmax(logits)
-    # On a CPU `torch.argmax` returns the same in three to four times the time (docs/log-archive.md).
+    # On a CPU, `torch.argmax` returns the same index but takes three to four times as long (docs/log-archive.md).
     return logits.max(dim=-1).indices
 
 
 def use_tree_kernels(tensor: Tensor) -> bool:
-    """Returns True if kernels are to build and follow trees where `tensor` is, and none is known to fail there."""
+    """Returns True if kernels should build and follow trees on the device of `tensor`, and none has failed there."""
     operations = (top_tokens, build_tree, follow_tree, keep_path)
     return _uses_kernels(tensor.device) and all(
         tensor.device not in operation.failures for operation in operations
@@ -139,17 +143,17 @@ def use_tree_kernels(tensor: Tensor) -> bool:
 
 
 def use_short_forwards(weight: Tensor) -> bool:
-    """Returns True if modules with this weight are to run in fewer operations of torch: on a CPU."""
+    """Returns True if modules with this weight should run in fewer operations of torch, which is so only on a CPU."""
     if _Setting.enabled is not None or weight.device.type != "cpu":
         return False
     return not torch.is_autocast_enabled("cpu") and not _wants_gradient(weight)
 
 
 def _use_attention(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> bool:
-    """Returns True if [`block_attention`] covers these tensors; it has no gradient."""
+    """Returns True if [`block_attention`] covers these tensors. The kernel has no gradient."""
     if _wants_gradient(query_BHWE):
         return False
-    # Where the kernel has failed, SDPA is faster than the kernel's definition.
+    # If the kernel has failed, SDPA is faster than the kernel's definition.
     if query_BHWE.device in block_attention.failures:
         return False
     if _Setting.enabled:
@@ -158,9 +162,10 @@ def _use_attention(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRE: Tensor) -> 
 
 
 def _use_rounding(tensors: Sequence[Tensor]) -> bool:
-    """Returns True if kernels that round cover these tensors; they have no gradient."""
+    """Returns True if kernels that round cover these tensors. These kernels have no gradient."""
     first = tensors[0]
-    # Kernels round as torch's modules do if all tensors have one dtype. Under autocast the modules mix dtypes.
+    # Kernels round in the same way as torch's modules if all tensors have one dtype. Under autocast the modules mix
+    # dtypes.
     if torch.is_autocast_enabled(first.device.type) or _wants_gradient(*tensors):
         return False
     if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
@@ -169,7 +174,7 @@ def _use_rounding(tensors: Sequence[Tensor]) -> bool:
 
 
 def _uses_kernels(device: torch.device) -> bool:
-    """Returns True if kernels are to be used at all on this device."""
+    """Returns True if any kernels should be used on this device."""
     if _Setting.enabled is not None:
         return _Setting.enabled
     return _is_recent(device) and _can_launch(device)
@@ -186,10 +191,10 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 @functools.cache
 def _is_recent(device: torch.device) -> bool:
-    """Returns True for a CUDA device of compute capability 8 and more; logs that a device of ROCm is none."""
+    """Returns True for a CUDA device of compute capability 8 and more. It logs a warning for a device of ROCm."""
     if device.type != "cuda":
         return False
-    # Its devices are of type `cuda` too, and their capabilities count from 9 on.
+    # Devices of ROCm have the type `cuda` too, and their capabilities begin at 9.
     if torch.version.hip is not None:
         logger.warning(
             "decoding steps run in torch alone: %s is a device of ROCm, and the kernels are for CUDA",
@@ -201,10 +206,11 @@ def _is_recent(device: torch.device) -> bool:
 
 @functools.cache
 def _can_launch(device: torch.device) -> bool:
-    """Returns True if the smallest kernel can be launched on a device; tried once, and logged if not.
+    """Returns True if the smallest kernel can be launched on a device. This is tried once, and a failure is logged.
 
-    Triton needs a C compiler, and slim images have none. The commit of the first token asks first, long before a
-    capture, in which nothing could be tried. Raises what torch or Triton does where the device's memory has run out.
+    Triton needs a C compiler, which slim images do not have. The commit of the first token calls this function first,
+    long before a capture. During a capture, nothing could be tried. If the device has no memory left, the error of
+    torch or Triton is raised.
     """
     if not has_triton():
         logger.warning(
@@ -213,8 +219,8 @@ def _can_launch(device: torch.device) -> bool:
         return False
     try:
         argmax(torch.zeros(1, device=device))
-    except Exception as error:  # a release of Triton that has not been tried may raise anything
-        # Memory may be free at the next call: what is raised is not kept as the answer.
+    except Exception as error:  # untested releases of Triton may raise anything
+        # Memory may be free at the next call, so the error is raised and not cached as a result.
         if "out of memory" in str(error):
             raise
         reason = f"{type(error).__name__}: {one_line(error)}"
@@ -224,5 +230,5 @@ def _can_launch(device: torch.device) -> bool:
             reason,
         )
         return False
-    # An error that the operation has caught itself is in its list, and in the log.
+    # An error that the operation itself has caught is in its list of failures and in the log.
     return device not in argmax.failures

@@ -1,9 +1,10 @@
-"""What `import dflash_hf` leaves behind in Transformers, so that nothing else has to be called.
+"""This module registers the package with Transformers when `dflash_hf` is imported, so that no
+other call is needed.
 
-`generate`, `pipeline`, `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know drafts, and `AutoProcessor` Qwen's
-processors without torchvision. No module of Transformers is imported for it: what one has to be told, it is told when
-it is imported, or at once where it has been. Nor are our own: they are named there, and imported when somebody asks
-for them.
+Afterwards `generate`, `pipeline`, `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know drafts, and
+`AutoProcessor` knows Qwen's processors without torchvision. This imports no module of Transformers. A module of
+Transformers is patched when it is imported, or at once if it has been imported. The modules of this package are not
+imported either. They are registered by name and imported when they are needed.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from typing import Any
 
 PACKAGE = "dflash_hf"
 MODEL_TYPE = "dflash"
-# Transformers' own draft, which its `AutoModelForCausalLM` does not know.
+# This is the type of Transformers' own draft, which its `AutoModelForCausalLM` does not know.
 STOCK_TYPE = "muse_glimmer_assistant"
 _MARK = "_dflash_original"
 
 
 def enable() -> None:
-    """Makes `generate` recognise DFlash drafts. Importing `dflash_hf` does it; calling it again changes nothing."""
+    """Makes `generate` recognise DFlash drafts. Importing `dflash_hf` calls it. A second call changes nothing."""
     from transformers.generation import utils
 
     _wrap_generate(utils)
 
 
 def disable() -> None:
-    """Puts Transformers' own `generate` back; calling it again changes nothing.
+    """Restores Transformers' own `generate`. A second call changes nothing.
 
     Raises:
-        RuntimeError: If something else has wrapped `generate` since; undo that first.
+        RuntimeError: If other code has wrapped `generate` since then. Undo that wrapping first.
     """
     from transformers.generation import utils
 
@@ -51,7 +52,10 @@ def disable() -> None:
 
 
 def register() -> None:
-    """Tells Transformers' modules of this package, as it does when it is imported: now, or when they are imported."""
+    """Registers this package with modules of Transformers, now or when they are imported.
+
+    Importing `dflash_hf` calls it.
+    """
     for name, tell in _TOLD.items():
         if name in sys.modules:
             tell(sys.modules[name])
@@ -60,7 +64,7 @@ def register() -> None:
 
 
 def _wrap_generate(utils: Any) -> None:
-    """Puts a shim around `generate`; what it does with a draft is in `generation.generate`."""
+    """Wraps `generate` in a thin function. `generation.generate` handles the calls with a draft."""
     original = utils.GenerationMixin.generate
     if hasattr(original, _MARK):
         return
@@ -70,7 +74,7 @@ def _wrap_generate(utils: Any) -> None:
         from dflash_hf.undo import undo_stale
 
         undo_stale()
-        # An assistant may also come by position.
+        # An assistant may also be a positional argument.
         if args or "assistant_model" in kwargs:
             from dflash_hf.generation.generate import generate_with
 
@@ -85,29 +89,37 @@ def _wrap_generate(utils: Any) -> None:
 
 
 def _name_config(auto: Any) -> None:
-    """`AutoConfig`: its table looks a name up in a module, which is this package, when it is asked for it."""
+    """Registers the config with `AutoConfig`.
+
+    When a name is needed, its table looks it up in this package's module.
+    """
     auto.CONFIG_MAPPING_NAMES[MODEL_TYPE] = "DFlashConfig"
     auto.CONFIG_MAPPING._modules[MODEL_TYPE] = sys.modules[PACKAGE]
 
 
 def _name_model(auto: Any) -> None:
-    """`AutoModel` and `AutoModelForCausalLM`, by which assistants are loaded: as `_name_config`.
+    """Registers the model with `AutoModel` and `AutoModelForCausalLM`, which load assistants, in the same way as
+    `_name_config`.
 
-    Their tables are asked by a config's class, which they know by name.
+    The keys of their tables are the names of config classes.
     """
     auto.MODEL_MAPPING_NAMES[MODEL_TYPE] = "DFlashDraftModel"
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = "DFlashDraftModel"
     for table in (auto.MODEL_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         table._modules[MODEL_TYPE] = sys.modules[PACKAGE]
         table._reverse_config_mapping["DFlashConfig"] = MODEL_TYPE
-    # Which then says how it is loaded, and not what it does not recognise.
+    # The draft model's error then explains how such a draft is loaded. Otherwise the error would only say that its
+    # type is unknown.
     if STOCK_TYPE not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[STOCK_TYPE] = "DFlashDraftModel"
         auto.MODEL_FOR_CAUSAL_LM_MAPPING._modules[STOCK_TYPE] = sys.modules[PACKAGE]
 
 
 def _load_by_name(base: Any) -> None:
-    """`pipeline(..., assistant_model=NAME)`: Transformers looks there for classes of its own alone."""
+    """Makes `pipeline(..., assistant_model=NAME)` load drafts.
+
+    Transformers itself looks only for its own classes there.
+    """
     original = base.load_assistant_model
     if hasattr(original, _MARK):
         return
@@ -125,7 +137,7 @@ def _load_by_name(base: Any) -> None:
 
 
 def _replace_processors(auto: ModuleType) -> None:
-    """`AutoProcessor`: its table holds classes."""
+    """Registers processors with `AutoProcessor`, whose table holds classes and not names."""
     from transformers.utils.import_utils import is_torchvision_available
 
     if not is_torchvision_available():
@@ -134,7 +146,8 @@ def _replace_processors(auto: ModuleType) -> None:
         register_processors(auto)
 
 
-# Module of Transformers' -> what is to be told to it once it has been executed; telling it twice changes nothing.
+# Maps a module of Transformers to the function that patches it after it has been executed. A second call of such a
+# function changes nothing.
 _TOLD: dict[str, Callable[[ModuleType], None]] = {
     "transformers.generation.utils": _wrap_generate,
     "transformers.models.auto.configuration_auto": _name_config,
@@ -145,12 +158,14 @@ _TOLD: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `_TOLD` where they would be found anyway, and tells them when they have been executed."""
+    """This finder finds the modules of `_TOLD` in their usual places, and patches them after they
+    have been executed.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the module's own spec; `None`, for the next finder to be asked, for all other modules."""
+        """Returns the spec of a module of `_TOLD`, or `None` for other modules, so that the next finder is asked."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname in _TOLD else None
         if spec is None or spec.loader is None:
             return None

@@ -1,4 +1,7 @@
-"""Figures by matplotlib: the only module that imports it, and only when asked."""
+"""This module draws figures with matplotlib.
+
+No other module imports matplotlib, and it is imported only when needed.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import io
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-# How every figure of this project looks; in a notebook: `matplotlib.pyplot.rcParams.update(STYLE)`. Blue is what is
-# shown, orange what it is compared with: Okabe and Ito's, which those who see colours differently can tell apart.
+# This is the style of every figure of this project. In a notebook use `matplotlib.pyplot.rcParams.update(STYLE)`. The
+# shown values are blue, and the values that they are compared with are orange. The colours are those of Okabe and Ito,
+# which people with colour blindness can tell apart.
 INK = "#161a21"
 MUTED = "#5b6676"
 LINE = "#e1e5eb"
@@ -39,12 +43,13 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-# Behind black text: where a token of a block comes from, and what became of it.
+# These are background colours for black text. They show where a token of a block comes from, and whether it was
+# accepted.
 TOKEN_COLOURS = {"anchor": "#dddddd", "kept": "#b7e4c7", "refused": "#f6c9a8", "own": "#bcd4f6"}
 
 
 def module_of_research(name: str) -> Any:
-    """Imports a module of the extra `research`; raises `ImportError` without it."""
+    """Imports a module of the extra `research`. Raises `ImportError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -54,7 +59,7 @@ def module_of_research(name: str) -> Any:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty `matplotlib.figure.Figure` of this many inches, not registered with pyplot."""
+    """Returns an empty `matplotlib.figure.Figure` of this size in inches, which is not registered with pyplot."""
     return module_of_research("matplotlib.figure").Figure(
         figsize=(width, height), layout="constrained"
     )
@@ -62,23 +67,23 @@ def new_figure(width: float, height: float) -> Any:
 
 @contextlib.contextmanager
 def styled(style: Mapping[str, Any] = STYLE) -> Generator[None]:
-    """Draws what is drawn inside in a style, and leaves the settings of the rest as they are."""
+    """Applies a style to the figures that are drawn inside the context. Other settings stay as they are."""
     with module_of_research("matplotlib").rc_context(style):
         yield
 
 
 def legend_above(axes: Any, num_columns: int = 2) -> None:
-    """Puts the legend of a `matplotlib.axes.Axes` above it, where there is no data that it could hide."""
+    """Puts the legend of a `matplotlib.axes.Axes` above the axes, where it cannot hide data."""
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=num_columns, borderaxespad=0.2)
 
 
 def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping[str, Any]) -> str:
-    """Returns a figure as an SVG element whose text is text, in the fonts of whoever shows it.
+    """Returns a figure as an SVG element whose text stays text, in the fonts of the program that shows it.
 
     Args:
-        draw (callable): Draws on the `matplotlib.figure.Figure` that it is given. No text is read as a formula.
-        width, height (`float`): In inches.
-        style (mapping): Of matplotlib's `rcParams`.
+        draw (callable): Draws on the `matplotlib.figure.Figure` that it gets. No text is read as a formula.
+        width, height (`float`): Size in inches.
+        style (mapping): Settings of matplotlib's `rcParams`.
     """
     fixed = {"svg.fonttype": "none", "svg.hashsalt": "dflash-hf", "text.parse_math": False}
     with styled({**style, **fixed}):
@@ -87,4 +92,4 @@ def svg(draw: Callable[[Any], None], width: float, height: float, style: Mapping
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True)
     text = written.getvalue()
-    return text[text.index("<svg") :]  # without the head of a file
+    return text[text.index("<svg") :]  # without the header of the file

@@ -1,7 +1,8 @@
-"""Processors of Qwen's vision models where torchvision is missing: text and images, without videos.
+"""This module defines processors of Qwen's vision models for use without torchvision: text and
+images, without videos.
 
-Transformers' own insist on a video processor, and that on torchvision. Images need neither: they go through
-`Qwen2VLImageProcessorPil`, which `AutoImageProcessor` chooses by itself.
+Transformers' own processors need a video processor, which needs torchvision. Images need neither. They are processed
+by `Qwen2VLImageProcessorPil`, which `AutoImageProcessor` chooses by itself.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
 from transformers.models.qwen3_vl import processing_qwen3_vl
 from transformers.video_processing_utils import BaseVideoProcessor
 
-# What images and videos have in common, so that a folder that says nothing of videos fits its own vision tower.
+# These settings are the same for images and videos. So a folder without video settings gets settings that fit its own
+# vision tower.
 _SHARED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
 class WithoutVideos(ProcessorMixin):
-    """What a processor of Transformers' is without its video processor; comes before it among the bases.
+    """This base class makes a processor of Transformers work without its video processor.
+
+    It comes before that processor among the bases. Its subclasses have the names of the original classes. The name is
+    saved, and each of the two can read the files of the other. From the same messages, both make the same tensors:
+    `input_ids`, `attention_mask` and `mm_token_type_ids` `[B, S]`, `pixel_values`
+    `[patches, channels * temporal_patch_size * patch_size**2]` and `image_grid_thw` `[images, 3]`.
 
     Its subclasses are named as the originals are: the name is saved, and both read what the other wrote. They make the
     same tensors of the same messages: `input_ids`, `attention_mask` and `mm_token_type_ids` `[B, S]`, `pixel_values`
     `[patches, channels * temporal_patch_size * patch_size**2]` and `image_grid_thw` `[images, 3]`.
 
     Args:
-        image_processor (`Qwen2VLImageProcessorPil`): For the images.
-        tokenizer (`PreTrainedTokenizerBase`): For the text; pad on the left to generate.
+        image_processor (`Qwen2VLImageProcessorPil`): The processor of the images.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the text. It must pad on the left for `generate`.
         chat_template (`str`, *optional*): Jinja template of a conversation.
-        video_settings (`dict`, *optional*): Settings of a video processor. Only kept, and saved with the others.
+        video_settings (`dict`, *optional*): Settings of a video processor. They are only kept and saved with the other
+            settings.
     """
 
     video_processor_type: str
@@ -55,7 +63,10 @@ class WithoutVideos(ProcessorMixin):
         audio: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Makes a model's inputs as the original does; raises `ValueError` on a video, or an image without pixels."""
+        """Makes a model's inputs as the original does.
+
+        Raises `ValueError` for a video, or for an image without pixels.
+        """
         if videos is not None:
             raise ValueError(
                 "expected images and text, got a video; install torchvision for videos"
@@ -64,7 +75,9 @@ class WithoutVideos(ProcessorMixin):
         return super().__call__(images=images, text=text, audio=audio, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what `processor_config.json` holds, the video processor's settings at the place of the original."""
+        """Returns the content of `processor_config.json`, with the settings of the video processor under the original
+        key.
+        """
         config = super().to_dict()
         config["video_processor"] = config.pop("video_settings")
         return config
@@ -80,7 +93,7 @@ class WithoutVideos(ProcessorMixin):
             videos, _ = BaseVideoProcessor.get_video_processor_dict(
                 pretrained_model_name_or_path, **kwargs
             )
-        if "video_processor_type" in videos:  # without it, it is the images' file
+        if "video_processor_type" in videos:  # without this key, the file has the images' settings
             config["video_settings"] = videos
         return config, unused
 
@@ -98,9 +111,9 @@ class Qwen2_5_VLProcessor(WithoutVideos, processing_qwen2_5_vl.Qwen2_5_VLProcess
 
 
 def check_pixels(images: Any) -> None:
-    """Raises `ValueError` on images without pixels, on which Transformers' resizing divides by zero.
+    """Raises `ValueError` for images without pixels, for which Transformers' resizing divides by zero.
 
-    They are PIL images, arrays, what has no size, or lists of them.
+    `images` may be a PIL image, an array, an object without a size, or a list of these.
     """
     if isinstance(images, (list, tuple)):
         for image in images:  # type: ignore[reportUnknownVariableType]
@@ -115,13 +128,17 @@ def check_pixels(images: Any) -> None:
 
 
 def register_processors(auto: Any) -> None:
-    """Lets the `AutoProcessor` of `transformers.models.auto.processing_auto` choose these: it could only fail else."""
+    """Makes the `AutoProcessor` of `transformers.models.auto.processing_auto` choose these processors.
+
+    Without torchvision, the original processors could only fail.
+    """
     names: dict[str, str] = auto.PROCESSOR_MAPPING_NAMES
     for ours in (Qwen3VLProcessor, Qwen2_5_VLProcessor):
         for model_type in [model for model, name in names.items() if name == ours.__name__]:
-            # The name that a folder states is looked up here before it is among registered classes.
+            # `AutoProcessor` looks up the name from a folder in this table first, before it looks among registered
+            # classes.
             del names[model_type]
             config = CONFIG_MAPPING[model_type]
             auto.AutoProcessor.register(config, ours, exist_ok=True)
-            # Older releases take no registration for a config of Transformers' own.
+            # Older releases do not accept a registration for one of Transformers' own configs.
             auto.PROCESSOR_MAPPING._extra_content.setdefault(config, ours)

@@ -1,4 +1,6 @@
-"""The form of every table in a terminal: columns of texts at the left, and of numbers at the right."""
+"""This module defines the form of every table in a terminal: columns of texts on the left, columns of numbers on the
+right.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ def make_table(
     """Returns a table without rows.
 
     Args:
-        title (`str` or `Text`): Above the table.
-        texts (sequence of `str`): Headings of the first columns; long cells go on in the next line.
-        numbers (sequence of `str`): Headings of the other columns, which are aligned at the right.
-        wraps (`bool`): Whether numbers and their headings may be broken where there are too many columns.
+        title (`str` or `Text`): Title above the table.
+        texts (sequence of `str`): Headings of the first columns. Long cells of these columns continue on the next
+            line.
+        numbers (sequence of `str`): Headings of the other columns, which are right-aligned.
+        wraps (`bool`): Whether numbers and their headings may be broken into lines if there are too many columns.
     """
     table = Table(title=title, title_justify="left")
     for heading in texts:

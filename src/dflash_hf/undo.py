@@ -1,9 +1,9 @@
-"""Changes that last for a while and are taken back however it ends: hooks, and switches that other code looks at.
+"""This module makes temporary changes that are always undone: hooks, and switches that other code reads.
 
-An interrupt may come between any two lines, so also while a change is made or taken back. What is taken back here can
-be taken back twice, and is taken back whole if an interrupt cuts the first attempt short. What a call of `generate`
-with a draft has changed is taken back at the thread's next call at the latest, also where a traceback that is kept (as
-in a notebook) holds on to what should have done it.
+An interrupt may come between any two lines, also while a change is made or undone. So a change may be undone twice,
+and is undone completely even if an interrupt cuts the first attempt short. The changes of a call of `generate` with a
+draft are undone at the thread's next call at the latest. This also holds if a kept traceback (as in a notebook) keeps
+the code alive that should have undone them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
 
-# Where torch keeps forward hooks and what it knows about them, by ids that no two hooks share.
+# torch keeps forward hooks and their options in these tables, under ids that no two hooks share.
 _TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -29,7 +29,7 @@ _TABLES = (
 
 
 class _Open(threading.local):
-    """The calls of this thread that are running, and how to take back the changes that they have in force."""
+    """An instance holds the running calls of this thread, and the functions that undo their current changes."""
 
     def __init__(self) -> None:
         self.calls: set[object] = set()
@@ -41,8 +41,9 @@ _open = _Open()
 
 @contextmanager
 def calling() -> Generator[None]:
-    """Marks a call of `generate` with a draft, or a step of one that is looked at."""
-    # Of the thread that it is entered in: what is collected late may end in another one.
+    """Marks a running call of `generate` with a draft, or a step of a call that the user iterates over."""
+    # The set belongs to the thread that enters the context. A context that is collected late may end in another
+    # thread.
     calls = _open.calls
     call = object()
     try:
@@ -52,14 +53,14 @@ def calling() -> Generator[None]:
         finally:
             calls.discard(call)
     finally:
-        calls.discard(call)  # an interrupt may have come before the first one
+        calls.discard(call)  # an interrupt may have come before the first `discard`
 
 
 @contextmanager
 def undoing(undo: Callable[[], None]) -> Generator[None]:
-    """Calls `undo` at the end, whatever happens: make the change inside.
+    """Calls `undo` at the end, whatever happens. Make the change inside the context.
 
-    It may be called several times, and before the change was made.
+    `undo` may be called several times, and before the change was made.
     """
     is_undone = False
     changes = _open.changes
@@ -72,14 +73,14 @@ def undoing(undo: Callable[[], None]) -> Generator[None]:
             undo()
             is_undone = True
     finally:
-        if not is_undone:  # an interrupt may have cut the first one short, or come before it
+        if not is_undone:  # an interrupt may have come before or in the first `undo`
             undo()
         if undo in changes:
             changes.remove(undo)
 
 
 def undo_stale() -> None:
-    """Takes back changes whose end has been missed: those of calls of this thread that are not running any more."""
+    """Undoes changes that were not undone at their end: those of calls of this thread that no longer run."""
     if _open.calls or not _open.changes:
         return
     for undo in reversed(_open.changes):
@@ -88,17 +89,20 @@ def undo_stale() -> None:
 
 
 class Current(threading.local):
-    """What this thread is doing, for code that other threads run too; `None` where it does nothing of the kind."""
+    """An instance holds a value for what the current thread is doing, or `None`.
 
-    scope: tuple[Any, Any] | None = None  # with what stood here before
+    Other threads have their own value.
+    """
+
+    scope: tuple[Any, Any] | None = None  # the value, and the scope before it
 
     @contextmanager
     def doing(self, value: Any) -> Generator[None]:
-        """Sets it for as long as it is open."""
+        """Sets the value as long as the context is open."""
         scope = (value, self.scope)
 
         def put_back() -> None:
-            if self.scope is scope:  # this may come late, in another scope or thread
+            if self.scope is scope:  # the call may come late, in another scope or thread
                 self.scope = scope[1]
 
         with undoing(put_back):
@@ -106,18 +110,19 @@ class Current(threading.local):
             yield
 
 
-# What makes a change may collect garbage, and with it what is still open
+# Code that makes a change may collect garbage and so end other open contexts. So the lock is reentrant.
 _sharing = threading.RLock()
 _users: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def shared(key: Any, change: Callable[[], object], undo: Callable[[], None]) -> Generator[None]:
-    """Has a change in force that all threads see: the first to come makes it, and the last to go takes it back.
+    """Keeps a change that all threads see in force. The first user makes it, and the last user undoes it.
 
     Args:
-        key: What the change is of; held weakly.
-        change, undo (callable): Make it and take it back; `undo` may be called several times, and before `change`.
+        key: The object that is changed. It is referenced weakly.
+        change, undo (callable): Functions that make and undo the change. `undo` may be called several times, and
+            before `change`.
     """
     user = object()
 
@@ -139,7 +144,10 @@ def shared(key: Any, change: Callable[[], object], undo: Callable[[], None]) -> 
 
 
 class Hook(NamedTuple):
-    """A forward hook of a module, to be called after its forward or before, and what torch is to register it with."""
+    """An instance describes a forward hook of a module.
+
+    The hook is called after the forward or before it. `options` are passed to torch when the hook is registered.
+    """
 
     module: nn.Module
     function: Callable[..., None]
@@ -148,9 +156,10 @@ class Hook(NamedTuple):
 
 
 def _here(function: Callable[..., None]) -> Callable[..., None]:
-    """A hook that this thread alone calls: another one's forward of the same module is not ours to see.
+    """Returns a hook that only this thread calls. Forwards of the same module in other threads are ignored.
 
-    That one may call a hook without the keywords, too: torch notes that it wants them after it has registered it.
+    Another thread may also call the hook without keywords, because torch stores the wish for keywords only after it
+    has registered the hook.
     """
     thread = threading.get_ident()
 
@@ -163,11 +172,11 @@ def _here(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def hooked(*hooks: Hook) -> Generator[None]:
-    """Registers forward hooks, in order, for as long as it is open; they are called in this thread only."""
+    """Registers forward hooks, in order, as long as the context is open. They are called only in this thread."""
     functions = [_here(hook.function) for hook in hooks]
 
     def remove() -> None:
-        # By what they are: an interrupt may have come before anybody knew their ids.
+        # The hooks are found by their functions, because an interrupt may have come before their ids were known.
         for module in {hook.module for hook in hooks}:
             for table in (module._forward_hooks, module._forward_pre_hooks):
                 for number, function in list(table.items()):
@@ -186,7 +195,7 @@ def hooked(*hooks: Hook) -> Generator[None]:
 
 @contextmanager
 def held(mode: TorchDispatchMode) -> Generator[None]:
-    """Holds a dispatch mode of torch's: an interrupt may come within its own enter and exit."""
+    """Keeps a dispatch mode of torch active. An interrupt may come within the mode's own enter and exit."""
 
     def remove() -> None:
         while _get_current_dispatch_mode() is mode:
