@@ -1,1 +1,3 @@
-"""The target model: its parts, what of it can be driven, how its layers are tapped and its attention switched."""
+"""This package handles the target: its parts, the checks of what is supported, taps, its attention and its fast
+layers.
+"""

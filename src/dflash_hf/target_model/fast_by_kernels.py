@@ -1,6 +1,7 @@
-"""The fast forms where kernels run: norms, gated activations, residual sums, attention, angles; called as modules.
+"""This module defines the fast forms for devices on which kernels run. They replace the forwards of modules.
 
-A layer of Qwen3 that launches 55 kernels launches 13 then.
+There are fast forms of norms, gated activations, residual sums, attention and RoPE's angles. A layer of Qwen3, which
+launches 55 kernels, launches 13 in its fast form.
 """
 
 from __future__ import annotations
@@ -40,30 +41,32 @@ from dflash_hf.target_model.user_code import is_harmless, is_library, runs_its_c
 
 
 class FollowingNorm(NamedTuple):
-    """A norm whose input is a layer's output."""
+    """An instance describes a norm whose input is a layer's output."""
 
     norm: weakref.ref[nn.Module]
     eps: float
-    # The module that it is the first part of: the next layer or, behind all layers, the norm itself.
+    # The module whose first part is this norm: the next layer, or the norm itself if it comes after all layers.
     part_of: weakref.ref[nn.Module]
 
     @classmethod
     def of(cls, norm: nn.Module, part_of: nn.Module) -> FollowingNorm:
-        """Describes a norm of a model, which may be freed as before."""
+        """Returns the description of a norm. The norm is referenced weakly, so the model can still be freed."""
         return cls(weakref.ref(norm), epsilon_of(norm), weakref.ref(part_of))
 
 
 class NormedAhead(NamedTuple):
-    """The norm of a layer's output, computed with the sum that makes the output."""
+    """An instance holds the normed output of a layer, which was computed together with the sum that
+    makes the output.
+    """
 
     norm: nn.Module
     total: Tensor
     normed: Tensor
 
 
-# Threads may run different models, or one at the same time.
+# The state is kept per thread, because threads may run different models, or one model at the same time.
 class _Ahead(threading.local):
-    """What this thread's last layer has normed for the norm behind it."""
+    """This holds the output that this thread's last layer has normed for the norm after it."""
 
     normed: NormedAhead | None = None
 
@@ -72,29 +75,31 @@ _ahead = _Ahead()
 
 
 def forget_normed_ahead() -> None:
-    """Lets go of what a layer has normed for a norm that was not called."""
+    """Drops the output that a layer has normed for a norm that was not called."""
     _ahead.normed = None
 
 
 def fast_forward_of(
     module: Any, dtype: torch.dtype, following: FollowingNorm | None = None
 ) -> FastForward | None:
-    """Returns the fast forward of a norm, gated MLP, attention, decoder layer or rotary embedding, else `None`.
+    """Returns the fast forward of a norm, gated MLP, attention, decoder layer or rotary embedding, or `None` for
+    others.
 
-    It is called with the class's forward, the module, and what the module is called with.
+    The fast forward takes the class's forward, the module, and the arguments of the module's call.
 
     Args:
-        module (`nn.Module`): Any.
-        dtype (`torch.dtype`): Of its weights.
-        following (`FollowingNorm`, *optional*): For a layer, the norm that takes its output, if it is known.
+        module (`nn.Module`): Any module.
+        dtype (`torch.dtype`): The dtype of its weights.
+        following (`FollowingNorm`, *optional*): For a layer, the norm of its output, if that norm is known.
     """
-    # The trials run the kernels' definitions on the CPU: whether a kernel agrees with its definition is for its tests.
+    # The trials run the definitions of the kernels on the CPU. The tests check that a kernel agrees with its
+    # definition.
     if _is_fast_norm(module, dtype):
         return functools.partial(_norm_forward, epsilon_of(module))
     if is_gated_mlp(module) and gated_mlp_agrees(module, _run_gated_mlp_by_reference, dtype):
         return _gated_mlp_forward
     if is_attention(module) and attention_agrees(module, _run_attention_by_reference, dtype):
-        # The epsilons of the trial: a call with others runs the class's forward.
+        # These are the epsilons of the trial. A call with other epsilons runs the class's forward.
         epsilons = [epsilon_of(norm) for norm in head_norms(module)]
         return functools.partial(_attention_forward, epsilons)
     if is_layer(module) and residuals_agree(module, _residuals_by_reference, dtype):
@@ -106,9 +111,10 @@ def fast_forward_of(
 
 
 def following_norms(target: Target, dtype: torch.dtype) -> dict[nn.Module, FollowingNorm]:
-    """Returns, by layer, the norm that takes its output: the next layer's first one, or the one behind all layers.
+    """Returns for each layer the norm of its output: the first norm of the next layer, or the norm
+    after all layers.
 
-    None in a decoder that is not Transformers' own: its code may change between two layers what one hands to the next.
+    The result is empty for a decoder that is not Transformers' own. Its code may change the states between two layers.
     """
     if not is_library(type(target.decoder).__module__):
         return {}
@@ -119,7 +125,7 @@ def following_norms(target: Target, dtype: torch.dtype) -> dict[nn.Module, Follo
         norm: Any = following.input_layernorm
         if _is_fast_norm(norm, dtype):
             found[layer] = FollowingNorm.of(norm, part_of=following)
-    # Decoders of Transformers call the norm behind their layers so; under another name it is not handed anything.
+    # Decoders of Transformers call the norm after their layers `norm`. Under another name, it gets no normed states.
     last_norm = target.decoder._modules.get("norm")
     if last_norm is not None and _is_fast_norm(last_norm, dtype):
         last_layer = target.layers[-1]
@@ -137,21 +143,22 @@ def _norm_forward(
     if len(args) != 1 or kwargs:
         return plain(module, *args, **kwargs)
     states = args[0]
-    # The dtype of the states may be another one than the trial's, under autocast.
+    # Under autocast, the dtype of the states may differ from the dtype of the trial.
     is_covered = ops.use_kernel(ops.rms_norm, states, module.weight) and epsilon_of(module) == eps
     if not is_covered:
         return plain(module, states)
     ahead = _ahead.normed
-    # What was normed ahead is let go in any case: its memory is wanted by the next layer.
+    # The states that were normed ahead are dropped in any case, because the next layer needs their memory.
     _ahead.normed = None
-    # The same tensor object, not the same numbers: nothing came between sum and norm.
+    # The tensor objects are compared, not their numbers: with the same object, nothing came between the sum and the
+    # norm.
     if ahead is not None and ahead.norm is module and ahead.total is states:
         return ahead.normed
     return ops.rms_norm(states, module.weight, eps)
 
 
 def _gated_mlp_forward(plain: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    # The kernel takes the activation's place, so that a hook on it would be passed by.
+    # The kernel replaces the activation, so a hook on the activation would not be called.
     if len(args) != 1 or kwargs or not runs_its_class(module.act_fn):
         return plain(module, *args, **kwargs)
     states = args[0]
@@ -180,7 +187,7 @@ def _attention_forward(
         return plain(module, *args, **kwargs)
     norms = head_norms(module)
     epsilons_now = [epsilon_of(norm) for norm in norms]
-    # The kernel takes the norms' place, so that a hook on one would be passed by.
+    # The kernel replaces the norms, so a hook on a norm would not be called.
     if not all(map(runs_its_class, norms)) or epsilons_now != epsilons:
         return plain(module, **kwargs)
     weights = [norm.weight for norm in norms]
@@ -207,10 +214,11 @@ def _layer_forward(
     if not is_same or not ops.use_kernel(ops.add_norm, states, norm.weight):
         return plain(module, states, **kwargs)
     hidden, update = _residuals(ops.add_norm, module, states, kwargs)
-    # The sum as the class has it: the norm behind it is called by whoever comes next.
+    # The sum is computed as in the class, because the norm after it is called by other code.
     if following is None or not _is_handed_on(module, following):
         return hidden + update
-    # The layer's last sum and the next layer's first norm are one launch, with both in one tensor `[2, B, W, D]`.
+    # One launch computes the layer's last sum and the next layer's first norm. It returns both in one tensor
+    # `[2, B, W, D]`.
     next_norm: Any = following.norm()
     if not ops.use_kernel(ops.add_norm, hidden, update, next_norm.weight):
         return hidden + update
@@ -232,21 +240,22 @@ def _rotary_forward(
 
 
 def multiplies_in_tf32() -> bool:
-    """Returns True if GPUs round the numbers of a float32 product to 10 bits."""
-    # Classes of older releases make angles by a product of matrices, and the prefill has turned its keys by those.
+    """Returns True if GPUs round the inputs of a float32 product to 10 bits of mantissa."""
+    # Classes of older releases compute angles by a matrix product, and the prefill has rotated its keys by such
+    # angles.
     settings: Any = torch.backends.cuda.matmul
-    # torch before 2.9 has one switch, which later releases refuse to read where both ways of setting it were used.
+    # torch before 2.9 has one switch. Later releases refuse to read this switch if both ways of setting it were used.
     if hasattr(settings, "fp32_precision"):
         return settings.fp32_precision == "tf32"
     return settings.allow_tf32
 
 
 def _is_handed_on(module: nn.Module, following: FollowingNorm) -> bool:
-    """Returns True if no hook comes between a layer's output and the norm, that may change the output in place."""
-    # Asked in every call: hooks may have come since the plan was made.
+    """Returns True if no hook between a layer's output and the norm may change this output in place."""
+    # This is checked in every call, because hooks may have been added since the plan was made.
     norm = following.norm()
     part_of = following.part_of()
-    # A layer that was replaced may be gone.
+    # A layer that was replaced may have been freed.
     if norm is None or part_of is None:
         return False
     if not runs_its_class(norm) or epsilon_of(norm) != following.eps:
@@ -263,14 +272,18 @@ def _run_attention(
     cache: RaggedCache,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attention over the ragged cache, its queries, keys and values by `norm_rope_write` or its reference."""
-    # Heads are [B, W, H, E], as the cache and the kernel have them.
+    """Runs attention over the ragged cache.
+
+    `norm_rope_write` or its reference computes its queries, keys and values.
+    """
+    # Heads are [B, W, H, E], as in the cache and the kernel.
     shape = (*states.shape[:-1], -1, module.head_dim)
     index = module.layer_idx
-    # Unless one launch multiplies by them, projections are called as modules: they may be adapters or quantised.
+    # Unless one launch computes all projections, they are called as modules, because they may be adapters or
+    # quantised.
     projections = (module.q_proj, module.k_proj, module.v_proj)
     query, key, value = (each.view(shape) for each in joint_products.linears(states, *projections))
-    # The angles may be one row for all, where the kernel reads one row each.
+    # The angles may be one row for all rows of the batch, but the kernel reads one row for each.
     cos, sin = kwargs["position_embeddings"]
     cos = cos.expand(len(states), -1, -1)
     sin = sin.expand(len(states), -1, -1)
@@ -293,7 +306,7 @@ def _run_attention(
         value_buffer,
         eps,
     )
-    # The kernel has written the block, so that the cache's keys are the context and the block, `[B, G, R, E]`.
+    # The kernel has written the block, so the cache's keys are those of the context and the block, `[B, G, R, E]`.
     keys, values = cache.read(index)
     dropout = 0.0
     if module.training:
@@ -316,7 +329,7 @@ def _run_attention(
 def _run_rotary(
     rope_angles: Callable[..., Tensor], module: Any, x: Tensor, position_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[B, W, T]` in the dtype of `x`, by `rope_angles` or its reference."""
+    """Returns cosines and sines `[B, W, T]` in the dtype of `x`, computed by `rope_angles` or its reference."""
     scaling = float(module.attention_scaling)
     cos, sin = rope_angles(position_ids, module.inv_freq, scaling, x.dtype).unbind()
     return cos, sin
@@ -325,9 +338,9 @@ def _run_rotary(
 def _residuals(
     add_norm: Callable[..., Tensor], module: Any, hidden: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """A layer with pre-norms, its first sum and second norm by `add_norm` or its reference.
+    """Runs a layer with pre-norms. `add_norm` or its reference computes its first sum and its second norm.
 
-    Returns the two whose sum is the layer's output.
+    Returns the two tensors whose sum is the layer's output.
     """
     # Attention, norms and MLP are called as modules, so that hooks on them fire.
     normed = module.input_layernorm(hidden)
@@ -338,7 +351,7 @@ def _residuals(
     return total, module.mlp(normed)
 
 
-# What the kernels are defined to compute, for the trials.
+# The functions below run the definitions of the kernels, for the trials.
 
 
 def _run_norm_by_reference(norm: Any, states: Tensor) -> Tensor:

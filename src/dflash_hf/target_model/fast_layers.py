@@ -1,12 +1,14 @@
-"""Layers of the target in fewer operations while a verify runs: which modules, and in which thread.
+"""This module runs layers of the target in fewer operations during a verify.
 
-Where kernels run (`ops.use_kernel`) by them (`fast_by_kernels.py`), on a CPU (`ops.use_short_forwards`) by fewer
-operations of torch's own and fewer calls (`fast_on_cpu.py`). Which classes have such a fast form stands in tables
-(`layer_tables.py`); it is compared with the class's own forward before its first use. A module that has a forward of
-its own runs as it is, and so does one that would be passed by while hooks hang on it.
+It decides for which modules and in which thread this happens.
 
-Nothing of the model is changed but for an attribute `forward` on these modules while a verify runs, which acts in the
-verifying thread only. Hooks are called outside of `forward`, so taps fire as ever.
+If kernels run (`ops.use_kernel`), the fast forms use them (`fast_by_kernels.py`). On a CPU (`ops.use_short_forwards`),
+the fast forms use fewer operations of torch and fewer calls (`fast_on_cpu.py`). Tables name the classes that have such
+a fast form (`layer_tables.py`). Before the first use, the fast form is compared with the class's own forward. A module
+with a forward of its own runs unchanged. So does a module with hooks if its fast form would not call it.
+
+During a verify, these modules have an attribute `forward`, which has an effect only in the verifying thread. Nothing
+else of the model is changed. Hooks are called outside of `forward`, so taps work as usual.
 """
 
 from __future__ import annotations
@@ -36,28 +38,28 @@ from dflash_hf.target_model.parts import Target
 from dflash_hf.target_model.user_code import MARK, Code, has_own_forward, is_harmless
 from dflash_hf.undo import Current, shared, undoing
 
-# A forward for a module, to be bound to it.
+# A forward of a module, which is bound to the module.
 Forward = Callable[..., Any]
 
 
 class _Running(NamedTuple):
-    """What a thread runs in fewer operations."""
+    """An instance describes what a thread runs in fewer operations."""
 
     model: PreTrainedModel
     layers: dict[nn.Module, FastLayer]  # on a CPU, the layers that run as one function
-    is_whole_run: bool  # from the prefill on, and nothing but the run uses the model
+    is_whole_run: bool  # whether this covers the prefill too, and only the run uses the model
 
 
 _running = Current()
 
 
 class Plan:
-    """The fast forms of a model's modules, as long as these are the same and compute the same.
+    """A plan holds the fast forms of a model's modules, as long as the modules and their code stay the same.
 
     Args:
         target (`Target`): The target.
-        dtype (`torch.dtype`): Of its weights; fast forms are tried in it.
-        by_kernels (`bool`): Whether they are those of the kernels, else those on a CPU.
+        dtype (`torch.dtype`): The dtype of its weights. Fast forms are tried in this dtype.
+        by_kernels (`bool`): Whether the fast forms use kernels. Otherwise they are the fast forms on a CPU.
     """
 
     def __init__(self, target: Target, dtype: torch.dtype, by_kernels: bool) -> None:
@@ -65,12 +67,12 @@ class Plan:
         self._dtype = dtype
         self._by_kernels = by_kernels
         modules = target.parts.modules
-        # Before the trials: what is replaced meanwhile is noticed at the next call.
+        # This comes before the trials, so that code which is replaced during a trial is noticed at the next call.
         self._code = Code({type(module) for module in modules})
-        # Modules are held weakly: the plan of a model is kept as long as the model, and must not keep it.
+        # Modules are held weakly, because a plan is kept as long as its model and must not keep the model itself.
         self._forwards = list[tuple[weakref.ref[nn.Module], Forward]]()
         self._layers = list[tuple[weakref.ref[nn.Module], LayerForm]]()
-        # What torch.compile has traced is not to be traced again.
+        # Modules that torch.compile has traced must not be traced again.
         if any(module._compiled_call_impl is not None for module in modules):
             return
         if by_kernels:
@@ -80,19 +82,21 @@ class Plan:
             self._add_forms_on_cpu(target.head)
 
     def is_for(self, target: Target, dtype: torch.dtype, by_kernels: bool) -> bool:
-        """Returns True if it still holds for a target."""
-        # The facts are another object as soon as one of the modules is another one.
+        """Returns True if the plan is still valid for a target."""
+        # The facts are a new object as soon as one of the modules is another object.
         has_same_modules = self._facts is target.facts
         has_same_forms = self._dtype == dtype and self._by_kernels == by_kernels
         return has_same_modules and has_same_forms and self._code.is_same()
 
     def prepared_layers(self, config: Any, is_unmodified: bool) -> dict[nn.Module, FastLayer]:
-        """Returns the layers that run as one function in a run on a CPU, and what they compute with; see `prepare`."""
+        """Returns the layers that run as one function in a run on a CPU, and the values that they
+        use; see `prepare`.
+        """
         found = dict[nn.Module, FastLayer]()
         angles = AnglesOfForward()
         for weak, form in self._layers:
             layer = weak()
-            # A layer that was taken out of the model may be gone already.
+            # A layer that was removed from the model may have been freed.
             if layer is None:
                 continue
             prepared = prepare(layer, form, config, is_unmodified, angles)
@@ -101,20 +105,20 @@ class Plan:
         return found
 
     def attach(self) -> None:
-        """Puts the forwards on their modules; a forward of the user's stays."""
+        """Sets the forwards of the modules. A forward of the user is kept."""
         for weak, forward in self._forwards:
             module = weak()
-            # Bound, so that a copy of the module has its own.
+            # The forward is bound to the module, so that a copy of the module has its own.
             if module is not None and not has_own_forward(module):
                 module.__dict__["forward"] = MethodType(forward, module)
 
     def detach(self) -> None:
-        """Takes the forwards away again."""
+        """Removes the forwards from the modules."""
         for weak, _ in self._forwards:
             module = weak()
             if module is None:
                 continue
-            # A forward that the user has put there meanwhile stays.
+            # A forward that the user has set in the meantime is kept.
             is_ours = "forward" in module.__dict__ and not has_own_forward(module)
             if is_ours:
                 del module.forward
@@ -122,14 +126,14 @@ class Plan:
     def _add_forms_by_kernels(self, target: Target) -> None:
         following = fast_by_kernels.following_norms(target, self._dtype)
         for module in target.decoder.modules():
-            # Every module has a form of its own here, a layer as well as its parts: all of them are called.
+            # With kernels, a layer and its parts each have a form of their own, because all of them are called.
             next_norm = following.get(module)
             fast = fast_by_kernels.fast_forward_of(module, self._dtype, next_norm)
             if fast is not None:
                 self._put(module, _in_this_thread(fast))
 
     def _add_forms_on_cpu(self, module: nn.Module) -> None:
-        """Adds the forms of a module and, unless it runs as one function, of its parts."""
+        """Adds the form of a module. If the module does not run as one function, the forms of its parts are added."""
         form = layer_form_of(module, self._dtype)
         if form is not None:
             self._layers.append((weakref.ref(module), form))
@@ -139,12 +143,13 @@ class Plan:
         if fast is not None:
             self._put(module, _in_this_thread(fast))
             return
-        # Parts are tried where the whole has no form: a norm in a layer of another class still runs in one operation.
+        # Parts are tried if the whole module has no form. A norm in a layer of another class can still run in one
+        # operation.
         for part in module.children():
             self._add_forms_on_cpu(part)
 
     def _put(self, module: nn.Module, forward: Forward) -> None:
-        """Notes the forward that a module is to have while a verify runs."""
+        """Stores the forward that a module has during a verify."""
         self._forwards.append((weakref.ref(module), forward))
 
 
@@ -153,34 +158,36 @@ _plans: weakref.WeakKeyDictionary[PreTrainedModel, Plan] = weakref.WeakKeyDictio
 
 @contextmanager
 def fast_layers(target: Target, is_whole_run: bool = False) -> Generator[None]:
-    """Runs modules of the target's decoder that have a fast form by it, in this thread only.
+    """Runs the fast forms of the target's modules that have one, in this thread only.
 
-    Within a whole run, [`fast_whole_run`], nothing is looked up again.
+    Within [`fast_whole_run`], this context does nothing.
 
     Args:
-        target (`Target`): The target; nothing happens unless its embedding is on a CPU or where kernels run.
-        is_whole_run (`bool`): Whether what is called over Transformers' cache is a prefill of ours.
+        target (`Target`): The target. Nothing happens unless its embedding is on a CPU or on a device where kernels
+            run.
+        is_whole_run (`bool`): Whether a call over Transformers' cache is a prefill of this package.
     """
     weight: Any = target.embedding.weight
-    # The embedding's weight stands for all others: the forms ask again for the tensors of each call.
+    # The embedding's weight is checked for all weights. The fast forms check the tensors of each call themselves.
     by_kernels = ops.use_kernel(ops.rms_norm, weight)
     has_fast_forms = by_kernels or ops.use_short_forwards(weight)
     if in_whole_run(target) or not has_fast_forms:
         yield
         return
     plan = _plan_of(target, weight.dtype, by_kernels)
-    # What runs before the layers may change what they are made of.
+    # Hooks that run before the layers may change the layers' parts.
     hooks_of_model = target.model._forward_pre_hooks.values()
     hooks_of_decoder = target.decoder._forward_pre_hooks.values()
     stays_as_it_is = all(map(is_harmless, [*hooks_of_model, *hooks_of_decoder]))
     layers = dict[nn.Module, FastLayer]()
     if stays_as_it_is:
-        # Only a whole run has prompts that go by the fast form.
+        # Only a whole run uses the fast form for prompts.
         config = target.config if is_whole_run else None
         layers = plan.prepared_layers(config, is_whole_run)
     forgetting: AbstractContextManager[None] = nullcontext()
     if by_kernels:
-        # A forward may stop between a sum and its norm: what was normed ahead must not wait for another run's norm.
+        # A forward may stop between a sum and its norm. States that were normed ahead must not stay for another run's
+        # norm.
         forgetting = undoing(fast_by_kernels.forget_normed_ahead)
     with (
         forgetting,
@@ -191,12 +198,13 @@ def fast_layers(target: Target, is_whole_run: bool = False) -> Generator[None]:
 
 
 def fast_whole_run(target: Target) -> AbstractContextManager[None]:
-    """[`fast_layers`] of a run from its prefill on, in which nothing but its forwards uses the target.
+    """Returns the context of [`fast_layers`] for a run from its prefill on, in which only its own forwards use the
+    target.
 
-    On a CPU only: kernels are for a verify. Not where code of the user's runs within a forward.
+    This is only for a CPU, because kernels are for a verify. It does nothing if the user's code runs within a forward.
     """
     weight: Any = target.embedding.weight
-    # In the prefill the layers go over Transformers' cache by SDPA, and under no other attention.
+    # In the prefill, the fast layers run over Transformers' cache by SDPA. They support no other attention.
     has_fast_prompts = ops.use_short_forwards(weight) and by_sdpa(target.config)
     if has_fast_prompts and target.is_unmodified:
         return fast_layers(target, is_whole_run=True)
@@ -204,17 +212,17 @@ def fast_whole_run(target: Target) -> AbstractContextManager[None]:
 
 
 def in_whole_run(target: Target) -> bool:
-    """Returns True within [`fast_whole_run`]: no code of the user's runs in the target."""
+    """Returns True within [`fast_whole_run`], where no code of the user runs in the target."""
     scope = _running.scope
     if scope is None:
         return False
     running: _Running = scope[0]
-    # Another model may run inside: a target of its own, in a callback.
+    # Another model may run inside, such as another target in a callback.
     return running.is_whole_run and running.model is target.model
 
 
 def _plan_of(target: Target, dtype: torch.dtype, by_kernels: bool) -> Plan:
-    """Returns a model's plan; a new one when modules were replaced, or what their classes compute."""
+    """Returns a model's plan. A new plan is made if modules were replaced, or the code of their classes."""
     plan = _plans.get(target.model)
     if plan is None or not plan.is_for(target, dtype, by_kernels):
         plan = Plan(target, dtype, by_kernels)
@@ -223,7 +231,10 @@ def _plan_of(target: Target, dtype: torch.dtype, by_kernels: bool) -> Plan:
 
 
 def _in_this_thread(fast: FastForward) -> Forward:
-    """Returns a forward for a module, to be bound: the fast one in a verifying thread, elsewhere its class's."""
+    """Returns a forward to bind to a module.
+
+    It runs the fast form in a verifying thread, and elsewhere the class's forward.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = type(self).forward
@@ -236,12 +247,15 @@ def _in_this_thread(fast: FastForward) -> Forward:
 
 
 def _layer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A forward for a layer, to be bound: as one function where this thread has prepared it, elsewhere its class's."""
+    """Runs a layer as one function if this thread has prepared it, and otherwise its class's forward.
+
+    It is bound to a layer.
+    """
     scope = _running.scope
     if scope is not None:
         running: _Running = scope[0]
         layer = running.layers.get(self)
-        # A layer that was found changed at the run's beginning is not among them.
+        # A layer that was changed before the run began is not in this dictionary.
         if layer is not None:
             out = layer.answer(self, args, kwargs)
             if out is not None:

@@ -1,10 +1,10 @@
-"""The fast forms on a CPU, where a call of a module costs as much as many of its operations.
+"""This module defines the fast forms on a CPU, where a call of a module costs as much as many of its operations.
 
-A decoder layer like Llama's or Qwen3's runs as one function, over the ragged cache and, in a prefill, over
-Transformers': torch's own norm instead of six operations, heads that stay where the projections put them, and no call
-of a module within it. Norms and attention of other layers have a fast form of their own. Projections that are no plain
-`nn.Linear`, adapters and quantised ones, are called as modules; hooks and forwards of the user's within a layer leave
-it to its class.
+A decoder layer like Llama's or Qwen3's runs as one function, over the ragged cache or, in a prefill, over
+Transformers' cache. It uses torch's own norm instead of six operations, does not transpose heads for RoPE, and calls
+no module. Norms and attention of other layers have fast forms of their own. Projections that are not a plain
+`nn.Linear`, such as adapters and quantised layers, are called as modules. If a layer has hooks or forwards of the user
+in it, its class's forward runs.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from dflash_hf.target_model.known_layers import (
 from dflash_hf.target_model.reentry import KEYWORD, mask_of_layer
 from dflash_hf.target_model.user_code import is_harmless, is_published, runs_its_class
 
-# The class's forward, the module, and what it is called with.
+# It takes the class's forward, the module, and the arguments of the module's call.
 FastForward = Callable[..., Any]
-# From states to states.
+# Maps states to states.
 Run = Callable[[Tensor], Tensor]
 Projection = Run | Parameters
-# From states to what several layers make of them.
+# Maps states to the outputs of several layers.
 RunAll = Callable[[Tensor], Sequence[Tensor]]
-# What a decoder layer is called with in a prefill: with anything else its class knows what to do.
-# LLaVA-OneVision hands `logits_to_keep` down to layers, and all models `output_hidden_states`: these have no meaning
-# there. Transformers records states by hooks, which are called behind a layer's fast form too.
+# These are the keywords of a decoder layer's call in a prefill. With any other keyword, its class's forward runs.
+# LLaVA-OneVision passes `logits_to_keep` to its layers, and all models pass `output_hidden_states`. Layers do not use
+# these two. Transformers records states by hooks, which are called after a layer's fast form too.
 PREFILL = {
     "attention_mask",
     "position_ids",
@@ -61,34 +61,35 @@ PREFILL = {
     "logits_to_keep",
     "output_hidden_states",
 }
-# Models with experts hand a switch for their routers' logits down to layers, which asks for nothing where it is off.
+# Models with experts pass a switch for the logits of their routers to their layers. If it is off, nothing is
+# requested.
 ROUTERS = "output_router_logits"
 
 
 class LayerForm(NamedTuple):
-    """The fast form of a decoder layer: how its class was found to compute."""
+    """An instance describes the fast form of a decoder layer: what its class was found to compute."""
 
-    epsilons: list[float]  # of its two norms, and of its attention's
-    # Whether its MLP is `down(silu(gate(x)) * up(x))`; any other is called as a module
+    epsilons: list[float]  # epsilons of its two norms, then of its attention's norms
+    # Whether its MLP is `down(silu(gate(x)) * up(x))`. Any other MLP is called as a module
     is_gated: bool
 
     @classmethod
     def of(cls, layer: Any) -> LayerForm:
-        """Reads it from a layer."""
+        """Returns the form of a layer."""
         epsilons = [epsilon_of(norm) for norm in _all_norms(layer)]
         mlp = layer._modules["mlp"]
         return cls(epsilons, is_gated_mlp(mlp))
 
 
 def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
-    """Returns the fast forward of a norm, an attention or a linear layer, else `None`.
+    """Returns the fast forward of a norm, an attention or a linear layer, or `None` for others.
 
-    It is called with the class's forward, the module, and what the module is called with.
+    The fast forward takes the class's forward, the module, and the arguments of the module's call.
     """
     if is_norm(module) and norm_agrees(module, _run_norm, dtype):
         return functools.partial(_norm_forward, epsilon_of(module))
     if is_attention(module) and attention_agrees(module, _run_attention, dtype):
-        # The epsilons of the trial: a call with others runs the class's forward.
+        # These are the epsilons of the trial. A call with other epsilons runs the class's forward.
         epsilons = [epsilon_of(norm) for norm in head_norms(module)]
         return functools.partial(_attention_forward, epsilons)
     if type(module) is nn.Linear and is_published(module):
@@ -97,7 +98,7 @@ def fast_forward_of(module: Any, dtype: torch.dtype) -> FastForward | None:
 
 
 def layer_form_of(module: Any, dtype: torch.dtype) -> LayerForm | None:
-    """Returns the fast form of a decoder layer, which is prepared for each run by [`prepare`], else `None`."""
+    """Returns the fast form of a decoder layer, or `None` if it has none. [`prepare`] prepares it for each run."""
     if not is_layer(module) or not is_attention(module._modules["self_attn"]):
         return None
     if not layer_agrees(module, _run_layer, dtype):
@@ -108,21 +109,22 @@ def layer_form_of(module: Any, dtype: torch.dtype) -> LayerForm | None:
 def prepare(
     layer: Any, form: LayerForm, config: Any, is_unmodified: bool, angles: AnglesOfForward
 ) -> FastLayer | None:
-    """Looks up what a layer computes with in one run; `None` where it runs as it is.
+    """Looks up the values that a layer uses in one run. Returns `None` if the layer runs by its class's forward.
 
     Args:
         layer (`nn.Module`): The layer.
-        form (`LayerForm`): Its fast form.
-        config (`PreTrainedConfig`, *optional*): The one whose attention is Transformers' SDPA.
-        is_unmodified (`bool`): Whether the whole model was found so; else hooks and forwards are looked for here.
-        angles (`AnglesOfForward`): What the layers of the run share.
+        form (`LayerForm`): The fast form of the layer.
+        config (`PreTrainedConfig`, *optional*): The config whose attention is Transformers' SDPA.
+        is_unmodified (`bool`): Whether the whole model was found unmodified. If not, hooks and forwards are checked
+            here.
+        angles (`AnglesOfForward`): The angles that the layers of the run share.
     """
     attention = layer._modules["self_attn"]
     mlp = layer._modules["mlp"]
     norms = _all_norms(layer)
     weights = [norm._parameters["weight"] for norm in norms]
     dtype = weights[0].dtype
-    # Epsilons, dtypes and devices may have been set since the trial: each run asks again.
+    # Epsilons, dtypes and devices may have been changed since the trial, so each run checks them.
     epsilons = [epsilon_of(norm) for norm in norms]
     if epsilons != form.epsilons:
         return None
@@ -131,33 +133,36 @@ def prepare(
     parts = [layer, attention, *norms]
     if form.is_gated:
         parts += [mlp, mlp._modules["act_fn"]]
-    # Dropout of a model in training is in no fast form.
+    # No fast form has the dropout of a model in training.
     if any(part.training for part in parts):
         return None
     if not is_unmodified and not _is_plain_layer(parts, weights):
         return None
-    # Another attention's config may name another implementation than SDPA.
+    # The config of another attention may name another implementation than SDPA.
     takes_prompts = attention.__dict__["config"] is config
     return FastLayer.of(layer, form, is_unmodified, takes_prompts, angles)
 
 
 class AnglesOfForward:
-    """The angles of RoPE as [`rotate`] takes them, made once in a forward for all its layers."""
+    """An instance holds the angles of RoPE in the form that [`rotate`] needs.
+
+    One forward makes them once for all layers.
+    """
 
     def __init__(self) -> None:
-        # Held, so that no other pair may be at the same address.
+        # The pair is held, so that no other pair can have the same address.
         self._cos_sin: tuple[Tensor, Tensor] | None = None
         self._writes: list[int] = []
         self._angles: Angles | None = None
 
     def of(self, cos_sin: tuple[Tensor, Tensor]) -> Angles:
-        """Returns those of cosines and sines `[B, W, E]`: a decoder gives all its layers the same pair."""
-        # A hook of the user's may write into the pair between two layers.
+        """Returns the angles of cosines and sines `[B, W, E]`. A decoder passes the same pair to all its layers."""
+        # A hook of the user may write into the pair between two layers.
         writes = list(map(num_writes, cos_sin))
         is_same = self._cos_sin is cos_sin and self._writes == writes
         if self._angles is None or not is_same:
             cos, sin = cos_sin
-            # Angles are [B, W, 1, E], to broadcast over heads that stand behind the tokens.
+            # Angles are [B, W, 1, E], because the dimension of heads comes after the tokens.
             self._angles = Angles.of((cos.unsqueeze(2), sin.unsqueeze(2)))
             self._cos_sin = cos_sin
             self._writes = writes
@@ -165,20 +170,20 @@ class AnglesOfForward:
 
 
 class FastAttention(NamedTuple):
-    """An attention in a run: its projections, the parameters of its norms, if it has any, and settings."""
+    """An instance holds the values that an attention uses in a run: projections, parameters of its norms, settings."""
 
-    project: RunAll  # to queries, keys and values
+    project: RunAll  # computes queries, keys and values
     out: Projection
-    norms: list[Parameters]  # of queries and of keys, or empty
+    norms: list[Parameters]  # for queries and for keys, or empty
     eps: float  # of both norms
-    size: int  # numbers in a head
+    size: int  # size of a head
     scaling: float  # of the scores
-    window: int | None  # tokens that a query sees, `None` for all
+    window: int | None  # number of tokens that a query sees, `None` for all
     angles: AnglesOfForward
 
     @classmethod
     def of(cls, module: Any, is_unmodified: bool, angles: AnglesOfForward) -> FastAttention:
-        """Looks up what a module computes with."""
+        """Looks up the values that an attention module uses."""
         parts = module._modules
         query_key_value = [parts["q_proj"], parts["k_proj"], parts["v_proj"]]
         return cls(
@@ -195,9 +200,9 @@ class FastAttention(NamedTuple):
     def run(self, module: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
         """Returns the attention output `[B, W, D]` of states `[B, W, D]` over a cache.
 
-        Heads stay where the projections put them: nothing is transposed for RoPE.
+        Heads stay in the order of the projections' output, so nothing is transposed for RoPE.
         """
-        # Heads are [B, W, H, E] here, where Transformers' modules have [B, H, W, E].
+        # Heads are [B, W, H, E] here. Transformers' modules have [B, H, W, E].
         shape = (*states.shape[:-1], -1, self.size)
         query, key, value = self.project(states)
         query = query.view(shape)
@@ -210,7 +215,7 @@ class FastAttention(NamedTuple):
         angles = self.angles.of(kwargs["position_embeddings"])
         query = rotate(query, angles)
         key = rotate(key, angles)
-        # Keys and values stay as they are: the ragged cache keeps them token by token.
+        # Keys and values are not transposed, because the ragged cache is token-major too.
         query = query.transpose(1, 2)
         if isinstance(cache, RaggedCache):
             heads = self._over_ragged(module, query, key, value, cache)
@@ -221,7 +226,7 @@ class FastAttention(NamedTuple):
     def _over_ragged(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, cache: RaggedCache
     ) -> Tensor:
-        """Attention over the ragged cache, with the mask that follows from it."""
+        """Runs attention over the ragged cache, with the mask that follows from the cache."""
         keys, values = cache.extend(module.layer_idx, key, value)
         mask = mask_of_layer(cache, keys, self.window)
         return attend(query, keys, values, mask, self.scaling)
@@ -235,21 +240,22 @@ class FastAttention(NamedTuple):
         cache: Any,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Attention as Transformers' own, with the mask that the decoder made."""
-        # Transformers' cache keeps [B, G, S, E].
+        """Runs Transformers' own attention, with the mask that the decoder made."""
+        # Transformers' cache has the shape [B, G, S, E].
         key = key.transpose(1, 2)
         value = value.transpose(1, 2)
         keys, values = cache.update(key, value, module.layer_idx)
         mask = kwargs.get("attention_mask")
-        # The module goes along: from it the function reads whether and how often heads are repeated.
+        # The function reads from the module whether heads are repeated, and how often.
         heads, _ = sdpa_attention_forward(module, query, keys, values, mask, scaling=self.scaling)
         return heads
 
 
 class FastLayer(NamedTuple):
-    """A decoder layer in a run: parameters and epsilons of its norms, its attention, its MLP.
+    """An instance holds the values that a decoder layer uses in a run: parameters and epsilons of its norms,
+    attention, MLP.
 
-    Parameters are looked up where they are used, so that one may be replaced.
+    Parameters are looked up at each use, so that one may be replaced.
     """
 
     first: Parameters
@@ -258,7 +264,7 @@ class FastLayer(NamedTuple):
     second_eps: float
     attention: FastAttention
     mlp: Run
-    takes_prompts: bool  # whether it runs over Transformers' cache, too
+    takes_prompts: bool  # whether it also runs over Transformers' cache
 
     @classmethod
     def of(
@@ -269,7 +275,7 @@ class FastLayer(NamedTuple):
         takes_prompts: bool,
         angles: AnglesOfForward,
     ) -> FastLayer:
-        """Looks up what a layer computes with."""
+        """Looks up the values that a layer uses."""
         parts = layer._modules
         mlp = parts["mlp"]
         if form.is_gated:
@@ -277,7 +283,8 @@ class FastLayer(NamedTuple):
             gate_and_up = _projections(gate_up, is_unmodified)
             down = _projection(mlp._modules["down_proj"], is_unmodified)
             mlp = functools.partial(_run_gated_mlp, gate_and_up, down)
-        # Parameters and no tensors: a weight that is replaced within a run is found at its next use.
+        # These are dictionaries of parameters and not tensors, so that a weight that is replaced within a run is found
+        # at its next use.
         first, second = layer_norms(layer)
         first_eps, second_eps, *_ = form.epsilons
         attention = FastAttention.of(parts["self_attn"], is_unmodified, angles)
@@ -292,11 +299,14 @@ class FastLayer(NamedTuple):
         )
 
     def answer(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Returns states `[B, W, D]` behind the layer; `None` where its class has to run: another call than ours."""
+        """Returns the states `[B, W, D]` after the layer, or `None` if the call is of another kind and the class must
+        run.
+        """
         attention = module._modules["self_attn"]
         cache: Cache | None = None
         if KEYWORD in kwargs:
-            # A verify's mask follows from its cache; with another one the class says what is wrong.
+            # The mask of a verify follows from its cache. If there is another mask, the class's forward raises the
+            # right error.
             if kwargs.get("attention_mask") is None:
                 cache = cache_of_verify(attention, kwargs)
         elif self.takes_prompts:
@@ -304,14 +314,14 @@ class FastLayer(NamedTuple):
         if cache is None or len(args) != 1:
             return None
         states = args[0]
-        # Autocast, or a layer that was moved, was not tried.
+        # The trial does not cover autocast, or a layer that was moved to another device.
         was_tried = states.is_cpu and states.dtype == self.first["weight"].dtype
         if not was_tried:
             return None
         return self.run(attention, states, cache, kwargs)
 
     def run(self, attention: Any, states: Tensor, cache: Cache, kwargs: dict[str, Any]) -> Tensor:
-        """Returns the states `[B, W, D]` behind the layer, whose attention is given."""
+        """Returns the states `[B, W, D]` after the layer. `attention` is the layer's attention module."""
         normed = rms_norm(states, self.first["weight"], self.first_eps)
         states = states + self.attention.run(attention, normed, cache, kwargs)
         normed = rms_norm(states, self.second["weight"], self.second_eps)
@@ -320,15 +330,15 @@ class FastLayer(NamedTuple):
 
 def by_sdpa(config: Any) -> bool:
     """Returns True if the attention of a config's model is Transformers' own SDPA."""
-    # A user may register another function under the name.
+    # A user may have registered another function under this name.
     is_registered = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
     return config._attn_implementation == "sdpa" and is_registered
 
 
 def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | None:
-    """Returns the ragged cache of a verify whose keywords are those that fast forms read, else `None`."""
+    """Returns the ragged cache of a verify, or `None` if the call's keywords are not those that fast forms read."""
     cache = kwargs.get(KEYWORD)
-    # The model must have handed down our cache itself: some wrap the one that they are given.
+    # The model must have passed this very cache down, because some models wrap the cache that they get.
     if not isinstance(cache, RaggedCache) or cache is not kwargs.get(CACHE_NAME):
         return None
     if not _rotates_all(attention, kwargs):
@@ -337,7 +347,7 @@ def cache_of_verify(attention: Any, kwargs: dict[str, Any]) -> RaggedCache | Non
 
 
 def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | None:
-    """Returns the cache of a prefill by Transformers' own attention, else `None`."""
+    """Returns the cache of a prefill by Transformers' own attention, or `None` for other calls."""
     cache = kwargs.get(CACHE_NAME)
     asked = kwargs.keys() - PREFILL
     if not kwargs.get(ROUTERS):
@@ -349,17 +359,20 @@ def cache_of_prefill(attention: Any, kwargs: dict[str, Any]) -> DynamicCache | N
 
 
 def window_of(attention: Any) -> int | None:
-    """Returns an attention's window: some say it in their config alone, and to ask a config takes time."""
+    """Returns an attention's window, or `None` if it has none. Some attentions state it only in their config.
+
+    Reading a config takes time, so the module is read first.
+    """
     own = vars(attention)
     if "sliding_window" in own:
         return own["sliding_window"] or None
     config_of_layer = layer_config(own["config"], own["layer_idx"])
-    # Qwen2-MoE writes 0 where it has no window.
+    # In Qwen2-MoE, 0 means no window.
     return getattr(config_of_layer, "sliding_window", None) or None
 
 
 def _rotates_all(attention: Any, kwargs: dict[str, Any]) -> bool:
-    """Returns False for heads that are rotated in part: there are fewer angles."""
+    """Returns True if whole heads are rotated. If only a part of each head is rotated, there are fewer angles."""
     angles = kwargs.get("position_embeddings")
     if angles is None:
         return False
@@ -373,7 +386,7 @@ def _norm_forward(
     if len(args) != 1 or kwargs:
         return plain(module, *args, **kwargs)
     states = args[0]
-    # The trial was with this epsilon, on a CPU, in the weight's dtype.
+    # The trial had this epsilon, on a CPU, in the weight's dtype.
     was_tried = _is_alike(states, module) and epsilon_of(module) == eps
     if not was_tried:
         return plain(module, states)
@@ -385,14 +398,14 @@ def _attention_forward(
 ) -> Any:
     cache = cache_of_verify(module, kwargs)
     states = kwargs.get("hidden_states")
-    # A layer of the table calls its attention with keywords alone; anything else is a call of the user's.
+    # A layer of the table calls its attention only with keywords. Any other call is the user's.
     if args or cache is None or states is None:
         return plain(module, *args, **kwargs)
     has_mask = kwargs.get("attention_mask") is not None
     if has_mask or module.training:
         return plain(module, **kwargs)
     norms = head_norms(module)
-    # The fast form calls no norm, so that a hook on one would be passed by.
+    # The fast form calls no norm, so a hook on a norm would not be called.
     if not all(runs_its_class(norm) and _is_alike(states, norm) for norm in norms):
         return plain(module, **kwargs)
     epsilons_now = [epsilon_of(norm) for norm in norms]
@@ -414,7 +427,7 @@ def _run_norm(norm: Any, states: Tensor) -> Tensor:
 def _run_attention(
     attention: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    """Runs an attention in the form of its class: the output, and no attention weights."""
+    """Runs an attention and returns the values that its class returns: the output, and no attention weights."""
     fast = FastAttention.of(attention, is_unmodified=False, angles=AnglesOfForward())
     return fast.run(attention, states, cache, kwargs), None
 
@@ -429,14 +442,17 @@ def _run_layer(layer: Any, states: Tensor, cache: Any, kwargs: dict[str, Any]) -
 
 
 def _run_gated_mlp(gate_and_up: RunAll, down: Projection, states: Tensor) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`."""
+    """Returns `down(silu(gate(x)) * up(x))`."""
     gate, up = gate_and_up(states)
     gated = nn.functional.silu(gate)
     return _project(gated * up, down)
 
 
 def _projections(layers: list[Any], is_unmodified: bool) -> RunAll:
-    """Returns what multiplies the same states by several layers: by one product where all are torch's own."""
+    """Returns the function that multiplies the same states by several layers.
+
+    If all are torch's own, it is one product.
+    """
     found = [_projection(layer, is_unmodified) for layer in layers]
     parameters = [each for each in found if isinstance(each, dict)]
     if len(parameters) == len(found):
@@ -445,13 +461,15 @@ def _projections(layers: list[Any], is_unmodified: bool) -> RunAll:
 
 
 def _projection(layer: Any, is_unmodified: bool) -> Projection:
-    """Returns the parameters of torch's own projection, which is not worth a call of a module; else the module."""
-    # Adapters and quantised weights are classes of their own.
+    """Returns the parameters of torch's own projection, for which a call of a module would cost too much, or else the
+    module.
+    """
+    # Adapters and quantised layers have classes of their own.
     if type(layer) is not nn.Linear or layer._parameters.keys() != LINEAR_PARAMETERS:
         return layer
     if is_unmodified:
         return layer._parameters
-    # Some libraries put a forward of their own on the class, for all models.
+    # Some libraries set a forward of their own on the class, for all models.
     defined_in = nn.Linear.forward.__globals__["__name__"]
     is_torchs = defined_in == nn.Linear.__module__
     if is_torchs and runs_its_class(layer):
@@ -470,14 +488,17 @@ def _project_each(projections: list[Projection], states: Tensor) -> list[Tensor]
 
 
 def _all_norms(layer: Any) -> list[Any]:
-    """Returns a layer's norms, those of its attention behind its own."""
+    """Returns the norms of a layer. The norms of its attention come after its own norms."""
     return [*layer_norms(layer), *head_norms(layer._modules["self_attn"])]
 
 
 def _is_plain_layer(parts: list[Any], weights: list[Any]) -> bool:
-    """Returns True if the weights of a layer's norms are plain and no hook changes anything; the layer comes first."""
+    """Returns True if the weights of a layer's norms are plain and no hook changes anything.
+
+    The layer is the first part.
+    """
     layer, *inside = parts
-    # A hook of the user's may change the layer's parts after they have been looked up here.
+    # A hook of the user may change the layer's parts after they have been looked up here.
     hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
     if not all(map(is_harmless, hooks)):
         return False
@@ -486,5 +507,5 @@ def _is_plain_layer(parts: list[Any], weights: list[Any]) -> bool:
 
 
 def _is_alike(states: Tensor, norm: Any) -> bool:
-    """Returns True if a norm's weight has the dtype of states on a CPU: what was tried."""
+    """Returns True if states are on a CPU and have the dtype of a norm's weight, as in the trial."""
     return states.device.type == "cpu" and states.dtype == norm.weight.dtype

@@ -1,4 +1,4 @@
-"""The classes of Transformers that have a fast form, by name, and what each kind computes."""
+"""This module lists the classes of Transformers that have a fast form by name, and the formula of each kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GATED_MLPS = _names("""
     Qwen3VLMoeTextMLP Qwen3VLTextMLP Qwen3_5MLP Qwen3_5MoeMLP SeedOssMLP SmolLM3MLP SolarOpenMLP StableLmMLP
     YoutuMLP
 """)
-# Llama's attention, and Qwen3's with norms of queries and keys: RoPE on whole heads, no caps, no sinks.
+# The attention of Llama, and that of Qwen3 with norms of queries and keys: RoPE on whole heads, no caps, no sinks.
 ATTENTIONS = _names("""
     Apertus1p5TextAttention ApertusAttention ArceeAttention AriaTextAttention BambaAttention CwmAttention
     Dots1Attention Exaone4Attention ExaoneMoeAttention FalconH1Attention GemmaAttention Glm4MoeAttention
@@ -55,7 +55,7 @@ LAYERS = _names("""
     Qwen2_5_VLDecoderLayer Qwen3DecoderLayer Qwen3MoeDecoderLayer Qwen3VLMoeTextDecoderLayer
     Qwen3VLTextDecoderLayer SeedOssDecoderLayer SmolLM3DecoderLayer SolarOpenDecoderLayer YoutuDecoderLayer
 """)
-# Cosines and sines of `position * inv_freq`, the same for both halves of a head.
+# Cosines and sines of `position * inv_freq`, which are the same for both halves of a head.
 ROTARIES = _names("""
     AXK1RotaryEmbedding AXK2RotaryEmbedding AfmoeRotaryEmbedding Apertus1p5TextRotaryEmbedding
     ApertusRotaryEmbedding ArceeRotaryEmbedding AriaTextRotaryEmbedding BailingHybridRotaryEmbedding

@@ -1,6 +1,6 @@
-"""What is where in a target model: its decoder layers, embedding and head, and the tokens that end its answers.
+"""This module finds the parts of a target model: its decoder layers, embedding and head, and its end tokens.
 
-Everything is found from the model, never from its name or a key path.
+Everything is found from the model itself, never from its name or a key path.
 """
 
 from __future__ import annotations
@@ -23,37 +23,40 @@ from dflash_hf.target_model import user_code
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parts of a target that drafting needs."""
+    """An instance holds the parts of a target that drafting needs."""
 
-    model: PreTrainedModel  # the model `generate` was called on
-    parts: Inventory  # its modules, and what is on them
-    facts: Facts  # the same one as long as the modules, their classes and the config are
+    model: PreTrainedModel  # the model on which `generate` was called
+    parts: Inventory  # its modules with their weights, buffers and changes
+    facts: Facts  # the same object until the modules, their classes or the config change
     config: PreTrainedConfig  # its text config
     layers: tuple[nn.Module, ...]  # decoder layers; layer `i` is the `i`-th
     embedding: nn.Module  # input embedding of text tokens
     head: nn.Module  # output head, hidden states to logits
-    decoder: nn.Module  # what holds the list of layers and runs them
-    # The modules whose forwards call each other down to the decoder: the model first
+    decoder: nn.Module  # the module that holds the list of layers and runs them
+    # The modules from the model down to the decoder, whose forwards call each other
     path: tuple[nn.Module, ...]
-    # The recurrent parts of layers that have one which can be taken back, by layer index.
+    # The recurrent parts whose states can be restored, by layer index.
     recurrences: dict[int, Recurrence]
 
     @property
     def device(self) -> torch.device:
-        """Where ids go in: the device on which the embedding computes, also while its weights are offloaded."""
+        """The device of the input ids: the device on which the embedding computes, also while its weights are
+        offloaded.
+        """
         return execution_device(self.embedding)
 
     def position_ids(self, indices_BW: Tensor, delta: Tensor) -> Tensor:
-        """Returns what a verify passes as positions: `[B, W]`, or `[rows, B, W]` under M-RoPE; no host sync.
+        """Returns the positions of a verify: `[B, W]`, or `[rows, B, W]` under M-RoPE; no host sync.
 
-        The last row of a table of positions stands for all behind it. Those are of proposals that follow the last
-        token which could be looked at, and cannot be kept: see `Rows.reach`.
+        Positions beyond the end of a table of positions become its last row. They belong to proposals after the last
+        token that can be looked up, and such proposals cannot be kept: see `Rows.reach`.
 
         Args:
             indices_BW (`torch.Tensor` of shape `[B, W]`, int64): Index of each token in its row.
             delta (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position minus index.
         """
-        # Under M-RoPE `delta` has a row for time, height and width each, and broadcasts the indices to all of them.
+        # Under M-RoPE, `delta` has a row each for time, height and width, and the indices are broadcast to all of
+        # them.
         positions = indices_BW + delta[..., None]
         num = self.facts.num_positions
         if num is None:
@@ -62,71 +65,77 @@ class Target:
 
     @property
     def takes_inference_mode(self) -> bool:
-        """Returns True if all weights are plain tensors: some quantised ones break in torch's inference mode."""
+        """Returns True if all weights are plain tensors. Some quantised weights fail in torch's inference mode."""
         tensors = [*self.parts.weights, *self.parts.buffers]
         kinds = set(map(type, tensors))
         return kinds <= {torch.Tensor, nn.Parameter, type(None)}
 
     @property
     def is_unmodified(self) -> bool:
-        """Returns True if no code of the user's runs in the forwards of its modules as they were found."""
+        """Returns True if no code of the user runs in the forwards of its modules, as they were found."""
         return user_code.is_unmodified(self.parts)
 
     @property
     def has_layers(self) -> bool:
-        """Returns False for a target of which only the vocabulary was loaded: its layers cannot be run."""
-        # Offloaded weights are on the meta device as well, and are brought in when a layer runs
+        """Returns False for a target of which only the vocabulary was loaded. Its layers cannot be run."""
+        # Offloaded weights are on the meta device too, and are loaded when a layer runs
         is_offloaded = getattr(self.model, "hf_device_map", None) is not None
         return is_offloaded or not any(weight.is_meta for weight in self.model.parameters())
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding (ids that can be looked up)."""
+        """Number of rows of the embedding, which is the number of ids that can be looked up."""
         weight: Any = self.embedding.weight
         return int(weight.shape[0])
 
 
 class ChangingRope(NamedTuple):
-    """A RoPE whose frequencies follow the largest position of a call, in one kind of a target's layers."""
+    """An instance describes a RoPE whose frequencies depend on the largest position of a call, in
+    one kind of layers.
+    """
 
-    kind: str  # its type
-    boundary: int  # calls whose positions all lie below have its first frequencies
-    is_settled: bool  # whether the frequencies beyond are the same for all calls
+    kind: str  # type of the RoPE
+    boundary: int  # a call whose positions are all below this has the first frequencies
+    is_settled: bool  # whether all calls beyond it have the same frequencies
 
 
 class Facts(NamedTuple):
-    """What the modules and the config of a model are: found out again as soon as one of them is another one."""
+    """An instance holds facts that follow from a model's modules and config.
 
-    modules: list[weakref.ref[nn.Module]]  # all of them, in order
-    kinds: list[type]  # their classes, which may be changed in place (FSDP does)
+    They are found again if one of these changes.
+    """
+
+    modules: list[weakref.ref[nn.Module]]  # all modules, in order
+    kinds: list[type]  # their classes, which may be changed in place (as FSDP does)
     config: PreTrainedConfig  # the text config
-    config_values: dict[str, Any]  # a copy of what it said: a config may be changed in place
-    # Which of them are decoder layers, which one runs these, and which ones are the target's embedding and head.
+    config_values: dict[str, Any]  # a copy of its values, because a config may be changed in place
+    # The indices of the decoder layers, of the module that runs them, and of the target's embedding and head.
     layers: list[int]
     decoder: int
     embedding: int
     head: int
     path: list[int]  # the modules from the model down to the decoder
-    recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the module that it is of
-    num_positions: int | None  # how many positions there are, where they are rows of a table
-    ropes: list[ChangingRope]  # those of its RoPEs that change with the length of a call
-    # Weights of the layers. Embeddings are looked up, not read, and a vision tower runs in the prefill alone.
+    recurrences: dict[int, tuple[Rule, int]]  # per layer, its rule and the index of its module
+    num_positions: int | None  # rows of the table of positions, if there is one
+    ropes: list[ChangingRope]  # its RoPEs that change with the length of a call
+    # Number of weights of the layers. Embeddings are not counted, because only a few rows are looked up. A vision
+    # tower is not counted, because it runs only in the prefill.
     num_weights: int
 
 
-# Weak on both sides: a model is freed as soon as the user lets go of it.
+# All references are weak, so that a model is freed as soon as the user drops it.
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Facts] = weakref.WeakKeyDictionary()
 
 
 def find_target(model: PreTrainedModel) -> Target:
-    """Finds the parts of a causal or vision-language model; raises `ValueError` if one cannot be found.
+    """Finds the parts of a causal or vision-language model. Raises `ValueError` if a part cannot be found.
 
-    What follows from its modules and its text config is found once, and again when a module is another one (wrapped,
-    replaced, with an adapter), or when the config says something else.
+    The facts that follow from its modules and its text config are found once. They are found again if a module is
+    another object (wrapped, replaced, with an adapter), or if a value of the config has changed.
     """
     config = model.config.get_text_config(decoder=True)
     parts = Inventory.of(model)
-    # Modules are compared one by one in every call, which takes less than to look into them.
+    # Modules are compared one by one in every call, which takes less time than finding the facts again.
     facts = _known.get(model)
     modules = parts.modules
     kinds = list(map(type, parts.modules))
@@ -161,7 +170,7 @@ def _find_facts(
 ) -> Facts:
     embedding, head = vocabulary_of(model)
     name = type(model).__name__
-    # Drafting counts its rows and looks at its dtype; some quantised embeddings have a method of that name.
+    # Drafting reads the number of its rows and its dtype. In some quantised embeddings, `weight` is a method.
     has_weight = isinstance(getattr(embedding, "weight", None), Tensor)
     require(
         has_weight,
@@ -170,7 +179,8 @@ def _find_facts(
         "put an nn.Embedding in its place or drop the draft",
     )
     num_layers = getattr(config, "num_hidden_layers", None)
-    # The list of layers is known by its length and by its layers' parts: its name differs from model to model.
+    # The list of layers is recognised by its length and by the layers' submodules, because its name differs between
+    # models.
     lists = [
         module
         for module in modules
@@ -182,7 +192,7 @@ def _find_facts(
             for layer in module
         )
     ]
-    # A vision tower may be as deep as the text decoder.
+    # A vision tower may have as many layers as the text decoder.
     own = [layers for layers in lists if _text_config_of(layers) is config] or lists
     if not own:
         raise ValueError(
@@ -193,7 +203,7 @@ def _find_facts(
     decoder = next(
         module for module in modules if any(child is list_of_layers for child in module.children())
     )
-    # Modules are named by their place among all: the facts must not keep the model.
+    # Modules are stored by their index, because the facts must not keep the model.
     places = dict[nn.Module, int]()
     for index, module in enumerate(modules):
         places.setdefault(module, index)
@@ -220,7 +230,7 @@ def _find_facts(
 
 
 def _copied(value: Any) -> Any:
-    """Returns a value of a config with copies of its containers, as those may be changed in place."""
+    """Returns a value of a config with copies of its containers, because containers may be changed in place."""
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -231,11 +241,12 @@ def _copied(value: Any) -> Any:
 
 
 def _is_same(kept: Any, value: Any) -> bool:
-    """Returns True if a value of a config says what its copy, as of [`_copied`], said.
+    """Returns True if a value of a config is equal to its copy, which [`_copied`] has made.
 
-    An object of another kind than plain values is the same only as itself: a tensor's `==` is no answer.
+    An object that is not a plain value is the same only if it is the same object, because a tensor's `==` gives a
+    tensor.
     """
-    # Never of containers, which were copied.
+    # This is never true of containers, because they were copied.
     if kept is value:
         return True
     if isinstance(value, dict):
@@ -253,17 +264,17 @@ def _is_same(kept: Any, value: Any) -> bool:
 
 
 def num_weights(module: nn.Module) -> int:
-    """Returns how many weights a module computes with, at least 1.
+    """Returns the number of weights that a module uses, at least 1.
 
-    A linear layer counts by its sizes: quantised weights are packed, and may be buffers.
+    The weights of a linear layer are counted by its sizes, because quantised weights are packed and may be buffers.
     """
     num = 0
     for part in Inventory.of(module).modules:
-        # The dictionaries are read themselves: every call counts the draft's layers and the heads.
+        # The dictionaries are read directly for speed, because every call counts the draft's layers and the heads.
         own = part.__dict__
         rows = own.get("out_features")
         columns = own.get("in_features")
-        # An adapter's layer has the sizes of the layer in it, which is counted itself.
+        # An adapter's layer states the sizes of the layer inside it, and that layer is counted itself.
         is_around_another = "base_layer" in own["_modules"]
         if isinstance(rows, int) and isinstance(columns, int) and not is_around_another:
             num += rows * columns
@@ -274,7 +285,7 @@ def num_weights(module: nn.Module) -> int:
 
 
 def path_to(model: PreTrainedModel, part: nn.Module) -> list[nn.Module]:
-    """Returns the modules from a model down to one of its parts, both included."""
+    """Returns the modules from a model down to one of its submodules, including both."""
     name = next(name for name, module in model.named_modules() if module is part)
     path: list[nn.Module] = [model]
     # The model itself has the empty name.
@@ -286,9 +297,11 @@ def path_to(model: PreTrainedModel, part: nn.Module) -> list[nn.Module]:
 def _num_positions(
     decoder: nn.Module, config: PreTrainedConfig, embedding: nn.Module
 ) -> int | None:
-    """Rows of a decoder's table of positions that can be looked up; `None` where it has none.
+    """Returns the number of rows of a decoder's table of positions that can be looked up, or `None` if it has no
+    table.
 
-    A table is an embedding beside the one for tokens, as wide as the hidden states and as long as the config says.
+    Such a table is an embedding beside the token embedding. It is as wide as the hidden states and has the length that
+    the config states.
     """
     for child in decoder.children():
         if (
@@ -296,7 +309,7 @@ def _num_positions(
             and child is not embedding
             and child.embedding_dim == config.hidden_size
         ):
-            # OPT leaves the first rows out
+            # OPT does not use the first rows
             num = child.num_embeddings - getattr(child, "offset", 0)
             if num == getattr(config, "max_position_embeddings", None):
                 return num
@@ -304,10 +317,10 @@ def _num_positions(
 
 
 def _changing_ropes(config: PreTrainedConfig) -> list[ChangingRope]:
-    """Returns the RoPEs of a target's layers whose frequencies follow the largest position of a call.
+    """Returns the RoPEs of a target's layers whose frequencies depend on the largest position of a call.
 
-    Each kind of layer may have its own. "dynamic" compares that position with `max_position_embeddings`, whatever else
-    the config says, "longrope" with the original length. PhiMoE scales its RoPE by one of two numbers in the same way.
+    Each kind of layer may have its own RoPE. "dynamic" always compares this position with `max_position_embeddings`.
+    "longrope" compares it with the original length. PhiMoE scales its RoPE by one of two numbers in the same way.
     """
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     of_layers = [one for one in rope.values() if isinstance(one, dict)]
@@ -325,7 +338,9 @@ def _changing_ropes(config: PreTrainedConfig) -> list[ChangingRope]:
 
 
 def _text_config_of(layers: nn.ModuleList) -> object:
-    """The config that the layers' attention holds, to tell a text decoder from a vision tower of the same depth."""
+    """Returns the config in the layers' attention, which distinguishes a text decoder from a vision tower of the same
+    depth.
+    """
     for module in layers.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
@@ -334,7 +349,7 @@ def _text_config_of(layers: nn.ModuleList) -> object:
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Returns the tokens that end a target's answers, as its generation config has them; it may have none."""
+    """Returns the tokens that end a target's answers, from its generation config. The list may be empty."""
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
         return []
@@ -344,7 +359,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def up_to_end(tokens: list[int], ends: Collection[int]) -> list[int]:
-    """Returns an answer up to its first end token; what stands behind it is padding."""
+    """Returns an answer up to and including its first end token. The tokens after it are padding."""
     for at, token in enumerate(tokens):
         if token in ends:
             return tokens[: at + 1]

@@ -1,7 +1,10 @@
-"""Calls inside calls: a hook of the user's may call the model whose forward it hangs on, or its config's other model.
+"""This module distinguishes a run's own forwards from calls that the user makes inside them.
 
-A verify is known by the keyword `ragged`, which goes down to every attention; a forward without it is the user's. A
-prefill is Transformers' own call and carries nothing: there the outermost forward is ours.
+A hook of the user may call the model on whose forward it runs, or another model with the same config.
+
+A verify is recognised by the keyword `ragged`, which is passed down to every attention. A forward without this keyword
+is the user's. A prefill is Transformers' own call and has no such keyword. In a prefill, the outermost forward is the
+run's.
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ from dflash_hf.undo import Current, Hook, hooked, shared
 KEYWORD = "ragged"
 RAGGED_BLOCK = "ragged_block"
 _CONFIG = "config"
-_ABSENT = object()  # of a class that has said nothing of a config; `None` is a value that some have
+_ABSENT = object()  # for a class without a config; `None` is a config that some classes have
 
 
 class _Verifies(NamedTuple):
-    """The verifies of a target in this thread."""
+    """An instance describes the verifies of a target in this thread."""
 
-    # What those of the target's modules that hold a config show instead: with the ragged attention for its text.
+    # The config that each module with a config shows in a verify, in which the text part names the ragged attention.
     configs: dict[nn.Module, PreTrainedConfig]
-    # The forwards of the target that are running, the innermost one last: whether each is a verify's.
+    # For each running forward of the target, whether it is a verify's. The innermost forward is last.
     running: list[bool]
 
 
@@ -41,16 +44,17 @@ _verifying = Current()  # the `_Verifies` of this thread
 
 
 def _switchable(kind: type[nn.Module]) -> AbstractContextManager[None]:
-    """Has the modules of a class show another config than they hold in a verify, to the verifying thread alone.
+    """Makes the modules of a class show another config than they hold, in a verify and only to the
+    verifying thread.
 
-    What a module holds never changes: other threads, copies, saved files, other models with the same config object,
-    and calls of the user's that a verify runs into, see what the user has set. The last run that is over takes the
-    descriptor from the class: torch.compile of releases up to 2.11 cannot trace it.
+    The config that a module holds never changes. So other threads, copies, saved files, other models with the same
+    config object, and the user's calls inside a verify see the config that the user has set. The last run that ends
+    removes the descriptor from the class, because torch.compile of releases up to 2.11 cannot trace it.
     """
 
     def put() -> None:
         inherited = inspect.getattr_static(kind, _CONFIG, _ABSENT)
-        # A class above it may be switched too, for as long as its own runs take.
+        # A base class may be switched too, for the duration of its own runs.
         if isinstance(inherited, _SwitchableConfig):
             inherited = inherited.inherited
         own = vars(kind).get(_CONFIG, _ABSENT)
@@ -69,12 +73,14 @@ def _switchable(kind: type[nn.Module]) -> AbstractContextManager[None]:
 
 
 class _SwitchableConfig:
-    """A descriptor: the config of a module, or, in a verify of its target, the one with the ragged attention.
+    """This descriptor returns the config of a module or, in a verify of its target, the config with the ragged
+    attention.
 
     Args:
-        inherited (`Any`): The class's attribute of that name: a property, or what stands for modules that hold no
-            config; `_ABSENT` without one.
-        own (`Any`): What the class itself has under that name, and gets back; `_ABSENT` if a class above it has it.
+        inherited (`Any`): The class's attribute of this name: a property, or the value for modules that hold no
+            config. `_ABSENT` if there is none.
+        own (`Any`): The attribute that the class itself has under this name, and gets back afterwards. `_ABSENT` if
+            only a base class has it.
     """
 
     def __init__(self, inherited: Any, own: Any) -> None:
@@ -82,30 +88,30 @@ class _SwitchableConfig:
         self.own = own
 
     def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
-        # The class itself is asked, as `hasattr` on a class does.
+        # The attribute is read from the class itself, for example by `hasattr` on a class.
         if module is None:
             return self._of_class(kind)
         scope = _verifying.scope
         if scope is not None:
             verifies: _Verifies = scope[0]
-            # The innermost forward decides: a call of the user's inside a verify is the user's.
+            # The innermost forward decides, because a call of the user inside a verify is the user's.
             is_in_verify = bool(verifies.running) and verifies.running[-1]
             if is_in_verify and module in verifies.configs:
                 return verifies.configs[module]
         return self.held_by(module)
 
     def held_by(self, module: nn.Module) -> Any:
-        """Returns the config that a module holds, whatever it shows."""
+        """Returns the config that a module holds, even if it shows another one."""
         if isinstance(self.inherited, property):
             return self.inherited.__get__(module)
-        # The module's own dictionary, because `module.config` would come back to this descriptor.
+        # The module's own dictionary is read, because `module.config` would call this descriptor again.
         held = vars(module)
         if _CONFIG in held:
             return held[_CONFIG]
         return self._of_class(type(module))
 
     def __set__(self, module: nn.Module, config: Any) -> None:
-        # What is set in a verify is held, and shown after it.
+        # A config that is set in a verify is stored, and shown after the verify.
         if isinstance(self.inherited, property):
             self.inherited.__set__(module, config)
         else:
@@ -123,7 +129,7 @@ class _SwitchableConfig:
 
 
 def _held_config(module: nn.Module) -> Any:
-    """Returns the config that a module holds, also while it shows another one; `None` without any."""
+    """Returns the config that a module holds, even while it shows another one, or `None` if it has none."""
     of_class = inspect.getattr_static(type(module), _CONFIG, _ABSENT)
     if isinstance(of_class, _SwitchableConfig):
         return of_class.held_by(module)
@@ -131,9 +137,9 @@ def _held_config(module: nn.Module) -> Any:
 
 
 def _with_ragged_attention(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy of a config that names the ragged attention."""
+    """Returns a copy of a config in which the ragged attention is set."""
     ragged = copy.copy(config)
-    # Not by the setter: that one changes the configs of a vision tower, too, which the copy shares.
+    # The setter is not used, because it would also change the configs of a vision tower, which the copy shares.
     vars(ragged)["_attn_implementation_internal"] = RAGGED_BLOCK
     if ragged._attn_implementation != RAGGED_BLOCK:
         raise RuntimeError(
@@ -144,11 +150,12 @@ def _with_ragged_attention(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _with_text_config(config: Any, text: PreTrainedConfig, ragged: PreTrainedConfig) -> Any:
-    """Returns a config with `ragged` in place of its text config, or the config itself if it has another one or none.
+    """Returns a config with `ragged` in place of its text config `text`, or the config itself if it does not contain
+    `text`.
 
-    An image model makes the masks of its text decoder by the text config that is within its own.
+    An image model makes the masks of its text decoder from the text config inside its own config.
     """
-    # A text model holds its text config itself.
+    # A text model holds its text config directly.
     if config is text:
         return ragged
     if not isinstance(config, PreTrainedConfig):
@@ -160,22 +167,24 @@ def _with_text_config(config: Any, text: PreTrainedConfig, ragged: PreTrainedCon
             parts[name] = shown
     if not parts:
         return config
-    # A shallow copy, so that the image part stays the object that the vision tower holds.
+    # This is a shallow copy, so the image part stays the object that the vision tower holds.
     shown = copy.copy(config)
     vars(shown).update(parts)
     return shown
 
 
 def _configs_in_verify(target: Target) -> dict[nn.Module, PreTrainedConfig]:
-    """Returns what the target's modules show in a verify, where that is not what they hold."""
+    """Returns the configs that the target's modules show in a verify, where these differ from the configs that they
+    hold.
+    """
     ragged = _with_ragged_attention(target.config)
-    # Not the model itself: what the user's code asks in a verify is the config that the user has set.
+    # The model itself is left out, so that the user's code in a verify reads the config that the user has set.
     inside = target.parts.modules
     if target.model is not target.decoder:
         inside = inside[1:]
-    shown_by_id = dict[int, Any]()  # nearly all modules hold one of a few
+    shown_by_id = dict[int, Any]()  # nearly all modules hold one of a few configs
     configs = dict[nn.Module, PreTrainedConfig]()
-    # Nearly all modules hold their config themselves; of the others, those whose class has one are asked.
+    # Nearly all modules hold their config themselves. Of the others, only modules whose class has a config are asked.
     kinds = set(map(type, inside))
     asked = {kind for kind in kinds if hasattr(kind, _CONFIG)}
     for module in inside:
@@ -184,11 +193,11 @@ def _configs_in_verify(target: Target) -> dict[nn.Module, PreTrainedConfig]:
             held = _held_config(module)
         if held is None:
             continue
-        # Configs have no hash; by their identity each of them is copied once.
+        # Configs have no hash, so they are stored by identity, and each of them is copied once.
         if id(held) not in shown_by_id:
             shown_by_id[id(held)] = _with_text_config(held, target.config, ragged)
         shown = shown_by_id[id(held)]
-        # A vision tower holds a config without a text part, and shows it as ever.
+        # The config of a vision tower has no text part, so it is shown unchanged.
         if shown is not held:
             configs[module] = shown
     return configs
@@ -196,22 +205,23 @@ def _configs_in_verify(target: Target) -> dict[nn.Module, PreTrainedConfig]:
 
 @contextmanager
 def ragged_attention(target: Target) -> Generator[None]:
-    """Runs the target's text decoder under the ragged attention, in this thread only.
+    """Runs the target's text decoder with the ragged attention, in this thread only.
 
-    Other threads may run the same model, or another one with the same config object, at the same time, and so may the
-    user's hooks inside of a verify.
+    At the same time, other threads may run the same model or another one with the same config object, and the user's
+    hooks may do so inside a verify.
     """
     verifies = _Verifies(_configs_in_verify(target), [])
     kinds = set(map(type, verifies.configs))
 
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # The keyword is what tells a verify from a forward of the user's.
+        # The keyword distinguishes a verify from a forward of the user.
         verifies.running.append(KEYWORD in kwargs)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         verifies.running.pop()
 
-    # First of all, and also after an error: each forward that has begun ends.
+    # The first hook runs before all others, and the second one runs after an error too. So each forward that has begun
+    # also ends.
     at_begin = {"prepend": True, "with_kwargs": True}
     at_end = {"always_call": True}
     hooks = list[Hook]()
@@ -227,9 +237,11 @@ def ragged_attention(target: Target) -> Generator[None]:
 
 @contextmanager
 def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
-    """Watches modules in this thread; what it yields says that each of them runs, and not inside itself.
+    """Watches modules in this thread.
 
-    Hooks around a module's forward do not count as its running: what the user's call there is not ours either.
+    It yields a function that returns True if each of them runs, and not inside itself.
+
+    Hooks around a module's forward do not count as its running, because the user's calls there are not the run's.
     """
     running = {module: list[bool]() for module in modules}
 
@@ -245,7 +257,7 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
     def end(module: nn.Module, args: Any, output: Any) -> None:
         running[module].pop()
 
-    # The user's own hooks come between the first and the second pre-hook, and between the two behind the forward.
+    # The user's own hooks run between the first and the second pre-hook, and between the two hooks after the forward.
     first = {"prepend": True}
     first_also_after_error = {"prepend": True, "always_call": True}
     also_after_error = {"always_call": True}
@@ -257,7 +269,7 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
         hooks.append(Hook(module, end, options=also_after_error))
 
     def is_outermost() -> bool:
-        # Two entries are a call inside a call, and `False` is a hook around the forward.
+        # Two entries mean a call inside a call, and `False` means a hook around the forward.
         return all(calls == [True] for calls in running.values())
 
     with hooked(*hooks):
@@ -265,11 +277,12 @@ def outermost(*modules: nn.Module) -> Generator[Callable[[], bool]]:
 
 
 def mask_of_layer(ragged: RaggedCache, key: Tensor, window: int | None) -> RaggedMask:
-    """Returns the mask of a target's layer in a verify: causal, within the layer's window or, without, its cache's.
+    """Returns the mask of a target's layer in a verify: causal, and within the layer's window or else its cache's
+    window.
 
-    `key` `[B, G, R, E]` are the keys that the cache has handed out; that attention runs over them is recorded.
+    `key` `[B, G, R, E]` are the keys that the cache has returned. The function records that attention runs over them.
     """
-    # Some layers do not pass their window: then the cache's layer knows it from the config.
+    # Some layers do not pass their window. Then the layer of the cache knows it from the config.
     block, window_of_cache = ragged.note_attention(key)
     if window is None:
         window = window_of_cache
@@ -277,7 +290,10 @@ def mask_of_layer(ragged: RaggedCache, key: Tensor, window: int | None) -> Ragge
 
 
 def _attention_of_user(module: nn.Module) -> Callable[..., Any]:
-    """Returns the attention function that a module's config names; raises `ValueError` if that is the ragged one."""
+    """Returns the attention function that a module's config names.
+
+    Raises `ValueError` if it is the ragged attention.
+    """
     name = _held_config(module)._attn_implementation
     if name == RAGGED_BLOCK:
         raise ValueError(
@@ -286,7 +302,8 @@ def _attention_of_user(module: nn.Module) -> Callable[..., Any]:
         )
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
-    # "eager" is in no table: each file of Transformers' models has its own, beside the forward that calls it.
+    # "eager" is in no table. Each file of Transformers' models has its own eager function, beside the forward that
+    # calls it.
     file = sys.modules[type(module).forward.__module__]
     return vars(file)["eager_attention_forward"]
 
@@ -305,21 +322,26 @@ def ragged_block(
     ragged: RaggedCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Runs a target layer's attention over the ragged cache; called by unmodified Transformers modelling code.
+    """Runs a target layer's attention over the ragged cache. Unmodified modelling code of Transformers calls it.
 
     Args:
-        module (`nn.Module`): The attention layer; not used.
-        query, key, value (`torch.Tensor`): `[B, H, K, E]` and what `RaggedCache.update` returned.
-        attention_mask (`torch.Tensor`, *optional*): Must be absent: the mask follows from `ragged`.
-        scaling, dropout, sliding_window, softcap, s_aux: As Transformers passes them; `s_aux` are gpt-oss's sinks.
-        ragged (`RaggedCache`): Given to the target's forward as a keyword and handed down to here.
-        kwargs: What other attention implementations need; ignored.
+        module (`nn.Module`): The attention layer. It is used only for calls without `ragged`.
+        query, key, value (`torch.Tensor`): Queries `[B, H, K, E]`, and the keys and values that `RaggedCache.update`
+            has returned.
+        attention_mask (`torch.Tensor`, *optional*): Must be `None`, because the mask follows from `ragged`.
+        scaling, dropout, sliding_window, softcap, s_aux: The values that Transformers passes. `s_aux` are gpt-oss's
+            sinks.
+        ragged (`RaggedCache`): The cache, which is passed to the target's forward as a keyword and from there to this
+            function.
+        kwargs: Arguments of other attention implementations. They are ignored in a verify.
 
-    Returns the output `[B, K, H, E]`, and no attention weights. A call without `ragged` is the user's, whose hook in a
-    verify calls a layer itself: it goes by the attention that the user has set.
+    Returns the output `[B, K, H, E]`, and no attention weights. Raises `ValueError` for an attention mask in a verify.
+    A call without `ragged` is the user's, whose hook in a verify calls a layer itself. It runs the attention that the
+    user has set.
     """
     if ragged is None:
-        # The arguments that were named here go back under their names; `None` may mean something else there.
+        # The named arguments are passed on under their names. They are left out if they are `None`, because `None` may
+        # have another meaning there.
         named = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         kwargs |= {name: value for name, value in named.items() if value is not None}
         attend_as_set = _attention_of_user(module)

@@ -1,7 +1,9 @@
-"""What a target, and a pair of target and draft, may be: the rest is refused by name, before any forward.
+"""This module refuses targets, and pairs of target and draft, that are not supported.
 
-What a call and the draft's options may be is in `generation/checks.py`. `RaggedCache.check_passed` sees after a verify
-whether a target went over the ragged cache, where its code does not tell.
+This happens before any forward.
+
+`generation/checks.py` checks the call and the draft's options. If a target's code does not show whether it uses the
+ragged cache, `RaggedCache.check_passed` finds this out after a verify.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from dflash_hf.layer_configs import layer_values
 from dflash_hf.target_model.parts import ChangingRope, Facts, Target, path_to
 from dflash_hf.target_model.user_code import is_library_function
 
-# The facts of each model that was found to be supported, because to read source code takes longer than a short answer.
-# Other facts are made where a module or the config changes. Weak: a model is freed as soon as the user lets go of it.
+# The facts of each model that was found to be supported. They are kept because reading source code takes longer than a
+# short answer. If a module or the config changes, there are other facts. The references are weak, so that a model is
+# freed as soon as the user drops it.
 _supported: weakref.WeakKeyDictionary[PreTrainedModel, Facts] = weakref.WeakKeyDictionary()
 KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of layer types
 
@@ -35,16 +38,19 @@ KEEP_A_STATE = ("linear", "mamba", "conv", "hybrid", "recurrent")  # in names of
 
 
 def check_target(target: Target) -> None:
-    """Refuses targets whose attention the ragged cache cannot reproduce exactly: `ValueError` names why."""
+    """Refuses targets whose attention the ragged cache cannot reproduce exactly.
+
+    Raises `ValueError` with the reason.
+    """
     _check_attention(target)
     is_known = _supported.get(target.model) is target.facts
-    # Recurrent modules may be changed in place, and an adapter may leave the modules as they are: each call looks at
-    # both.
+    # Each call checks both recurrent modules and adapters: recurrent modules may be changed in place, and an adapter
+    # may leave the modules unchanged.
     if target.recurrences or not is_known:
         _check_recurrences(target)
     reason = _reason_in_adapters(target.model)
     if reason is None and not is_known:
-        # The config comes first, because its words say more than those about the code.
+        # The config is checked first, because its reasons are clearer than those from the code.
         reason = (
             _reason_in_layers(target)
             or _reason_in_config(target.config)
@@ -60,18 +66,18 @@ def check_target(target: Target) -> None:
 
 
 def _check_attention(target: Target) -> None:
-    """Refuses attention functions of the user's, which a verify replaces, and one that leaves out the soft cap."""
+    """Refuses attention functions of the user, which a verify would replace, and one that leaves out the soft cap."""
     name = target.config._attn_implementation
-    # Older Transformers choose "sdpa" for such targets, and plain `generate` then has another text.
+    # Older releases of Transformers choose "sdpa" for such targets, and then plain `generate` has another text.
     if name == "sdpa" and getattr(target.config, "attn_logit_softcapping", None):
         raise ValueError(
             f"expected {type(target.model).__name__} under an attention implementation that knows its soft cap, got "
             "'sdpa', which older Transformers choose and which leaves it out; call "
             "target.set_attn_implementation('eager')"
         )
-    # A kernel of the Hub has the name of its repository, and computes attention as Transformers does.
+    # A kernel of the Hub has the name of its repository, and computes the same attention as Transformers.
     is_hub_kernel = "/" in str(name)
-    # "eager" is in no table: each file of Transformers' models has its own.
+    # "eager" is in no table, because each file of Transformers' models has its own eager function.
     if is_hub_kernel or name not in ALL_ATTENTION_FUNCTIONS:
         return
     function = ALL_ATTENTION_FUNCTIONS[name]
@@ -83,20 +89,20 @@ def _check_attention(target: Target) -> None:
 
 
 def _check_recurrences(target: Target) -> None:
-    """Refuses recurrent layers that cannot be taken back: a `ValueError` names their kind, or what they lack."""
+    """Refuses recurrent layers whose states cannot be restored. A `ValueError` names their kind, or what they lack."""
     kinds = getattr(target.config, "layer_types", None) or []
     recurrences = target.recurrences
-    # Layers of a type that keeps a state, in which no module of a known recurrence was found.
+    # Layers whose type keeps a state, but in which no module of a known recurrence was found.
     others = {str(kind) for index, kind in enumerate(kinds) if index not in recurrences}
     others = {kind for kind in others if any(word in kind for word in KEEP_A_STATE)}
     has_unknown_states = getattr(target.model, "_is_stateful", False) and not recurrences
-    # A known recurrence may still be built in a way that its rule does not compute.
+    # A known recurrence may still be configured in a way that its rule does not compute.
     whys = [recurrence.rule.why_not(recurrence.module) for recurrence in recurrences.values()]
     reasons = list(filter(None, whys))
     if others or has_unknown_states:
         reasons.insert(0, f"others ({', '.join(sorted(others)) or 'a stateful model'})")
     elif len(recurrences) == len(target.layers):
-        # The cache's columns are counted by layers of attention.
+        # The number of columns in a cache is known only from layers with attention.
         reasons.append("no layer with attention beside them")
     if reasons:
         raise ValueError(
@@ -106,11 +112,11 @@ def _check_recurrences(target: Target) -> None:
 
 
 def _reason_in_layers(target: Target) -> str | None:
-    """Names the types of a target's layers that are none of ours."""
+    """Returns a phrase with the types of a target's layers that are not supported, or `None`."""
     kinds = getattr(target.config, "layer_types", None) or []
     attentions = {kind for index, kind in enumerate(kinds) if index not in target.recurrences}
     unknown = attentions - set(LAYER_TYPES)
-    # Some targets cut into chunks without a type for it.
+    # Some targets use chunked attention without a type for it.
     chunk_sizes = layer_values(target.config, "attention_chunk_size")
     if "chunked_attention" in unknown or any(chunk_sizes):
         return "chunked attention (its argument never reaches the attention interface)"
@@ -120,19 +126,21 @@ def _reason_in_layers(target: Target) -> str | None:
 
 
 def _reason_in_config(config: PreTrainedConfig) -> str | None:
-    """Names what a config says of all layers and attention over the ragged cache does not do."""
+    """Returns the property of all layers in a config that attention over the ragged cache does not
+    support, or `None`.
+    """
     position_type = getattr(config, "position_embedding_type", "")
-    # Biases go by the distance of slots, which in a ring is not that of tokens.
+    # The biases depend on the distance of slots. In a ring this is not the distance of tokens.
     if getattr(config, "alibi", False) or position_type == "alibi":
         return "ALiBi position biases"
-    # Llama 4's layers without RoPE: in a verify, the length of the cache is not that of each row.
+    # This concerns Llama 4's layers without RoPE. In a verify, the length of the cache is not the length of each row.
     rope_of_layers = getattr(config, "no_rope_layers", None) or []
     if getattr(config, "attn_temperature_tuning", False) and not all(rope_of_layers):
         return "attention scaled by the length of its cache"
-    # A layer that reads another layer's keys has none of its own to write.
+    # A layer that reads another layer's keys has no keys of its own to write.
     if getattr(config, "num_kv_shared_layers", None):
         return "shared-K/V layers"
-    # Each loop writes other keys under the same layer's number.
+    # Each loop writes other keys under the same layer index.
     num_loops = getattr(config, "n_recurrent_loops", None) or 1
     if num_loops > 1:
         return "layers that run several times in one forward"
@@ -144,8 +152,8 @@ def _reason_in_config(config: PreTrainedConfig) -> str | None:
 
 
 def _reason_in_adapters(model: PreTrainedModel) -> str | None:
-    """Names the kinds of PEFT adapters that do more than change what modules compute."""
-    # PEFT puts a method of its wrapper in the place of the model's.
+    """Returns the kind of a PEFT adapter that does more than change the modules' computation, or `None`."""
+    # PEFT replaces a method of the model by a method of its wrapper.
     preparing = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if getattr(getattr(preparing, "active_peft_config", None), "is_prompt_learning", False):
         return "a PEFT adapter that puts tokens of its own before the prompt"
@@ -156,8 +164,8 @@ def _reason_in_adapters(model: PreTrainedModel) -> str | None:
 
 
 def _reason_in_inputs(model: PreTrainedModel) -> str | None:
-    """Names an input of a model of which each token has a part of its own; a verify has tokens alone."""
-    # Voxtral Realtime adds the audio of its time to each token, those of the answer too.
+    """Returns an input of a model of which each token has its own part, or `None`. A verify passes only tokens."""
+    # Voxtral Realtime adds the audio of the same time to each token, also to the tokens of the answer.
     if "encoder_inputs_embeds" in inspect.signature(type(model).forward).parameters:
         return "an encoder that goes on with every token of the answer"
     return None
@@ -165,16 +173,18 @@ def _reason_in_inputs(model: PreTrainedModel) -> str | None:
 
 # ---- the target's code
 
-# Searched, not parsed: `ast.parse` of Python 3.11 fails where two threads are in it.
+# The source is searched and not parsed, because `ast.parse` of Python 3.11 fails if two threads use it at once.
 _DOCSTRING = re.compile(r'"""(?s:.*?)"""')
-# `**name` of a signature or of a call, and no power.
+# Matches `**name` of a signature or of a call, and not a power.
 _KEYWORDS = re.compile(r"(?<=[(,\s])\*\*[A-Za-z_]")
 
 
 def unsupported_code(target: Target) -> str | None:
-    """Names what in the code of a target's modules cannot be run over the ragged cache, as far as it tells."""
+    """Returns the reason why the code of a target's modules cannot run over the ragged cache, or `None` if none is
+    found.
+    """
     without = "attention that does not go through transformers.AttentionInterface"
-    is_hybrid = bool(target.recurrences)  # hybrids do not set the flag
+    is_hybrid = bool(target.recurrences)  # hybrid models do not set the flag
     if not type(target.model)._supports_attention_backend and not is_hybrid:
         return without
     if not _hands_keywords_on(target):
@@ -195,10 +205,10 @@ def unsupported_code(target: Target) -> str | None:
 
 
 def _hands_keywords_on(target: Target) -> bool:
-    """Returns True if the modules from the model to its first layer all hand keywords on to what they call.
+    """Returns True if all modules from the model to its first layer pass keywords on to the modules that they call.
 
-    A forward may take `**kwargs` and drop them: Nemotron's layers do, and so did Moshi's decoder. What cannot be read
-    is taken to hand them on; the first verify sees whether it does.
+    A forward may accept `**kwargs` and drop them. Nemotron's layers do so, and so did Moshi's decoder. If the code
+    cannot be read, the result is True, and the first verify finds out whether this is right.
     """
     for module in path_to(target.model, target.layers[0]):
         is_compiled = "_orig_mod" in module._modules
@@ -210,14 +220,14 @@ def _hands_keywords_on(target: Target) -> bool:
         num_named = len(_KEYWORDS.findall(_DOCSTRING.sub("", source)))
         forward = inspect.unwrap(type(module).forward)
         kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
-        # One is in the signature; those handed on come on top.
+        # One `**` is in the signature. Keywords that are passed on add further ones.
         if num_named <= kinds.count(inspect.Parameter.VAR_KEYWORD):
             return False
     return True
 
 
 def _source_of_forward(kind: type[nn.Module]) -> str:
-    """Returns the code of a class's forward, an empty string where it cannot be read."""
+    """Returns the code of a class's forward, or an empty string if it cannot be read."""
     try:
         return inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):
@@ -225,7 +235,10 @@ def _source_of_forward(kind: type[nn.Module]) -> str:
 
 
 def _attentions_of(layer: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a layer that may be attention: they know their layer's number; else the layer itself."""
+    """Returns the modules of a layer that may be attention, or the layer itself if there are none.
+
+    These modules have an attribute `layer_idx`.
+    """
     found = [
         module for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")
     ]
@@ -233,19 +246,19 @@ def _attentions_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def _interfaces_of(kind: type[nn.Module]) -> list[AttentionInterface]:
-    """Returns the attention interfaces in the file that the forward of a class stands in."""
+    """Returns the attention interfaces in the file that contains the forward of a class."""
     module = kind.forward.__module__
     names = vars(sys.modules[module]) if module in sys.modules else {}
     return [value for value in names.values() if isinstance(value, AttentionInterface)]
 
 
 def _only_masks_know_windows(target: Target) -> bool:
-    """Returns True if the decoder's masks hide what is beyond a window that the attention is not told.
+    """Returns True if only the decoder's masks know the window, and the attention is not given it.
 
-    That is so in PhiMoE and Qwen2-MoE. Moshi's masks hide nothing: its window is that of its cache alone.
+    This is so in PhiMoE and Qwen2-MoE. Moshi's masks hide nothing: only its cache has a window.
     """
     masks = _source_of_forward(type(target.decoder))
-    # Layers share a few classes, and to read source code takes long.
+    # Layers share a few classes, and reading source code takes long.
     kinds = {type(module) for layer in target.layers for module in _attentions_of(layer)}
     is_told = any("sliding_window=" in _source_of_forward(kind) for kind in kinds)
     return "create_sliding_window_causal_mask" in masks and not is_told
@@ -255,17 +268,18 @@ def _only_masks_know_windows(target: Target) -> bool:
 
 
 def check_windows(target: Target, cache: Cache, num_columns: int) -> None:
-    """Refuses, by `ValueError`, runs of `num_columns` columns beyond a window that the cache passed in does not know.
+    """Refuses runs of `num_columns` columns that exceed a window which the passed cache does not
+    know (`ValueError`).
 
-    A verify has no masks. Where only the masks know the window, its attention goes by that of the cache.
+    A verify has no masks. If only the masks know the window, the attention in a verify uses the window of the cache.
     """
-    # A query sees as many columns as the window has, its own included.
+    # A query sees as many columns as the window has, including its own.
     exceeded = {
         index: window
         for index, window in _windows_of(DynamicCache(config=target.config)).items()
         if window < num_columns
     }
-    # A cache that was made without a config has no layers before the prefill, and none that slide after it.
+    # A cache that was made without a config has no layers before the prefill, and no sliding layers after it.
     known = _windows_of(cache)
     unknown = [window for index, window in exceeded.items() if index not in known]
     if not unknown or not _only_masks_know_windows(target):
@@ -277,10 +291,10 @@ def check_windows(target: Target, cache: Cache, num_columns: int) -> None:
 
 
 def _windows_of(cache: Cache) -> dict[int, int]:
-    """Returns the windows by layer of those that slide; layers that record their past keep everything."""
+    """Returns the windows of the sliding layers by layer index. Layers that record their past keep everything."""
     windows = dict[int, int]()
     for index, layer in enumerate(cache.layers):
-        # Recurrent layers say nothing of windows.
+        # Recurrent layers have no attributes about windows.
         slides = getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False)
         window = layer_window(layer) if slides else None
         if window is not None:
@@ -292,8 +306,11 @@ def _windows_of(cache: Cache) -> dict[int, int]:
 
 
 def check_no_stop_strings(model: PreTrainedModel) -> None:
-    """Raises `ValueError` if a target ends its texts at strings, where answers are read up to their end tokens."""
-    # A target that is on a server may have no config of its own
+    """Raises `ValueError` if a target ends its texts at stop strings.
+
+    The caller reads answers only up to end tokens.
+    """
+    # A target on a server may have no config of its own
     config = getattr(model, "generation_config", None)
     strings = getattr(config, "stop_strings", None)
     what = "a target without stop_strings in its generation_config"
@@ -302,17 +319,19 @@ def check_no_stop_strings(model: PreTrainedModel) -> None:
 
 
 def check_pair(target: Target, config: DFlashConfig) -> None:
-    """Raises `ValueError` unless a draft fits a target: widths, mask token, and depth and vocabulary where stated."""
+    """Raises `ValueError` unless a draft fits a target in widths, taps, mask token and, if stated, depth and
+    vocabulary.
+    """
     text = target.config
     depth = len(target.layers)
     rows = target.vocab_size
     other = "load the draft that was trained for this target"
-    # The draft reads states of the target, and embeds and scores by the target's own modules.
+    # The draft reads states of the target, and may use the target's own embedding and head.
     hidden_size = text.hidden_size
     for width in (config.hidden_size, config.target_hidden_size):
         what = f"a draft for hidden size {hidden_size} (the target's)"
         require(width == hidden_size, what, width, other)
-    # OPT-350m projects between its embedding and its layers. Modules of adapters may have no such attributes.
+    # OPT-350m has projections between its embedding and its layers. Modules of adapters may lack these attributes.
     own = "use a draft that has its own embedding and its own head"
     if not config.own_embed_tokens:
         width = getattr(target.embedding, "embedding_dim", hidden_size)
@@ -329,7 +348,7 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
     stated = config.num_target_layers or depth
     require(stated == depth, f"a draft for {depth} layers (the target's depth)", stated, other)
     require(mask < rows, f"mask_token_id below {rows} (the target's embedding)", mask, other)
-    # Not every format of checkpoints states a vocabulary.
+    # Not every checkpoint format states a vocabulary.
     is_alike = size in (None, text.vocab_size)
     require(is_alike, f"a draft for a vocabulary of {text.vocab_size} (the target's)", size, other)
 
@@ -338,9 +357,10 @@ def check_pair(target: Target, config: DFlashConfig) -> None:
 
 
 def check_takes_positions(target: Target, position_ids: Tensor | None) -> None:
-    """Refuses targets that leave out the positions which `generate` has prepared for a step, and count by themselves.
+    """Refuses targets that ignore the positions which `generate` has prepared for a step, and count positions
+    themselves.
 
-    `position_ids` are what the target's own preparation has made of them: it has to be asked.
+    `position_ids` are the positions after the target's own preparation, which has to be called to find this out.
     """
     counts = f"{type(target.model).__name__}, which counts them itself"
     require(
@@ -354,31 +374,34 @@ def check_takes_positions(target: Target, position_ids: Tensor | None) -> None:
 def check_length(
     target: Target, next_positions: Tensor, num_more: int, columns: int, past: int
 ) -> None:
-    """Refuses, by `ValueError`, runs during which a RoPE that depends on the call's length may change its frequencies.
+    """Refuses runs in which a RoPE that depends on the call's length may change its frequencies (`ValueError`).
 
-    A verify also sees the proposals, so it would switch up to a block earlier than plain decoding does. Transformers
-    goes by the largest position of a call, not by its length: positions passed in and masks that are longer than the
-    prompt shift it.
+    A verify also includes the proposals, so it would change the frequencies up to a block earlier than plain decoding.
+    Transformers uses the largest position of a call and not its length. So passed positions, and masks that are longer
+    than the prompt, shift the change.
 
     Args:
         target (`Target`): The target, which has such a RoPE (`Facts.ropes`).
         next_positions (`torch.Tensor` of shape `[B]` or `[rows, B]`, int64): Position of the first new token.
-        num_more (`int`): Tokens behind the prompt that a verify may reach: what is generated and a block.
-        columns (`int`): Columns of the prompts, cached ones and padding included.
-        past (`int`): How many of them are cached.
+        num_more (`int`): Number of tokens after the prompt that a verify may reach: the generated tokens and a block.
+        columns (`int`): Number of columns of the prompts, including cached columns and padding.
+        past (`int`): Number of these columns that are cached.
     """
-    # Where a token has several positions they may not all go into the RoPE: every one of them has to lie beyond.
+    # If a token has several positions, not all of them may be used by the RoPE. So each of them must be beyond the
+    # boundary.
     first = int(next_positions.amax(dim=-1).min())
     last = int(next_positions.max()) + num_more
     for rope in target.facts.ropes:
         _check_side(rope, "positions", first, last)
-        # Phi-3 counts columns too: it computes its cache anew at the one behind the boundary.
+        # Phi-3 counts columns too. It computes its cache again at the first column beyond the boundary.
         if rope.is_settled and hasattr(target.config, "original_max_position_embeddings"):
             _check_side(rope, "columns", min(columns, past or columns), columns + num_more)
 
 
 def _check_side(rope: ChangingRope, what: str, first: int, last: int) -> None:
-    """Refuses a run from `first` to `last` positions or columns unless it stays on one side of a RoPE's boundary."""
+    """Refuses a run from `first` to `last` positions or columns if it does not stay on one side of
+    a RoPE's boundary.
+    """
     stays_below = last <= rope.boundary
     stays_beyond = rope.is_settled and first > rope.boundary
     if stays_below or stays_beyond:

@@ -1,6 +1,7 @@
-"""Whether code of the user's runs in a model: hooks, replaced forwards, classes that are not Transformers'.
+"""This module finds out whether code of the user runs in a model: hooks, replaced forwards, classes of other
+libraries.
 
-[`Code`] also tells whether anything that a model computes by has been replaced since it was looked at.
+[`Code`] also detects whether the code that a model uses has been replaced since it was last checked.
 """
 
 from __future__ import annotations
@@ -15,34 +16,34 @@ from torch.nn.modules import module as everywhere
 
 from dflash_hf.devices import Inventory
 
-# An attribute of the forwards that this package puts on modules.
+# This package's own forwards of modules have an attribute of this name.
 MARK = "_dflash_fast"
 
 
 def is_unmodified(parts: Inventory) -> bool:
-    """Returns True if nothing but code of torch and Transformers runs in a model, on plain weights.
+    """Returns True if only code of torch and Transformers runs in a model, on plain weights.
 
-    Code of the user's in there may change what comes behind it, or call the model itself.
+    Code of the user in a model may change the code after it, or call the model itself.
     """
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    # The inventory has listed them: to ask every module of a large model takes longer than a step.
+    # The inventory has listed these modules. Checking every module of a large model takes longer than a step.
     for module in parts.altered:
         own = module.__dict__
-        # Another thread's run of the same model has its hooks there at any time.
+        # Another thread's run of the same model may have its hooks there at any time.
         hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
         if not all(map(is_harmless, hooks)):
             return False
         is_compiled = own.get("_compiled_call_impl") is not None
-        # A run's own fast forms are there by now, also on modules that were listed for a recorder's hook.
+        # At this point, a run's own fast forms may be on modules that were listed because of a recorder's hook.
         if has_own_forward(module) or is_compiled:
             return False
-    # A tensor of a class of its own runs code of that class in every operation.
+    # A tensor subclass runs its own code in every operation.
     kinds_of_weights = {*map(type, parts.weights)}
     if not kinds_of_weights <= {nn.Parameter, type(None)}:
         return False
     model = parts.modules[0]
-    # PEFT and others put a method on the model itself.
+    # PEFT and other libraries set a method on the model itself.
     prepares_by_itself = "prepare_inputs_for_generation" in vars(model)
     if prepares_by_itself or not is_library(type(model).__module__):
         return False
@@ -51,12 +52,12 @@ def is_unmodified(parts: Inventory) -> bool:
 
 
 def runs_its_class(module: Any) -> bool:
-    """Returns True if a call of a module runs its class's forward, or a fast form of it, and nothing else.
+    """Returns True if a call of a module runs only its class's forward, or a fast form of it.
 
-    Hooks that record outputs for Transformers do not count. Of what a fast form passes by they record attention
-    weights alone, and `output_attentions` is refused with a draft.
+    Hooks that record outputs for Transformers do not count. On the modules that a fast form does not call, these hooks
+    record only attention weights, and `output_attentions` is refused with a draft.
     """
-    # The dictionary is read itself, here and below: this is asked of several modules in every layer of a step.
+    # The dictionary is read directly, here and below, because several modules are checked in every layer of a step.
     own = module.__dict__
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
@@ -67,16 +68,18 @@ def runs_its_class(module: Any) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Returns True if a module has a forward of its own, as accelerate puts it there, and not one of this package."""
-    # Looked up in the instance alone: every class has a forward.
+    """Returns True if a module has a forward of its own, as accelerate sets it, and this is not one
+    of this package.
+    """
+    # Only the instance is checked, because every class has a forward.
     own = module.__dict__
     return "forward" in own and not hasattr(own["forward"], MARK)
 
 
 def is_published(module: Any, buffers: frozenset[str] = frozenset()) -> bool:
-    """Returns True if a module's forward is torch's or Transformers', and it has no buffers to read but these.
+    """Returns True if a module's forward is torch's or Transformers', and it has no other buffers than these.
 
-    A forward of the user's may read a class attribute, or a flag that is set later: no trial can show that.
+    A forward of the user may read a class attribute, or a flag that is set later. No trial can show this.
     """
     return _has_library_forward(type(module)) and module._buffers.keys() <= buffers
 
@@ -87,11 +90,12 @@ def is_library(name: str) -> bool:
 
 
 def is_harmless(hook: Any) -> bool:
-    """Returns True for hooks that change nothing in a run: Transformers' own, and this package's, which listen.
+    """Returns True for hooks that change nothing in a run: those of Transformers, and those of this package, which
+    only listen.
 
-    Transformers' hooks record outputs, or have gradients begin at the embedding. They stay on a target for good.
+    Transformers' hooks record outputs, or make gradients begin at the embedding. They stay on a target permanently.
     """
-    # A hook of any other module may change what a layer returns.
+    # A hook of any other module may change the output of a layer.
     return getattr(hook, "__module__", None) in (
         "transformers.utils.output_capturing",
         "transformers.modeling_utils",
@@ -102,7 +106,7 @@ def is_harmless(hook: Any) -> bool:
 def is_recorder(hook: Any) -> bool:
     """Returns True for Transformers' own hook that records a module's output.
 
-    It stays for good once a model was asked for hidden states, in training for instance.
+    The hook stays permanently once hidden states of a model were requested, for example in training.
     """
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
@@ -112,8 +116,8 @@ def _has_library_forward(kind: type) -> bool:
 
 
 def is_library_function(function: Any) -> bool:
-    """Returns True if a function and all that it wraps are torch's or Transformers'."""
-    # A decorator of Transformers' around a function of the user's is no library's function: all have to be.
+    """Returns True if a function and all functions that it wraps are torch's or Transformers'."""
+    # All of them must be, because a decorator of Transformers may wrap a function of the user.
     for part in with_wrapped(function):
         defined_in = getattr(part, "__globals__", {}).get("__name__")
         if not is_library(str(defined_in)):
@@ -122,7 +126,10 @@ def is_library_function(function: Any) -> bool:
 
 
 def with_wrapped(function: Any) -> list[Any]:
-    """Returns a function, what it wraps if it is a decorator's, what that wraps, and so on; nothing of `None`."""
+    """Returns a function and the chain of functions that it wraps, if it is a decorator's.
+
+    Returns nothing for `None`.
+    """
     found = list[Any]()
     while function is not None:
         found.append(function)
@@ -131,7 +138,8 @@ def with_wrapped(function: Any) -> list[Any]:
 
 
 class Code:
-    """What classes of modules compute by: their forwards, and the functions and classes of the files of these.
+    """An instance records the code of module classes: their forwards, and the functions and classes of the forwards'
+    files.
 
     Args:
         kinds (iterable of `type`): The classes.
@@ -139,19 +147,19 @@ class Code:
 
     def __init__(self, kinds: Iterable[type]) -> None:
         self._forwards = {kind: getattr(kind, "forward", None) for kind in kinds}
-        # A forward that is inherited, or was replaced, stands in another file than its class.
+        # An inherited or replaced forward is in another file than its class.
         names = {getattr(forward, "__module__", None) for forward in self._forwards.values()}
-        # A module of Python that was deleted from `sys.modules` cannot be looked at.
+        # A Python module that was deleted from `sys.modules` cannot be checked.
         files = [vars(sys.modules[name]) for name in names if name in sys.modules]
-        # Nothing else of them is held: a notebook's file has models in it.
+        # Nothing else of these files is held, because the file of a notebook contains models.
         self._files = [(file, _definitions(file)) for file in files]
 
     def is_same(self) -> bool:
-        """Returns True if nothing of it was replaced."""
+        """Returns True if none of this code was replaced."""
         for kind, forward in self._forwards.items():
             if getattr(kind, "forward", None) is not forward:
                 return False
-        # A forward looks its functions up in its file at each call: one that is replaced there counts as well.
+        # A forward looks up its functions in its file at each call, so a function that is replaced there counts too.
         for file, definitions in self._files:
             if any(file.get(name) is not definition for name, definition in definitions.items()):
                 return False
@@ -159,5 +167,5 @@ class Code:
 
 
 def _definitions(file: dict[str, Any]) -> dict[str, Any]:
-    """The functions and classes among a file's names."""
+    """Returns the functions and classes among a file's names."""
     return {name: value for name, value in file.items() if isinstance(value, FunctionType | type)}
