@@ -1,9 +1,10 @@
-"""Triton kernels for the DFlash decode step, each beside the plain torch function that defines it.
+"""This package holds Triton kernels for the DFlash decode step, each beside the plain torch
+function that defines it.
 
-Level 0 of the project: this package knows torch and Triton, and neither Transformers nor `dflash_hf`. An operation is
-a folder `<op>/` with its definition in `__init__.py` and the Triton kernel in `kernel.py`; `operation.py` makes one
-operation of `torch.library` of them, which runs the kernel on CUDA, or in Triton's interpreter, and the definition
-elsewhere. Triton is imported when the first kernel is launched.
+This package is level 0 of the project. It imports torch and Triton, but neither Transformers nor `dflash_hf`. An
+operation is a folder `<op>/` with its definition in `__init__.py` and the Triton kernel in `kernel.py`. `operation.py`
+combines the two into one operation of `torch.library`. It runs the kernel on CUDA, or in Triton's interpreter, and the
+definition elsewhere. Triton is imported when the first kernel is launched.
 
 Shapes: `B` rows, `W` tokens of a block, `H`/`G` query/key heads, `E` head size, `R` slots of a row's ring, `L` layers.
 """

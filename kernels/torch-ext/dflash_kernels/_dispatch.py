@@ -1,4 +1,6 @@
-"""Where a Triton kernel can run (on CUDA with Triton installed, or in Triton's interpreter), and sizes of launches."""
+"""This module decides where a Triton kernel can run (on CUDA with Triton, or in its interpreter),
+and sizes launches.
+"""
 
 from __future__ import annotations
 
@@ -17,41 +19,46 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @functools.cache
 def has_triton() -> bool:
-    """Returns True if Triton is installed; it is not imported."""
+    """Returns True if Triton is installed. Triton is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interprets() -> bool:
-    """Returns True if kernels run in Triton's interpreter: `TRITON_INTERPRET=1` before they are first used."""
+    """Returns True if kernels run in Triton's interpreter: `TRITON_INTERPRET=1` was set before their first use."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_kernel(tensor: Tensor) -> bool:
-    """Returns True if a kernel can run on this tensor: its place and its dtype (float32, float16 or bfloat16)."""
+    """Returns True if a kernel can run on this tensor's device and dtype (float32, float16 or bfloat16)."""
     return tensor.dtype in DTYPES and has_triton() and (tensor.is_cuda or interprets())
 
 
 def launch_errors() -> tuple[type[Exception], ...]:
-    """Returns the types of what a launch raises where a kernel cannot be had; see [`is_fault_of_kernel`]."""
-    # A driver's module that is built but cannot be loaded; no ldconfig; no libcuda where that looks; a C compiler that
-    # fails; none, and what MLIR's passes raise.
+    """Returns the types of errors that a launch raises if a kernel cannot be built or loaded; see
+    [`is_fault_of_kernel`].
+    """
+    # ImportError: a driver's module was built but cannot be loaded. OSError: there is no ldconfig. AssertionError:
+    # ldconfig does not find libcuda. CalledProcessError: a C compiler fails. RuntimeError: there is no C compiler, or
+    # one of MLIR's passes fails.
     found = (ImportError, OSError, AssertionError, subprocess.CalledProcessError, RuntimeError)
     try:
         from triton.errors import TritonError
-    except ImportError:  # a Triton without that module, or one that cannot be imported at all
+    except ImportError:  # a Triton without this module, or one that cannot be imported at all
         return found
     return (*found, TritonError)
 
 
 def is_fault_of_kernel(error: Exception) -> bool:
-    """Says whether such an error is about the kernel: it cannot be built, or does not fit into a multiprocessor.
+    """Returns True if such an error is about the kernel: it cannot be built, or does not fit into a multiprocessor.
 
-    A device that has failed is not, nor is memory that has run out: what torch computes would meet the same.
+    An error of a device that has failed is not about the kernel, and neither is a lack of memory. torch's own
+    operations would fail in the same way.
     """
-    # Torch's own errors of a device are of other classes, or say so
+    # torch's own errors about a device have other classes, or name the device
     if isinstance(error, RuntimeError):
         text = str(error)
-        # The driver's words for code that it cannot load, among all that it says of a device or a capture.
+        # These are the words that the driver uses for code that it cannot load. Its other messages about CUDA concern
+        # the device or a capture.
         return type(error) is RuntimeError and (
             "CUDA" not in text or "kernel image" in text or "PTX" in text
         )
@@ -59,7 +66,10 @@ def is_fault_of_kernel(error: Exception) -> bool:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """What a launch has to be made under: Triton launches on the current device, not on that of its arguments."""
+    """Returns the context for a launch.
+
+    Triton launches on the current device, and not on the device of the arguments.
+    """
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
@@ -71,15 +81,18 @@ def cdiv(number: int, divisor: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`, which is at least 1: what `tl.arange` takes."""
+    """Returns the smallest power of two that is at least `number`, because `tl.arange` needs one.
+
+    `number` is at least 1.
+    """
     return 1 << (number - 1).bit_length()
 
 
 def split_rings(rings: Sequence[int]) -> tuple[int, tuple[int | None, ...]]:
-    """Returns the longest of the buffers' rings, and for each buffer its ring if that is shorter, else `None`.
+    """Returns the longest of the buffers' rings, and for each buffer its ring if it is shorter, or `None`.
 
-    A kernel is compiled anew for what divides a number in a tuple, whatever its decorator says. So the longest ring,
-    which differs from run to run, is an argument of its own. Shorter ones follow from a layer's window.
+    A kernel is compiled again for other divisors of a number in a tuple, whatever its decorator says. So the longest
+    ring, which differs from run to run, is an argument of its own. Shorter rings follow from a layer's window.
     """
     longest = max(rings)
     return longest, tuple(None if ring == longest else ring for ring in rings)

@@ -1,8 +1,11 @@
-"""The namespace that the operations are registered in; the Kernel Hub's builder puts one of its own in this place."""
+"""This module names the namespace of the operations.
+
+The Kernel Hub's builder replaces this module by one of its own.
+"""
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """Returns the qualified name of an operation: `"argmax"` is `"dflash_kernels::argmax"`."""
+    """Returns the qualified name of an operation. For example, `"argmax"` becomes `"dflash_kernels::argmax"`."""
     return f"dflash_kernels::{op_name}"
 
 

@@ -1,11 +1,12 @@
-"""Makes one operation of torch.library of a definition in torch and the Triton kernel beside it.
+"""This module combines a definition in torch and the Triton kernel beside it into one operation of torch.library.
 
-Both go by the names of the definition's parameters, which are written nowhere else. A tensor's name ends in its
-dimensions: `key_BGRE` is `[B, G, R, E]`, and a letter stands for one size throughout a call, which is checked. The
-kernel is given what it has a parameter for: `key`, and of its strides `stride_key_r`.
+Both use the names of the definition's parameters, which are written only there. The name of a tensor ends in its
+dimensions: `key_BGRE` is `[B, G, R, E]`. A letter stands for the same size throughout a call, and this is checked. The
+kernel gets the arguments for which it has a parameter, such as `key`, and the strides, such as `stride_key_r`.
 
-A kernel that cannot be built or does not fit on a device is not tried there again: the definition runs from then on,
-and the log says once why. Such a launch has written nothing, as long as what a second kernel needs is scratch of ours.
+A kernel that cannot be built or does not fit on a device is not tried on that device again. The definition runs there
+from then on, and the log contains the reason once. Such a launch has written nothing to the arguments, provided that a
+first kernel writes only scratch memory of this package for the second one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Sizes = dict[str, int]
 
 
 class Operation(Generic[P, T]):
-    """An operation, called as its definition is; [`operation`] makes it, and says what the arguments are."""
+    """An instance is an operation, which is called in the same way as its definition. [`operation`] makes it and
+    describes the arguments.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Operation(Generic[P, T]):
         if has_triton():
             self.op.register_kernel(("cuda", "cpu") if interprets() else "cuda")(self._run)
         self._check, self._covers = check, covers
-        # Devices on which the kernel cannot run, and why.
+        # The devices on which the kernel cannot run, and the reasons.
         self.failures: dict[torch.device, str] = {}
         parameters = inspect.signature(reference).parameters
         self._defaults: Given = {
@@ -74,7 +77,7 @@ class Operation(Generic[P, T]):
         return self.op(*args, **kwargs)
 
     def _run(self, *args: Any) -> Any:
-        """Runs the kernel, or the definition where the kernel does not cover what is given."""
+        """Runs the kernel, or the definition if the kernel does not cover the arguments."""
         device, reference = args[0].device, cast(Callable[..., Any], self.reference)
         if device in self.failures or not self._covers(*args):
             return reference(*args)
@@ -89,7 +92,7 @@ class Operation(Generic[P, T]):
         return reference(*args)
 
     def _give_up(self, device: torch.device, error: Exception) -> None:
-        """Has the definition run on a device from now on, and says why."""
+        """Makes the definition run on a device from now on, and logs the reason."""
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         self.failures[device] = reason
         logger.warning(
@@ -107,30 +110,34 @@ def operation(
     fake: Callable[..., Tensor | Sequence[Tensor]] | None = None,
     covers: Callable[..., bool] = lambda first, *_: runs_kernel(first),
 ) -> Callable[[Callable[P, T]], Operation[P, T]]:
-    """Makes an operation of the definition below it, which runs wherever the kernel does not.
+    """Makes an operation from the definition below the decorator.
 
-    The kernel is what the function `launch` of the module `kernel` beside it launches; it gets all arguments by name.
+    The definition runs wherever the kernel does not run.
+
+    The function `launch` of the module `kernel` beside the definition launches the kernel. It gets all arguments by
+    name.
 
     Args:
-        check (callable): Raises a `ValueError` where sizes that fit each other are not enough.
-        mutates (sequence of `str`): The parameters that are written.
-        fake (callable, *optional*): Makes a result without values, where there is one.
-        covers (callable): Whether the kernel takes these arguments, which are where it can run.
+        check (callable): Raises a `ValueError` for arguments that are wrong although their sizes fit each other.
+        mutates (sequence of `str`): The names of the parameters that are written.
+        fake (callable, *optional*): Makes a result without values, if the operation returns a result.
+        covers (callable): Returns whether the kernel supports these arguments, which are on a device where it can run.
     """
     return lambda reference: Operation(reference, mutates, check, fake, covers)
 
 
 def split(name: str) -> tuple[str, str]:
-    """Returns `("key", "BGRE")` of `"key_BGRE"`, and no dimensions of a name that ends in none."""
+    """Returns `("key", "BGRE")` for `"key_BGRE"`. For a name without dimensions, the second string is empty."""
     bare, _, dims = name.rpartition("_")
     return (bare, dims) if dims.isupper() else (name, "")
 
 
 def sizes_of(given: Given, dims_of: dict[str, str]) -> Sizes:
-    """Returns the size of every dimension, of arguments and their dimensions by name.
+    """Returns the size of every dimension by its letter. Arguments and their dimensions are given by name.
 
     Raises:
-        ValueError: If two tensors disagree, or one has more or fewer dimensions than its name.
+        ValueError: If two tensors have different sizes for one letter, or a tensor has another number of dimensions
+            than its name.
     """
     sizes: Sizes = {}
     for name, dims in dims_of.items():
@@ -148,7 +155,7 @@ def sizes_of(given: Given, dims_of: dict[str, str]) -> Sizes:
 
 
 def check_dtype(given: Given, dtypes: Sequence[torch.dtype], *names: str) -> None:
-    """Raises a `ValueError` if one of these arguments is there and of another dtype."""
+    """Raises a `ValueError` if one of these arguments is given and has another dtype."""
     for name in names:
         if given[name] is not None and given[name].dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
@@ -163,8 +170,8 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], given: Given, **own: Any) -> 
     Args:
         kernel (callable): The jit function.
         grid (`tuple[int, ...]`): Numbers of programs.
-        given (`dict`): The operation's arguments, of which the kernel gets those that it has a parameter for.
-        own: The kernel's other arguments, and Triton's options.
+        given (`dict`): The operation's arguments. The kernel gets those for which it has a parameter.
+        own: The other arguments of the kernel, and Triton's options.
     """
     taken = _taken_by(kernel.fn, tuple(given))
     arguments: Given = {bare: given[name] for name, bare, _ in taken}
@@ -181,7 +188,9 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], given: Given, **own: Any) -> 
 def _taken_by(
     function: Callable[..., None], names: tuple[str, ...]
 ) -> list[tuple[str, str, list[tuple[str, int]]]]:
-    """Of the arguments that a jit function has a parameter for: both names, and its parameters for strides."""
+    """Returns the arguments for which a jit function has a parameter: both names, and the function's parameters for
+    strides.
+    """
     parameters = inspect.signature(function).parameters
     taken: list[tuple[str, str, list[tuple[str, int]]]] = []
     for name in names:

@@ -1,4 +1,7 @@
-"""Norm and RoPE of a head, rounded where the draft's own modules round: the torch half of two operations."""
+"""This module computes norm and RoPE of a head in torch, rounded as in the draft's own modules.
+
+Two operations use it.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from torch import Tensor
 def norm_and_rotate(
     states: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> Tensor:
-    """`rotate(weight * x / sqrt(mean(x^2) + eps))`, where `rotate(x) = x * cos + [-x2, x1] * sin` for halves `x1, x2`.
+    """Returns `rotate(weight * x / sqrt(mean(x^2) + eps))`, or `rotate(x)` without a weight.
 
-    Without a weight it is `rotate(x)`.
+    The rotation is `rotate(x) = x * cos + [-x2, x1] * sin` for halves `x1, x2`.
 
-    The norm is float32 (float64 for float64) and rounded to the dtype of `states`; everything after it is computed
-    in that dtype, product by product.
+    The norm is computed in float32 (in float64 for float64) and rounded to the dtype of `states`. Everything after it
+    is computed in this dtype, product by product.
 
     Args:
         states (`torch.Tensor` of shape `[..., E]`): Projected heads.
         weight (`torch.Tensor`, *optional*): Broadcastable to `states`.
         cos, sin (`torch.Tensor`): Broadcastable to `states`.
-        eps (`float`): Of the norm.
+        eps (`float`): Epsilon of the norm.
     """
     if weight is not None:
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
@@ -32,7 +35,10 @@ def norm_and_rotate(
 
 
 def write_slots(buffer_BRGE: Tensor, states_BWGE: Tensor, positions_BW: Tensor) -> None:
-    """`buffer[b, positions[b, i] mod R] = states[b, i]`, in place; negative positions are written nowhere."""
+    """Sets `buffer[b, positions[b, i] mod R] = states[b, i]` in place.
+
+    Tokens at negative positions are not written.
+    """
     ring = buffer_BRGE.shape[1]
     rows = torch.arange(positions_BW.shape[0], device=positions_BW.device)[:, None].expand_as(
         positions_BW

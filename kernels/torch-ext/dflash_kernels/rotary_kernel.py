@@ -1,4 +1,7 @@
-"""Norm and RoPE of a head, rounded where the draft's own modules round: the Triton half of two operations."""
+"""This module computes norm and RoPE of a head in Triton, rounded as in the draft's own modules.
+
+Two operations use it.
+"""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -12,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """`x` as it is after being stored in `dtype`, in float32."""
+    """Returns `x` rounded to `dtype`, as float32."""
     return x.to(dtype).to(tl.float32)
 
 
@@ -30,10 +33,10 @@ def norm_and_rotate(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`y = weight * x / sqrt(mean(x^2) + eps)`, then the halves `y1 * cos1 - y2 * sin1` and `y2 * cos2 + y1 * sin2`.
+    """Computes `y = weight * x / sqrt(mean(x^2) + eps)` and rotates it. Where `weight` is `None`, `y = x`.
 
-    `states` and the rest point at `E` values each; returns both halves in float32, `BLOCK >= E / 2` lanes each. Where
-    `weight` is `None`, `y = x`.
+    Returns the halves `y1 * cos1 - y2 * sin1` and `y2 * cos2 + y1 * sin2` in float32, in `BLOCK >= E / 2` lanes each.
+    `states`, `weight`, `cos` and `sin` point at `E` values each.
     """
     HALF: tl.constexpr = E // 2
     dtype: tl.constexpr = states.dtype.element_ty

@@ -1,4 +1,4 @@
-"""What follows a verify, in one launch: accepted prefix, end of the text, new lengths, the next block."""
+"""This operation follows a verify, in one launch. It commits the accepted prefix and prepares the next block."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -42,7 +42,7 @@ def accept_and_prepare(
     eos_ids_N: Tensor | None = None,
     accepted_B: Tensor | None = None,
 ) -> None:
-    """Commits what a verify decided and prepares the next step, in place; no host sync.
+    """Commits the result of a verify and prepares the next step, in place; no host sync.
 
     Per row, with `i` from 0:
 
@@ -54,25 +54,26 @@ def accept_and_prepare(
         block[0] = draft_ids[0] = tokens[committed - 1], the new anchor
         record = [committed, accepted, positions[0], done, cursor, tokens...]
 
-    A row that is done commits nothing and keeps its anchor. Nothing is written outside `ids`, whatever the counts.
+    A row that is done commits nothing and keeps its anchor. Nothing is written outside `ids`, for any counts.
 
     Args:
-        block_BW (`torch.Tensor` of shape `[B, W]`, int64): What was verified: anchor, proposals. Column 0 is written.
-        tokens_BW (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each of them.
-        cursor_B, remaining_B (`torch.Tensor` of shape `[B]`, int64 or int32): Column of `ids` for the next token,
-            tokens that may still be generated. Written.
-        done_B (`torch.Tensor` of shape `[B]`, bool): Rows that have finished. Written.
-        ids_BT (`torch.Tensor` of shape `[B, T]`, int64): Prompts, then the answers. Written.
+        block_BW (`torch.Tensor` of shape `[B, W]`, int64): The verified tokens: the anchor, then proposals. Column 0
+            is written.
+        tokens_BW (`torch.Tensor` of shape `[B, W]`, int64): The target's token after each verified token.
+        cursor_B, remaining_B (`torch.Tensor` of shape `[B]`, int64 or int32): Column of `ids` for the next token, and
+            the number of tokens that may still be generated. Both are written.
+        done_B (`torch.Tensor` of shape `[B]`, bool): Whether each row has finished. Written.
+        ids_BT (`torch.Tensor` of shape `[B, T]`, int64): The prompts, followed by the answers. Written.
         draft_ids_BK (`torch.Tensor` of shape `[B, K]`, int64): The draft's next input. Column 0 is written.
-        positions_BP (`torch.Tensor` of shape `[B, P]`, int64): Indices of the block's tokens, the first of which is
-            how many tokens the caches have; then the next block's. Written.
-        record_FB (`torch.Tensor` of shape `[5 + W, B]`, int64): What the step did, for the host. Written.
-        eos_ids_N (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids; negative ones are none.
-        accepted_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Proposals accepted, at most `W - 1`, if
-            another rule than equality decides.
+        positions_BP (`torch.Tensor` of shape `[B, P]`, int64): Indices of the block's tokens. The first index is the
+            number of tokens in the caches. Afterwards these are the next block's indices. Written.
+        record_FB (`torch.Tensor` of shape `[5 + W, B]`, int64): The outcome of the step, for the host. Written.
+        eos_ids_N (`torch.Tensor` of shape `[N]`, int64, *optional*): End-of-sequence ids. Negative ids are ignored.
+        accepted_B (`torch.Tensor` of shape `[B]`, int64, *optional*): Number of accepted proposals, at most `W - 1`,
+            if another rule than equality decides.
 
     Raises:
-        ValueError: If shapes, dtypes or strides are not as said.
+        ValueError: If shapes, dtypes or strides are not as described.
     """
     width, device = tokens_BW.shape[1], tokens_BW.device
     index = torch.arange(width, device=device)
@@ -81,7 +82,7 @@ def accept_and_prepare(
     committed = torch.minimum(accepted_B + 1, remaining_B)
     finished = done_B | (committed == remaining_B)
     if eos_ids_N is not None:
-        # Not `torch.isin`, which may read on the host.
+        # `torch.isin` is not used, because it may read on the host.
         ends = (tokens_BW[..., None] == eos_ids_N).any(dim=-1)
         up_to_end = torch.where(ends, index + 1, width + 1).amin(dim=1)
         finished = finished | (up_to_end <= committed)
@@ -89,7 +90,7 @@ def accept_and_prepare(
     committed = committed.masked_fill(done_B, 0)
 
     size = ids_BT.shape[1]
-    # Where nothing is kept, or the buffer has ended, what is there already is written again.
+    # If no token is kept at a column, or the buffer has ended, the value that is already there is written again.
     column = (cursor_B[:, None] + index) % size
     kept = index < torch.minimum(committed, size - cursor_B)[:, None]
     ids_BT.scatter_(

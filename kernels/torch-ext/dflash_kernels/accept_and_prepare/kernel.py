@@ -1,4 +1,4 @@
-"""`accept_and_prepare` in Triton: one program per row."""
+"""This is the kernel of `accept_and_prepare`, with one program per row."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -13,7 +13,7 @@ from .._dispatch import power_of_two
 from ..operation import Given, run_kernel
 
 
-# What differs from run to run must not make it compile again.
+# Arguments that differ from run to run must not make the kernel compile again.
 @triton.jit(do_not_specialize=["stride_ids_b", "stride_record_f", "num_eos", "num_ids"])
 def _accept_and_prepare_kernel(
     block,
@@ -42,7 +42,7 @@ def _accept_and_prepare_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Per row, with `i` counting from 0:
+    """Computes for each row, with `i` counting from 0:
 
     `accepted  = min {i : block[i + 1] != tokens[i]}`, `W - 1` where there is none
     `committed = 0 if done else min(accepted + 1, remaining, 1 + min {i : tokens[i] is EOS})`
@@ -71,7 +71,8 @@ def _accept_and_prepare_kernel(
         ends = index < 0
         for i in range(num_eos):
             ends = ends | (token == tl.load(eos_ids + i))
-        # Lanes behind the block may seem to end the text: behind anything that can be committed.
+        # Lanes behind the block may look like an end of the text. This end is behind every token that can be
+        # committed.
         up_to_end = tl.min(tl.where(ends, index + 1, BLOCK_W + 1), axis=0).to(tl.int64)
     committed = tl.minimum(tl.minimum(num_accepted + 1, left), up_to_end)
     finished = was_done | (committed == up_to_end) | (committed >= left)
@@ -85,7 +86,7 @@ def _accept_and_prepare_kernel(
     )
     last = tl.sum(tl.where(index == committed - 1, token, 0), axis=0)
     anchor = tl.where(committed > 0, last, anchor)
-    # With one warp every lane has loaded before one of them stores.
+    # With one warp, every lane has loaded its values before one of them stores.
     tl.store(cursor + row, first + committed)
     tl.store(remaining + row, left - committed)
     tl.store(done + row, finished)

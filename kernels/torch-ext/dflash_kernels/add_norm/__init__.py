@@ -1,4 +1,4 @@
-"""A residual sum and the RMS norm behind it, in one launch."""
+"""This operation computes a residual sum and the RMS norm after it, in one launch."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -23,19 +23,21 @@ def _check(given: Given, size: Sizes) -> None:
     check=_check, fake=lambda states, *_: states.new_empty((2, *states.shape)), covers=covers
 )
 def add_norm(states: Tensor, update: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`[x, norm(x)]` of the sum `x = states + update`, rounded to their dtype; `norm` is that of `rms_norm`.
+    """Returns `[x, norm(x)]` of the sum `x = states + update`, rounded to their dtype.
+
+    `norm` is that of `rms_norm`.
 
     Args:
-        states, update (`torch.Tensor` of shape `[..., D]`): The residual stream and what is added to it; one dtype,
-            any strides.
-        weight_D (`torch.Tensor` of shape `[D]`): Of the norm, of the same dtype.
-        eps (`float`): Of the norm.
+        states, update (`torch.Tensor` of shape `[..., D]`): The residual stream, and the states that are added to it.
+            Both have one dtype, and any strides.
+        weight_D (`torch.Tensor` of shape `[D]`): Weight of the norm, in the same dtype.
+        eps (`float`): Epsilon of the norm.
 
     Returns:
         `torch.Tensor` of shape `[2, ..., D]`, contiguous: the sum, and its norm.
 
     Raises:
-        ValueError: If shapes or dtypes are not as said.
+        ValueError: If shapes or dtypes are not as described.
     """
     total = states + update
     return torch.stack((total, rms_norm.reference(total, weight_D, eps)))

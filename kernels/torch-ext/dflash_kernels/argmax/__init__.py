@@ -1,4 +1,4 @@
-"""The greatest logit of each row, as two small kernels over many programs."""
+"""This operation finds the greatest logit of each row, with two small kernels over many programs."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -23,18 +23,20 @@ def _check(given: Given, size: Sizes) -> None:
     covers=lambda logits: runs_kernel(logits) and logits.numel() > 0,
 )
 def argmax(logits: Tensor) -> Tensor:
-    """`out[...] = min {v : logits[..., v] = max_u logits[..., u]}`, what `torch.argmax(logits, dim=-1)` gives.
+    """Returns `out[...] = min {v : logits[..., v] = max_u logits[..., u]}`, which is
+    `torch.argmax(logits, dim=-1)`.
 
-    Ties go to the first index, -0 and 0 are equal, and the first NaN of a row wins over every number.
+    Ties go to the first index. -0 and 0 are equal, and the first NaN of a row wins over every number.
 
     Args:
-        logits (`torch.Tensor` of shape `[..., V]`): Any strides; float32, float16 and bfloat16 have a kernel.
+        logits (`torch.Tensor` of shape `[..., V]`): Logits with any strides. The kernel supports float32, float16 and
+            bfloat16.
 
     Returns:
         `torch.Tensor` of shape `[...]`, int64. No host sync.
 
     Raises:
-        ValueError: If there is no vocabulary to choose from, or one of 2^31 tokens or more.
+        ValueError: If the vocabulary is empty, or has 2^31 tokens or more.
     """
     return logits.argmax(dim=-1)
 

@@ -1,4 +1,4 @@
-"""`argmax` in Triton, in two stages: a row of 150 thousand logits is spread over many programs."""
+"""This is the kernel of `argmax`, in two stages, because a row of 150 thousand logits is spread over many programs."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -14,14 +14,16 @@ from torch import Tensor
 from .._dispatch import cdiv, power_of_two
 from ..operation import Given
 
-# One load per program, no loop: 37 programs per row of 150 thousand.
+# A program makes one load and has no loop. A row of 150 thousand logits has 37 programs.
 BLOCK_V = 4096
 
 
 @triton.jit
 def order_of(value):
-    """Maps a float32 to an int32 that sorts as it does: the bits, all but the sign flipped where negative; -0 is taken
-    as 0 and NaN as the largest.
+    """Maps a float32 to an int32 with the same order.
+
+    The result has the bits of the number. If it is negative, all bits except the sign are flipped. -0 is treated as 0,
+    and NaN as the largest number.
     """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -29,7 +31,10 @@ def order_of(value):
 
 @triton.jit
 def pack(value, column):
-    """Returns `order_of(value) << 32 | 2^31 - 1 - column`: the greatest is of the greatest value's first column."""
+    """Returns `order_of(value) << 32 | 2^31 - 1 - column`.
+
+    The greatest key is that of the greatest value's first column.
+    """
     return (order_of(value).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
@@ -45,13 +50,13 @@ def _argmax_chunk_kernel(
     stride_v,
     BLOCK_V: tl.constexpr,
 ):
-    """`partial[row, chunk] = max over the chunk of pack(logits[v], v)`."""
+    """Computes `partial[row, chunk] = max over the chunk of pack(logits[v], v)`."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     start = (row // num_columns).to(tl.int64) * stride_b + (row % num_columns).to(
         tl.int64
     ) * stride_k
-    # Columns past the end lose against every other one: they are the last of the smallest value.
+    # Columns past the end lose against every other column, because they are the last columns of the smallest value.
     value = tl.load(
         logits + start + column.to(tl.int64) * stride_v,
         mask=column < vocab_size,
@@ -62,18 +67,18 @@ def _argmax_chunk_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def argmax_row_kernel(partial, out, num_chunks, BLOCK_C: tl.constexpr):
-    """`out[row] = 2^31 - 1 - (max over chunks of partial[row, chunk] mod 2^31)`."""
+    """Computes `out[row] = 2^31 - 1 - (max over chunks of partial[row, chunk] mod 2^31)`."""
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK_C)
-    # The first chunk again where there are no more: it changes no maximum.
+    # Lanes without a chunk read the first chunk again, which changes no maximum.
     packed = tl.load(partial + row * num_chunks + tl.where(chunk < num_chunks, chunk, 0))
     tl.store(out + row, 0x7FFFFFFF - (tl.max(packed, axis=0) & 0x7FFFFFFF))
 
 
 def launch(given: Given) -> Tensor:
-    """Returns the tokens `[...]`, int64, by two launches; logits `[..., V]` may have any strides."""
+    """Returns the tokens `[...]`, int64, with two launches. The logits `[..., V]` may have any strides."""
     logits: Tensor = given["logits"]
-    # Up to two leading dimensions keep their strides: a slice of the block's slots is not copied.
+    # Up to two leading dimensions keep their strides, so a slice of the block's slots is not copied.
     rows = logits[(None,) * (3 - logits.dim())] if logits.dim() < 4 else logits.flatten(0, -2)[None]
     batch, num_columns, vocab_size = rows.shape
     num_rows, num_chunks = batch * num_columns, cdiv(vocab_size, BLOCK_V)

@@ -1,4 +1,4 @@
-"""Attention of a block of new tokens over the ragged cache that already holds them."""
+"""This operation computes the attention of a block of new tokens over the ragged cache that already holds them."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -13,7 +13,7 @@ MAX_HEAD_SIZE = 256
 
 
 def covers(query_BHWE: Tensor, key_BGRE: Tensor, value_BGRF: Tensor, *_: object) -> bool:
-    """Returns True if the kernel, not the reference, would compute this attention."""
+    """Returns True if the kernel, and not the reference, would compute this attention."""
     sizes = (query_BHWE.shape[-1], value_BGRF.shape[-1])
     same = query_BHWE.dtype == key_BGRE.dtype == value_BGRF.dtype
     return same and runs_kernel(query_BHWE) and max(sizes) <= MAX_HEAD_SIZE
@@ -57,10 +57,10 @@ def seen_by(
     depths_BW: Tensor | None = None,
     ancestors_BWA: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Says which slots a block's queries see, and which hold anything at all.
+    """Returns which slots a block's queries see, and which slots hold a token.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Boolean, `[B, W, R]` and `[B, R]`. See [`block_attention`].
+        `tuple[torch.Tensor, torch.Tensor]`: Boolean tensors `[B, W, R]` and `[B, R]`. See [`block_attention`].
     """
     slots = torch.arange(ring, device=lengths_B.device)
     last = lengths_B[:, None] + (width - 1)
@@ -109,10 +109,11 @@ def block_attention(
     depths_BW: Tensor | None = None,
     ancestors_BWA: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of `W` new tokens per row, the first of row `b` at index `lengths[b]`; no host sync.
+    """Returns the softmax attention of `W` new tokens per row, of which the first is at index `lengths[b]`; no host
+    sync.
 
-    The cache is a ring: with `n = lengths[b] + W` tokens in row `b`, slot `r` holds the token of the greatest index
-    `t(r) < n` that is congruent to `r` modulo `R`, and nothing where that is negative. The query at index
+    The cache is a ring. With `n = lengths[b] + W` tokens in row `b`, slot `r` holds the token of the greatest index
+    `t(r) < n` that is congruent to `r` modulo `R`. If this index is negative, the slot is empty. The query at index
     `q = lengths[b] + i >= 0` sees slot `r` if `t(r) >= 0` and
 
         t(r) <= q                       causal
@@ -122,32 +123,34 @@ def block_attention(
         s(r) = cap(scaling q k(r)^T),  cap(s) = softcap tanh(s / softcap)
         out  = sum_r exp(s(r)) v(r) / (sum_r exp(s(r)) + exp(sink))
 
-    The new tokens may be nodes of a tree: then node `i` is at index `lengths[b] + depths[b, i]` for all of this, as a
-    key too, and sees node `j` only if that is one of its ancestors; see `ancestors.py`.
+    The new tokens may be nodes of a tree. Then node `i` is at index `lengths[b] + depths[b, i]` in all of these
+    formulas, as a query and as a key. It sees node `j` only if `j` is one of its ancestors or the node itself; see
+    `ancestors.py`.
 
-    A query that sees nothing gives zeros. Slots that hold nothing are not read. Scores, weights' sum and the output
-    are accumulated in float32.
+    The output of a query that sees no slot is zero. Empty slots are not read. Scores, the sum of the weights and the
+    output are accumulated in float32.
 
     Args:
-        query_BHWE (`torch.Tensor`): Queries. Any strides; `H` is a multiple of `G`.
+        query_BHWE (`torch.Tensor`): Queries with any strides. `H` is a multiple of `G`.
         key_BGRE, value_BGRF (`torch.Tensor`): One layer of the cache, or its first slots if none of them has wrapped.
-            Any strides; of one dtype with the queries; values may have another head size.
-        lengths_B (`torch.Tensor` of shape `[B]`, integer): Tokens each row had before the block; read on the device.
+            They have any strides and the dtype of the queries. Values may have another head size.
+        lengths_B (`torch.Tensor` of shape `[B]`, integer): Number of tokens that each row had before the block. It is
+            read on the device.
         scaling (`float`): Factor on the scores.
         causal (`bool`): Whether a query sees later tokens of its block.
         window (`int`, *optional*): Sliding window in tokens.
         from_anchor (`bool`): Whether the window counts from the block's first token and hides nothing of the block.
-        softcap (`float`, *optional*): Soft cap.
+        softcap (`float`, *optional*): Soft cap on the scores.
         sinks_H (`torch.Tensor` of shape `[H]`, *optional*): Sink score per head.
-        depths_BW (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Of a tree. Any strides.
-        ancestors_BWA (`torch.Tensor` of shape `[B, W, A]`, int64, *optional*): Words of a tree's ancestors. Any
+        depths_BW (`torch.Tensor` of shape `[B, W]`, int64, *optional*): Depths of a tree's nodes, with any strides.
+        ancestors_BWA (`torch.Tensor` of shape `[B, W, A]`, int64, *optional*): Words of the nodes' ancestors, with any
             strides.
 
     Returns:
         `torch.Tensor` of shape `[B, W, H, F]`, contiguous, in the queries' dtype.
 
     Raises:
-        ValueError: If shapes or dtypes are not as said.
+        ValueError: If shapes or dtypes are not as described.
     """
     batch, num_heads, width, _ = query_BHWE.shape
     groups, ring = key_BGRE.shape[1], key_BGRE.shape[2]
@@ -156,7 +159,7 @@ def block_attention(
     seen, filled = seen_by(
         lengths_B, width, ring, causal, window, from_anchor, depths_BW, ancestors_BWA
     )
-    # Slots that nothing was written to may hold anything, and 0 * NaN is NaN.
+    # Empty slots may hold any values, and 0 * NaN is NaN.
     empty = ~filled[:, None, :, None]
     key, value = (
         states.to(wide).masked_fill(empty, 0)[:, :, None] for states in (key_BGRE, value_BGRF)

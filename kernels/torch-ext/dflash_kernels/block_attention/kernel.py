@@ -1,8 +1,8 @@
-"""`block_attention` in Triton: split over the cache, the query heads of a key head packed into one tile.
+"""This is the kernel of `block_attention`. It is split over the cache, and packs the query heads of a key head.
 
-All queries of a key head read the same keys, so its `H / G * W` rows (64 for Qwen3-8B) are one tile of a matrix
-product and the cache is read once. Each row's length is read on the device, and its part of the cache is shared out
-among a fixed number of programs; a second kernel joins their partial results.
+All queries of a key head read the same keys. So its `H / G * W` rows (64 for Qwen3-8B) are one tile of a matrix
+product, and the cache is read once. Each row's length is read on the device, and its part of the cache is divided
+among a fixed number of programs. A second kernel joins their partial results.
 """
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
@@ -23,7 +23,7 @@ from .._dispatch import cdiv, interprets, power_of_two
 from ..operation import Given, run_kernel
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-# A program that reads less than this many tiles is not worth its part of the reduction.
+# A program that reads fewer tiles than this costs more in the reduction than it saves.
 MIN_TILES_PER_SPLIT = 2
 MIN_TILES = tl.constexpr(MIN_TILES_PER_SPLIT)
 MAX_SPLITS = 128
@@ -31,10 +31,10 @@ MAX_SPLITS = 128
 
 @triton.jit
 def _slots_of_share(num_slots, splits, BLOCK_N: tl.constexpr):
-    """How many of a row's slots a program reads.
+    """Returns how many of a row's slots a program reads.
 
-    A row may be far shorter than its buffer, for which `splits` was chosen. Then fewer shares than that have any: they
-    are as quick, and less is left for the reduction.
+    A row may be far shorter than its buffer, for which `splits` was chosen. Then only some of the shares have slots.
+    They take the same time, and the reduction has less to do.
     """
     num_tiles = tl.cdiv(num_slots, BLOCK_N)
     return tl.maximum(tl.cdiv(num_tiles, splits), MIN_TILES) * BLOCK_N
@@ -79,19 +79,22 @@ def _attend_tiles(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Online softmax over slots `[begin, end)`: `m' = max(m, max s)`, `l' = l 2^(m - m') + sum 2^(s - m')`, and
-    `acc' = acc 2^(m - m') + 2^(s - m') v`, with `s = log2(e) cap(scaling q k^T)`. Without a soft cap
-    `log2(e)` is in `scaling`.
+    """Computes an online softmax over slots `[begin, end)`: `m' = max(m, max s)`,
+    `l' = l 2^(m - m') + sum 2^(s - m')`, and `acc' = acc 2^(m - m') + 2^(s - m') v`, with
+    `s = log2(e) cap(scaling q k^T)`.
 
-    Where not `MASKED` every query sees every slot, and `end - begin` is a multiple of the tile. `WORDS` are the words
-    of each row's ancestors in a tree, none where the block is a chain.
+    Without a soft cap `log2(e)` is in `scaling`.
+
+    Without `MASKED`, every query sees every slot, and `end - begin` is a multiple of the tile. `WORDS` is the number
+    of words of a node's ancestors in a tree, or 0 if the block is a chain.
     """
     size_k, size_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     lane = tl.arange(0, BLOCK_N)
     last = length + width - 1
-    # A row that has wrapped: slots up to `turn` were written in this round of the ring, the others in the one before.
+    # In a row that has wrapped, slots up to `turn` were written in this round of the ring, and the others in the round
+    # before.
     turn, lap = last % ring, last - last % ring
-    # Counted in 64 bits once; a tile's own offsets fit into 32.
+    # The start is computed in 64 bits once, because the offsets within a tile fit into 32 bits.
     key += begin.to(tl.int64) * stride_key_r
     value += begin.to(tl.int64) * stride_value_r
     for start in range(begin, end, BLOCK_N):
@@ -118,7 +121,8 @@ def _attend_tiles(
                 node = tl.maximum(held - length, 0)
                 is_node = inside & (held >= length)
                 depth = tl.load(depths + node * stride_depths_w, mask=is_node, other=0).to(tl.int32)
-                # Halves of 32 bits: a tile of 64-bit integers takes more registers than there are.
+                # Words are split into halves of 32 bits, because a tile of 64-bit integers needs more registers than
+                # there are.
                 half = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
                 for word in tl.static_range(WORDS):
                     bits = tl.load(ancestors + word * stride_ancestors_a, mask=is_row, other=0)
@@ -154,7 +158,7 @@ def _attend_tiles(
     return acc, top, total
 
 
-# What grows with the context must not make it compile again.
+# Arguments that grow with the context must not make the kernel compile again.
 @triton.jit(do_not_specialize=["width", "ring", "splits"])
 def _block_attention_kernel(
     query,
@@ -208,9 +212,10 @@ def _block_attention_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Attention of `BLOCK_M` of the queries of one key head over one of `splits` shares of a row's slots.
+    """Computes the attention of `BLOCK_M` queries of one key head over one of `splits` shares of a row's slots.
 
-    With one share `out = acc / (l + 2^(sink - m))`; with more, `acc`, `m` and `l` are left for the reduction.
+    With one share, `out = acc / (l + 2^(sink - m))`. With more shares, `acc`, `m` and `l` are stored for the
+    reduction.
     """
     tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, group = (pair // G).to(tl.int64), pair % G
@@ -227,19 +232,21 @@ def _block_attention_kernel(
     )
     if UPCAST:
         q = q.to(tl.float32)
-    # The heads of keys that a target expands are as far apart as its buffer is long: more than 2^31 in a long one.
+    # The heads of keys that a target expands are as far apart as its buffer is long, which is more than 2^31 in a long
+    # buffer.
     key += batch * stride_key_b + group.to(tl.int64) * stride_key_g
     value += batch * stride_value_b + group.to(tl.int64) * stride_value_g
 
     num_filled = tl.minimum(tl.maximum(length + width, 0), ring)
     lowest, num_plain = 0, tl.minimum(length + 1, num_filled)
     if WINDOW is not None:
-        # Before it nothing is seen, as long as slots are indices; and everything else is near an edge.
+        # Before `lowest` nothing is seen, as long as slots are indices. Everything after it may be near an edge of the
+        # window.
         lowest, num_plain = tl.where(length + width <= ring, tl.maximum(length - WINDOW, 0), 0), 0
     share = _slots_of_share(num_filled - lowest, splits, BLOCK_N)
     begin = lowest + split * share
     end = tl.minimum(begin + share, num_filled)
-    # Whole tiles that every query of the block sees: up to the anchor, in a row that has not wrapped.
+    # These are whole tiles that every query of the block sees: up to the anchor, in a row that has not wrapped.
     num_plain = tl.where((length + width <= ring) & (length >= 0), num_plain, 0)
     middle = begin + tl.maximum(tl.minimum(end, num_plain) - begin, 0) // BLOCK_N * BLOCK_N
 
@@ -270,7 +277,7 @@ def _block_attention_kernel(
         line = line * splits + split
         tl.store(tops + line, top, mask=is_row)
         tl.store(totals + line, total, mask=is_row)
-        # A share without slots leaves its part unwritten: the reduction reads none whose total is 0.
+        # A share without slots does not write its part. The reduction does not read parts whose total is 0.
         tl.store(
             partial + line[:, None] * VALUE_SIZE + size_v[None, :],
             acc,
@@ -304,7 +311,9 @@ def _reduce_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """`out = sum_s acc_s 2^(m_s - m) / (sum_s l_s 2^(m_s - m) + 2^(sink - m))`, `m` the greatest `m_s` or sink."""
+    """Computes `out = sum_s acc_s 2^(m_s - m) / (sum_s l_s 2^(m_s - m) + 2^(sink -
+    m))`, where `m` is the greatest `m_s` or sink.
+    """
     line = tl.program_id(0).to(tl.int64)
     split, size = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
     is_split = split < splits
@@ -329,7 +338,10 @@ def _reduce_kernel(
 
 @functools.cache
 def device_limits(device: torch.device) -> tuple[int, int]:
-    """Returns the number of multiprocessors and the bytes of shared memory a program may have; small ones on a CPU."""
+    """Returns the number of multiprocessors, and the bytes of shared memory that a program may have.
+
+    On a CPU both are small.
+    """
     if device.type != "cuda":
         return 4, 99 * 1024
     properties = torch.cuda.get_device_properties(device)
@@ -339,11 +351,11 @@ def device_limits(device: torch.device) -> tuple[int, int]:
 def tile_sizes(
     width: int, heads_per_key: int, key_size: int, value_size: int, itemsize: int, shared_bytes: int
 ) -> tuple[int, int, int, int]:
-    """Returns rows and slots of a tile, stages and warps, so that nothing spills on Hopper (see the tests).
+    """Returns rows and slots of a tile, stages and warps, so that no registers spill on Hopper (see the tests).
 
-    In 16 bits 64 rows are what its matrix units take at once, and two programs fit into a multiprocessor: where there
-    is less shared memory, with half the slots, and a stage less if there is very little. In float32 there are no
-    matrix units for exact products: small tiles.
+    In 16 bits, Hopper's matrix units take 64 rows at once, and two programs fit into a multiprocessor. With less
+    shared memory, a tile has half the slots. With very little shared memory, there is also one stage less. In float32
+    there are no matrix units for exact products, so tiles are small.
     """
     block_m = max(power_of_two(width * heads_per_key), 16)
     size = power_of_two(max(key_size, value_size))
@@ -355,15 +367,17 @@ def tile_sizes(
 
 
 def choose_num_splits(num_tiles: int, num_programs: int, num_processors: int) -> int:
-    """Returns how many shares a row's slots are cut into: no share too small, two programs per multiprocessor at most.
+    """Returns the number of shares of a row's slots.
 
-    A program more than there are places for would take as long again as all the others. It follows from sizes the host
-    knows, so that the grid of a captured launch never changes.
+    No share is too small, and there are at most two programs per multiprocessor.
+
+    If there were more programs than fit at once, one more program would take as long again as all others. The number
+    follows from sizes that the host knows, so the grid of a captured launch never changes.
 
     Args:
-        num_tiles (`int`): Tiles of a full row.
-        num_programs (`int`): Programs of one share.
-        num_processors (`int`): Multiprocessors of the device.
+        num_tiles (`int`): Number of tiles of a full row.
+        num_programs (`int`): Number of programs of one share.
+        num_processors (`int`): Number of multiprocessors of the device.
     """
     wanted = 2 * num_processors // num_programs
     return max(1, min(wanted, num_tiles // MIN_TILES_PER_SPLIT, MAX_SPLITS))
@@ -372,7 +386,7 @@ def choose_num_splits(num_tiles: int, num_programs: int, num_processors: int) ->
 def launch(given: Given) -> Tensor:
     """Returns the attention `[B, W, H, F]` in the dtype of the queries.
 
-    It launches the kernel and, with more than one split, the reduction over the splits.
+    It launches the kernel. With more than one split, it also launches the reduction over the splits.
     """
     query, (_, groups, ring, value_size) = given["query_BHWE"], given["value_BGRF"].shape
     batch, num_heads, width, key_size = query.shape
@@ -384,9 +398,9 @@ def launch(given: Given) -> Tensor:
     )
     words = 0 if given["ancestors_BWA"] is None else given["ancestors_BWA"].shape[2]
     if words > 0:
-        block_n = min(block_n, 32)  # a tree's mask takes the registers that a larger tile would
+        block_n = min(block_n, 32)  # a tree's mask needs the registers of a larger tile
     if words > 2:
-        num_warps = 8  # and that of a large tree more than 4 warps have
+        num_warps = 8  # the mask of a large tree needs the registers of more than 4 warps
     num_blocks = cdiv(num_heads // groups * width, block_m)
     splits = choose_num_splits(cdiv(ring, block_n), num_blocks * batch * groups, num_processors)
     out = query.new_empty(batch, width, num_heads, value_size)
@@ -414,7 +428,8 @@ def launch(given: Given) -> Tensor:
         **shared,
         width=width,
         ring=ring,
-        # Powers of two are cheaper than of e: log2(e) goes into the factor on the scores, or behind the soft cap.
+        # Powers of two are cheaper than powers of e. So log2(e) is part of the factor on the scores, or is applied
+        # after the soft cap.
         scaling=given["scaling"] * (1.0 if softcap is not None else math.log2(math.e)),
         softcap=softcap or 0.0,
         G=groups,
@@ -424,7 +439,7 @@ def launch(given: Given) -> Tensor:
         WINDOW=given["window"],
         FROM_ANCHOR=given["from_anchor"],
         HAS_SOFTCAP=softcap is not None,
-        # The interpreter's tl.dot knows no bfloat16.
+        # The interpreter's tl.dot does not support bfloat16.
         UPCAST=interprets() and query.dtype == torch.bfloat16,
         KEY_SIZE=key_size,
         BLOCK_M=block_m,

@@ -1,4 +1,4 @@
-"""The tree of a block's most likely paths, and of what followed the text's last tokens before, in one launch."""
+"""This operation builds the tree of a block's most likely paths and of repetitions in the text, in one launch."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -12,19 +12,20 @@ from torch import Tensor
 from ..ancestors import MAX_NODES, WORD_BITS, num_words, word_with
 from ..operation import Given, Sizes, check_dtype, operation
 
-# Rows of `nodes_XBN` before the words of ancestors.
+# Number of rows of `nodes_XBN` before the words of ancestors.
 NODE_PARTS = 3
-# What every level of a path costs beside its probability, so that no child ranks with its parent where the draft is
-# sure of it; and the least log-probability that counts, below which float32 would lose that difference.
+# LEVEL is what every level of a path costs in addition to its probability, so that a child never has the total of its
+# parent, even if the draft is sure of the child. LEAST is the least log-probability that counts. Below it, float32
+# would lose the difference that LEVEL makes.
 LEVEL, LEAST = 1e-4, -20.0
-# How much it counts against what a text has said before that the draft is sure of another token: the exponent of what
-# its first choice leaves open.
+# How much it counts against a repetition that the draft is sure of another token: the exponent of the probability that
+# the draft's first choice leaves for other tokens.
 DOUBT = 0.5
 INTEGERS = ("order_BDSR", "nodes_XBN", "block_BN", "candidates_BDC", "ids_BT", "cursor_B")
 
 
 def num_paths(depth: int, num_ranks: int) -> int:
-    """Returns how many paths of one to `depth` tokens there are if each is one of `num_ranks`."""
+    """Returns the number of paths of one to `depth` tokens if each token is one of `num_ranks`."""
     return sum(num_ranks**length for length in range(1, depth + 1))
 
 
@@ -72,48 +73,51 @@ def build_tree(
     cursor_B: Tensor | None = None,
     follows_FM: Tensor | None = None,
 ) -> None:
-    """Builds the tree of each row's `N - 1` most likely paths behind the anchor, in place.
+    """Builds the tree of each row's `N - 1` most likely paths after the anchor, in place.
 
-    The kernel has no host sync.
+    The kernel has no host sync. The definition reads on the host.
 
-    A path is a rank at each of its levels. With `cost = max(log_prob, -20) - 1e-4` a level, its total is
+    A path consists of a rank at each of its levels. With `cost = max(log_prob, -20) - 1e-4` per level, its total is
 
         total(r_1 ... r_d) = cost[0, 0, r_1] + cost[1, order[0, 0, r_1], r_2] + ...
 
-    where the state that a level is in is the candidate before it, and always 0 without candidates. A path has
+    where the state of a level is the candidate before it, or always 0 without candidates. The number of paths, itself
+    included, that are no longer than a path and whose ranks are nowhere greater is
 
         (r_1 + 1) + (r_1 + 1)(r_2 + 1) + ...
 
-    others, itself included, that are no longer and rank nowhere lower; only one with `N - 1` or fewer is considered.
-    Without candidates that changes nothing: those others are as likely.
+    A path is considered only if this number is at most `N - 1`. Without candidates this makes no difference, because
+    those other paths are at least as likely.
 
-    What followed the last tokens of a row when they stood in it before is a path too, of as many tokens as there are:
-    behind the latest of those columns that share the most last tokens with the end, `m` of them. Its first `k` tokens
-    have the total `follows[0, m] + follows[1, m] (k - 1) - 1e-4 k`, or that of the same path by ranks if it is
-    considered and greater. From the token on that leaves the path of first ranks, by then no longer than `N - 1`,
-    `log(1 - exp(cost)) / 2` is added, of that path's cost at this level.
+    The tokens that followed earlier occurrences of a row's last tokens form a path too, as long as possible. Among the
+    columns that share the most last tokens with the end of the text, `m` of them, the latest counts. The first `k`
+    tokens of this path have the total `follows[0, m] + follows[1, m] (k - 1) - 1e-4 k`. If the same path by ranks is
+    considered and has a greater total, that total counts. From the token on at which this path leaves the path of
+    first ranks (while the latter is no longer than `N - 1`), `log(1 - exp(cost)) / 2` is added, where `cost` is the
+    cost of the path of first ranks at this level.
 
-    Nodes stand in falling order of their totals, of which equal ones may come in any; node 0 is the anchor.
+    Nodes are sorted by their totals, the greatest first. Nodes with equal totals may be in any order. Node 0 is the
+    anchor.
 
     Args:
         log_probs_BDSR (`torch.Tensor` of shape `[B, D, S, R]`, float32): The greatest log-probabilities at each
-            position, in each state, falling.
-        order_BDSR (`torch.Tensor` of shape `[B, D, S, R]`, int64): Whose they are: a candidate's index or, without
-            candidates, a token.
-        nodes_XBN (`torch.Tensor` of shape `[3 + A, B, N]`, int64): Gets parents, sources, depths and ancestors of the
-            nodes, in as many words `A` as [`num_words`] says; see `ancestors.py`. The anchor is its own parent. The
-            source is 1 where what followed before has the greater total, else 0.
-        block_BN (`torch.Tensor` of shape `[B, N]`, int64): Gets their tokens; the anchor's stays.
-        candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64, *optional*): Tokens, `C = S`, where what is likely
-            depends on the token before.
-        ids_BT (`torch.Tensor` of shape `[B, T]`, int64, *optional*): The rows' texts.
-        cursor_B (`torch.Tensor` of shape `[B]`, int64, *optional*): The column behind each row's last token.
-        follows_FM (`torch.Tensor` of shape `[2, M + 1]`, float32, *optional*): Log-probability that a text goes on as
-            it did before, by one token and by each further one, by how many of its last tokens are the same; `M` are
-            compared.
+            position and in each state, in falling order.
+        order_BDSR (`torch.Tensor` of shape `[B, D, S, R]`, int64): To which choice each of them belongs: the index of
+            a candidate or, without candidates, a token.
+        nodes_XBN (`torch.Tensor` of shape `[3 + A, B, N]`, int64): Receives parents, sources, depths and ancestors of
+            the nodes. [`num_words`] gives the number `A` of words of ancestors; see `ancestors.py`. The anchor is its
+            own parent. The source is 1 if the repetition has the greater total, else 0.
+        block_BN (`torch.Tensor` of shape `[B, N]`, int64): Receives the nodes' tokens. The anchor's token stays.
+        candidates_BDC (`torch.Tensor` of shape `[B, D, C]`, int64, *optional*): Tokens, with `C = S`, if the
+            probabilities depend on the token before.
+        ids_BT (`torch.Tensor` of shape `[B, T]`, int64, *optional*): The texts of the rows.
+        cursor_B (`torch.Tensor` of shape `[B]`, int64, *optional*): The column after each row's last token.
+        follows_FM (`torch.Tensor` of shape `[2, M + 1]`, float32, *optional*): Log-probability that a text repeats
+            itself for one token, and for each further token, by the number of its last tokens that are the same. `M`
+            tokens are compared.
 
     Raises:
-        ValueError: If shapes, dtypes or strides are not as said, or there are fewer paths than nodes.
+        ValueError: If shapes, dtypes or strides are not as described, or there are fewer paths than nodes.
     """
     log_probs, order = log_probs_BDSR.tolist(), order_BDSR.tolist()
     candidates = None if candidates_BDC is None else candidates_BDC.tolist()
@@ -134,7 +138,10 @@ def build_tree(
 
 
 class Tree(NamedTuple):
-    """The nodes of one row's tree, as they are written; ancestors by their words."""
+    """An instance holds the nodes of one row's tree in the form in which they are written.
+
+    Ancestors are stored by words.
+    """
 
     parents: list[int]
     sources: list[int]
@@ -144,7 +151,10 @@ class Tree(NamedTuple):
 
     @classmethod
     def of_anchor(cls, num_nodes: int) -> "Tree":
-        """Returns a tree that is to get so many nodes and has the anchor alone, which is its own ancestor."""
+        """Returns a tree that has only the anchor so far, with room for `num_nodes` nodes.
+
+        The anchor is its own ancestor.
+        """
         ancestors = [[0] for _ in range(num_words(num_nodes))]
         ancestors[0][0] = word_with(0)
         return cls([0], [0], [0], ancestors, [0])
@@ -163,23 +173,29 @@ class Tree(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """What a draft says of one row, as nested lists of `[D][S][R]`, `[D][S][R]` and `[D][C]`; see [`build_tree`]."""
+    """An instance holds a draft's scores of one row as nested lists.
+
+    Their shapes are `[D][S][R]`, `[D][S][R]` and `[D][C]`; see [`build_tree`].
+    """
 
     log_probs: list[list[list[float]]]
     order: list[list[list[int]]]
     candidates: list[list[int]] | None
 
     def choice(self, level: int, state: int, rank: int) -> tuple[int, int]:
-        """Returns the token of a rank, and the state behind it."""
+        """Returns the token of a rank, and the state after this token."""
         chosen = self.order[level][state][rank]
         return (chosen, 0) if self.candidates is None else (self.candidates[level][chosen], chosen)
 
     def cost(self, level: int, state: int, rank: int) -> float:
-        """Returns what a rank adds to a path's total."""
+        """Returns the amount that a rank adds to a path's total."""
         return max(self.log_probs[level][state][rank], LEAST) - LEVEL
 
     def totals_of(self, text: list[int], first: float, further: float) -> list[float]:
-        """Returns the total up to each token of a continuation, whose first and further ones are that likely."""
+        """Returns the total up to each token of a continuation.
+
+        `first` and `further` are its tokens' log-probabilities.
+        """
         totals, state, doubt, agrees = list[float](), 0, 0.0, True
         for level, said in enumerate(text):
             token, behind = self.choice(level, state, 0)
@@ -192,18 +208,19 @@ class Draft(NamedTuple):
     def grow(self, text: list[int], its_totals: list[float], num: int) -> Tree:
         """Returns the tree of `num` nodes, by best-first search.
 
-        Every node that the draft has come to offers its best child that it has not come to. The best offer is the next
-        node, unless the continuation's next token has the greater total, or has brought that node in already.
+        Every node that the search by ranks has reached offers its best child that it has not reached. The best offer
+        becomes the next node. There are two exceptions: the next token of the continuation may have a greater total,
+        or the continuation may have added this node already.
 
         Args:
             text (`list[int]`): The continuation.
-            its_totals (`list[float]`): Up to each of its tokens.
-            num (`int`): Nodes, the anchor included.
+            its_totals (`list[float]`): The total up to each token of the continuation.
+            num (`int`): Number of nodes, the anchor included.
         """
         tree, on_text = Tree.of_anchor(num), [0]
         num_levels, num_ranks = len(self.order), len(self.order[0][0])
-        # Of each node that offers: its total, the state of its children, and how many paths, of its length and of any,
-        # rank nowhere lower.
+        # For each node that offers a child: its total, the state of its children, and the number of paths whose ranks
+        # are nowhere greater, first those of its length and then those of any shorter or equal length.
         reached = {0: (0.0, 0, 1, 0)}
         offers = [(-self.cost(0, 0, 0), 0, 0)]  # minus the child's total, parent, rank
         while len(tree.parents) < num:
@@ -238,15 +255,16 @@ class Draft(NamedTuple):
 
 
 def continuation(ids_T: Tensor, depth: int, most: int) -> tuple[list[int], int]:
-    """Finds what followed the last tokens of a text before: behind the latest of the columns that share most of them.
+    """Finds the tokens after the latest column that shares the most last tokens with the end of a text.
 
     Args:
         ids_T (`torch.Tensor` of shape `[T]`, int64): The text.
-        depth (`int`): Tokens wanted; fewer where the text ends.
-        most (`int`): Tokens that are compared.
+        depth (`int`): Number of wanted tokens. There are fewer if the text ends before.
+        most (`int`): Number of tokens that are compared at most.
 
     Returns:
-        `tuple[list[int], int]`: The tokens, and how many of the last ones are shared; none and 0 if there are none.
+        `tuple[list[int], int]`: The tokens, and the number of last tokens that are shared. Without any, an empty list
+        and 0.
     """
     text = ids_T.cpu().numpy()
     latest, num_same = len(text), 0

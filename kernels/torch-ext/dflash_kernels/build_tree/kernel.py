@@ -1,8 +1,10 @@
-"""`build_tree` in Triton: a program per row, which takes the best child that any node still has, node after node.
+"""This is the kernel of `build_tree`.
 
-No list of paths is needed for that: every node offers its best child that is not in the tree, and the best offer is
-the next node. What followed the text's last tokens before is one more offer. A node of that, which the draft's offers
-come to later, is opened then: it offers children from there on.
+One program per row adds the best child that any node still has, node after node.
+
+No list of paths is needed: every node offers its best child that is not in the tree, and the best offer becomes the
+next node. The repetition in the text makes one more offer. If the draft's offers reach a node of the repetition later,
+this node is opened: it offers children from then on.
 """
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
@@ -19,7 +21,7 @@ from ..ancestors import WORD_BITS, num_words
 from ..operation import Given, run_kernel
 from . import DOUBT, LEAST, LEVEL, NODE_PARTS
 
-# Columns of the text that are compared at once.
+# Number of columns of the text that are compared at once.
 BLOCK_T = 1024
 
 
@@ -31,14 +33,17 @@ def _at(values, lane, index):
 
 @triton.jit
 def _cost(log_probs, place, inside, LEVEL: tl.constexpr, LEAST: tl.constexpr):
-    """Returns `max(log_probs[place], LEAST) - LEVEL`, `-inf` where that is not inside."""
+    """Returns `max(log_probs[place], LEAST) - LEVEL`, or `-inf` if `inside` is False."""
     found = tl.maximum(tl.load(log_probs + place, mask=inside, other=0), LEAST) - LEVEL
     return tl.where(inside, found, float("-inf"))
 
 
 @triton.jit
 def _look_back(ids, last, NUM_SAME: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Returns `m << 32 | c` of the latest column `c < last` of those that share most last tokens, `m`; -1: none."""
+    """Returns `m << 32 | c`, or -1 if no column matches.
+
+    `c < last` is the latest column that shares the most last tokens, `m`.
+    """
     found = tl.full([BLOCK_T], -1, tl.int64)
     for first in range(0, last, BLOCK_T):
         column = first + tl.arange(0, BLOCK_T)
@@ -55,7 +60,7 @@ def _look_back(ids, last, NUM_SAME: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _choice(order, candidates, position, num_states, place, inside, HAS_CANDIDATES: tl.constexpr):
-    """Returns the token of a rank, `order[place]`, and the state behind it."""
+    """Returns the token of a rank, `order[place]`, and the state after this token."""
     token = tl.load(order + place, mask=inside, other=0)
     state = (token * 0).to(tl.int32)
     if HAS_CANDIDATES:
@@ -81,7 +86,9 @@ def _doubt(
     DOUBT: tl.constexpr,
 ):
     """Returns the level at which `ids[0 ... last]` leaves the draft's first choices, and `DOUBT log(1 - exp(cost))` of
-    the one that it leaves. Where it does not, that is 0.
+    the first choice that it leaves.
+
+    If it leaves none, the level is -1 and the second value is 0.
     """
     leaves_at, doubt, state = (
         tl.full([], -1, tl.int32),
@@ -100,7 +107,7 @@ def _doubt(
     return leaves_at, doubt
 
 
-# What differs from run to run must not make it compile again.
+# Arguments that differ from run to run must not make the kernel compile again.
 @triton.jit(do_not_specialize=["stride_ids_b", "num_levels", "num_states", "num_ranks", "num"])
 def _build_tree_kernel(
     log_probs,
@@ -132,12 +139,12 @@ def _build_tree_kernel(
     BLOCK_A: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """With `offer[i] = total[i] + cost[depth[i], state[i], rank[i]]` of node `i`'s best child that is not in the tree,
-    `rank[i]` by now, the next node is that of the greatest offer.
+    """Takes the greatest of all offers as the next node. Node `i` offers its best child that is not in the tree, which
+    has rank `rank[i]`: `offer[i] = total[i] + cost[depth[i], state[i], rank[i]]`.
     """
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK_N)
-    # The text's own guess: where it begins, where the text ends, and its totals.
+    # The repetition in the text: where it begins, where the text ends, and its totals.
     start, last = tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
     its_first, its_further = 0.0, 0.0
     leaves_at, doubt = tl.full([], 0, tl.int32), tl.full([], 0, tl.float32)
@@ -155,9 +162,9 @@ def _build_tree_kernel(
         )  # fmt: skip
 
     parents, depth, state, rank = lane * 0, lane * 0, lane * 0, lane * 0
-    # How many paths rank no lower than a node's, of its length, and of any.
+    # The number of paths whose ranks are nowhere greater than those of a node's path: of its length, and shorter ones.
     alike, before = lane * 0 + 1, lane * 0
-    # The words of all ancestors, those of a node behind one another. The anchor is its own ancestor.
+    # The words of the ancestors of all nodes, one node after the other. The anchor is its own ancestor.
     cell = tl.arange(0, BLOCK_N * BLOCK_A)
     ancestors = (cell == 0).to(tl.int64)
     tokens = (lane * 0).to(tl.int64)
@@ -167,12 +174,12 @@ def _build_tree_kernel(
     offer = _cost(log_probs, first_row * num_states * num_ranks, num > 1, LEVEL, LEAST)
     offer = tl.where(lane == 0, offer, float("-inf"))
     placed, tries = tl.full([], 1, tl.int32), tl.full([], 0, tl.int32)
-    # Every try takes a node or opens one.
+    # Every try adds a node or opens one.
     while (placed < num) & (tries < 2 * num):
         tries += 1
         best = tl.max(offer, axis=0)
         parent = tl.minimum(tl.min(tl.where(offer == best, lane, BLOCK_N), axis=0), placed - 1)
-        # Of the text's guess, that is in the tree
+        # The length of the repetition's part that is in the tree
         reach = tl.max(tl.where(is_text, depth, 0), axis=0)
         is_guess = placed < 0
         if NUM_SAME > 0:
@@ -202,7 +209,7 @@ def _build_tree_kernel(
             is_there, tl.max(tl.where(is_text & (depth == level + 1), lane, 0), axis=0), placed
         )
 
-        # The parent's next child, and the first one of what it had.
+        # The parent offers its next child, and the node offers its first child.
         is_parent, is_node = (lane == parent) & drafted, (lane == node) & drafted
         its_alike_now = its_alike * (its_rank + 1)
         goes_on = (

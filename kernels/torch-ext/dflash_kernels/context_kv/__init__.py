@@ -1,4 +1,6 @@
-"""Keys and values of new context, for all layers of the draft, from one product into the cache in one launch."""
+"""This operation writes keys and values of new context for all layers of the draft, from one
+product, in one launch.
+"""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -47,29 +49,31 @@ def context_kv(
     value_buffers: Sequence[Tensor],
     eps: float,
 ) -> None:
-    """Norms, rotates and scatters the context's keys, scatters its values, in place; no host sync.
+    """Norms, rotates and scatters the context's keys, and scatters its values, in place; no host sync.
 
-    `projected` is what one product with the stacked key and value weights of all layers gives. With
+    `projected` is the product of the features with the stacked key and value weights of all layers. With
     `p = lengths[b] + i`, `norm(x) = weight[l] * x / sqrt(mean(x^2) + eps)` and, for halves `[x1, x2]`,
     `rope(x) = x * cos[b, i] + [-x2, x1] * sin[b, i]`, for every layer `l` with a ring of `R_l` slots:
 
         key_buffers[l][b, p mod R_l]   = rope(norm(projected[b, i, l, 0]))
         value_buffers[l][b, p mod R_l] = projected[b, i, l, 1]
 
-    A token at a negative `p` is written nowhere. Rounding is that of the draft's modules: the norm in float32, then
-    each product and sum in the dtype of `projected`.
+    A token at a negative `p` is not written. The rounding is the same as in the draft's modules: the norm is computed
+    in float32, then each product and sum in the dtype of `projected`.
 
     Args:
-        projected_BWLAGE (`torch.Tensor` of shape `[B, W, L, 2, G, E]`): Any strides; `E` even.
-        weight_LE (`torch.Tensor` of shape `[L, E]`): Of the key norms, in the same dtype.
-        cos_BWE, sin_BWE (`torch.Tensor` of shape `[B, W, E]`): Of the tokens' positions, in the same dtype.
+        projected_BWLAGE (`torch.Tensor` of shape `[B, W, L, 2, G, E]`): The projected states, with any strides. `E` is
+            even.
+        weight_LE (`torch.Tensor` of shape `[L, E]`): Weights of the key norms, in the same dtype.
+        cos_BWE, sin_BWE (`torch.Tensor` of shape `[B, W, E]`): Cosines and sines of the tokens' positions, in the same
+            dtype.
         lengths_B (`torch.Tensor` of shape `[B]`, integer): Index of each row's first token.
-        key_buffers, value_buffers (`L` of `torch.Tensor` of shape `[B, R_l, G, E]`): The cache, `R_l >= W`, contiguous
-            and of one dtype each. Written in place.
-        eps (`float`): Of the norms.
+        key_buffers, value_buffers (`L` of `torch.Tensor` of shape `[B, R_l, G, E]`): The buffers of the cache, with
+            `R_l >= W`. They are contiguous, all keys have one dtype, and all values have one dtype. Written in place.
+        eps (`float`): Epsilon of the norms.
 
     Raises:
-        ValueError: If shapes, dtypes or strides are not as said.
+        ValueError: If shapes, dtypes or strides are not as described.
     """
     cos, sin = cos_BWE[:, :, None], sin_BWE[:, :, None]
     positions = lengths_B[:, None] + torch.arange(

@@ -1,4 +1,4 @@
-"""`context_kv` in Triton: all layers in one launch, one warp per token, layer and head."""
+"""This is the kernel of `context_kv`. It handles all layers in one launch, with one warp per token, layer and head."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -16,7 +16,7 @@ from ..rotary_kernel import norm_and_rotate
 
 @triton.jit
 def _address(pointers, layer, L: tl.constexpr):
-    """The pointer of a layer that is known when the kernel runs, as an integer."""
+    """Returns the pointer of a layer as an integer. The layer is known only when the kernel runs."""
     address = pointers[0].to(tl.int64)
     for index in tl.static_range(1, L):
         address = tl.where(layer == index, pointers[index].to(tl.int64), address)
@@ -56,7 +56,7 @@ def _context_kv_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For token `i` of row `b`, at `p = lengths[b] + i >= 0`, and every layer `l` with a ring of `R` slots:
+    """Writes token `i` of row `b`, at `p = lengths[b] + i >= 0`, for every layer `l` with a ring of `R` slots:
 
     `keys[l][b, p mod R] = rope(norm(projected[b, i, l, 0]))`, `values[l][b, p mod R] = projected[b, i, l, 1]`.
     """
@@ -91,7 +91,7 @@ def _context_kv_kernel(
         keys = (
             _address(key_buffers, layer, L).to(tl.pointer_type(buffer_dtype)) + (start + head) * E
         )
-        # Rounded as the key is first, where the buffer has another dtype.
+        # If the buffer has another dtype, the key is first rounded to its own dtype.
         tl.store(keys + lane, key1.to(dtype).to(buffer_dtype), mask=written)
         tl.store(keys + HALF + lane, key2.to(dtype).to(buffer_dtype), mask=written)
     else:
@@ -108,7 +108,7 @@ def _context_kv_kernel(
 
 
 def launch(given: Given) -> None:
-    """Launches the kernel: one program per token, layer and head of keys and values."""
+    """Launches the kernel, with one program per token, layer and head of keys and values."""
     batch, width, num_layers, _, groups, size = given["projected_BWLAGE"].shape
     keys, values = tuple(given["key_buffers"]), tuple(given["value_buffers"])
     longest, shorter = split_rings([buffer.shape[1] for buffer in keys])

@@ -1,4 +1,6 @@
-"""The path that the target goes through a tree, in one launch, and block and tokens in its order."""
+"""This operation finds the path of the target through a tree, and puts block and tokens into its
+order, in one launch.
+"""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -8,7 +10,7 @@ from torch import Tensor
 from ..ancestors import MAX_NODES, num_words
 from ..operation import Given, Sizes, check_dtype, operation
 
-# Those that are read along their nodes, and those of any strides.
+# DENSE arguments are read along their nodes and need unit strides. OTHERS may have any strides.
 DENSE = ("parents_BN", "depths_BN", "block_BN", "tokens_BN")
 OTHERS = ("ancestors_BNA", "node_ids_BN", "path_BN")
 
@@ -42,27 +44,31 @@ def follow_tree(
     node_ids_BN: Tensor,
     path_BN: Tensor,
 ) -> None:
-    """Goes from the anchor on always to the child that the target says, in place; the kernel has no host sync.
+    """Follows the target's tokens from the anchor to child after child, in place; the kernel has no host sync.
 
-    A node stands if it and all its ancestors but the anchor are what the target says after their parents. Per row:
+    A node stands, which means that it is on the path, if its token and the token of each of its ancestors except the
+    anchor is the target's token after the parent. Per row:
 
         node_ids  = block
         path[d]   = the node of depth d that stands, 0 behind the deepest one
         tokens[d] = tokens[path[d]]
         block[d]  = block[path[d]], -1 behind the deepest one
 
-    so that block and tokens are what a chain would have had, had it been that path.
+    So block and tokens are the same as in a chain that consists of this path.
 
     Args:
-        parents_BN, depths_BN (`torch.Tensor` of shape `[B, N]`, int64): The tree, as [`build_tree`] makes it.
-        ancestors_BNA (`torch.Tensor` of shape `[B, N, A]`, int64): Words of its nodes' ancestors; of any strides. See
-            `ancestors.py`.
-        block_BN (`torch.Tensor` of shape `[B, N]`, int64): The nodes' tokens; siblings differ. Written.
-        tokens_BN (`torch.Tensor` of shape `[B, N]`, int64): What the target says after each node. Written.
-        node_ids_BN, path_BN (`torch.Tensor` of shape `[B, N]`, int64): Written; of any strides.
+        parents_BN, depths_BN (`torch.Tensor` of shape `[B, N]`, int64): Parents and depths of the tree's nodes, as
+            [`build_tree`] makes them.
+        ancestors_BNA (`torch.Tensor` of shape `[B, N, A]`, int64): Words of the nodes' ancestors, with any strides.
+            See `ancestors.py`.
+        block_BN (`torch.Tensor` of shape `[B, N]`, int64): The tokens of the nodes. Siblings have different tokens.
+            Written.
+        tokens_BN (`torch.Tensor` of shape `[B, N]`, int64): The target's token after each node. Written.
+        node_ids_BN, path_BN (`torch.Tensor` of shape `[B, N]`, int64): Receive the results above. They may have any
+            strides. Written.
 
     Raises:
-        ValueError: If shapes or dtypes are not as said.
+        ValueError: If shapes, dtypes or strides are not as described.
     """
     num, rows = block_BN.shape[1], list[list[list[int]]]()
     for parents, block, tokens in zip(

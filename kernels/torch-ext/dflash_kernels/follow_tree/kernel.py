@@ -1,4 +1,4 @@
-"""`follow_tree` in Triton: one program per row, a node per lane."""
+"""This is the kernel of `follow_tree`, with one program per row and one lane per node."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -39,8 +39,10 @@ def _follow_tree_kernel(
     WORD_BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`stands[n] = ancestors[n] within {0} + {m : block[m] = tokens[parents[m]]}`; what stands at depth `d` goes to
-    column `d`. Those are the first columns up to the deepest, and each is written by one lane.
+    """Computes `stands[n] = ancestors[n] within {0} + {m : block[m] = tokens[parents[m]]}`.
+
+    The node at depth `d` that stands goes to column `d`. These are the first columns up to the deepest node, and one
+    lane writes each of them.
     """
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
     inside = node < num
@@ -62,7 +64,7 @@ def _follow_tree_kernel(
         on_way = tl.load(ancestors + word * stride_ancestors_a, mask=inside, other=0)
         stands = stands & ((on_way & matched) == on_way)
     is_behind = inside & (node > tl.max(tl.where(stands, depth, 0), axis=0))
-    # With one warp every lane has loaded before one of them stores.
+    # With one warp, every lane has loaded its values before one of them stores.
     tl.store(node_ids + row * stride_node_ids_b + node * stride_node_ids_n, proposed, mask=inside)
     path += row * stride_path_b
     tl.store(path + depth * stride_path_n, node.to(tl.int64), mask=stands)

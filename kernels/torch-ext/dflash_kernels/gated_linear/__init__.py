@@ -1,4 +1,6 @@
-"""The two products of a gated MLP that share their input, and the activation, in one launch, for few rows."""
+"""This operation computes the two products of a gated MLP with one input, and the activation, in one launch, for few
+rows.
+"""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -20,19 +22,19 @@ def _check(given: Given, size: Sizes) -> None:
     covers=lambda states, *weights: covers(states, weights),
 )
 def gated_linear(states: Tensor, gate_weight_NK: Tensor, up_weight_NK: Tensor) -> Tensor:
-    """`silu(states @ gate_weight^T) * (states @ up_weight^T)`, both products rounded before `silu_mul`.
+    """Returns `silu(states @ gate_weight^T) * (states @ up_weight^T)`. Both products are rounded before `silu_mul`.
 
-    The kernel covers what that of `linears` covers.
+    The kernel covers the same arguments as the kernel of `linears`.
 
     Args:
-        states (`torch.Tensor` of shape `[..., K]`): The input of both products; any strides.
-        gate_weight_NK, up_weight_NK (`torch.Tensor` of shape `[N, K]`): Of the same dtype.
+        states (`torch.Tensor` of shape `[..., K]`): The input of both products, with any strides.
+        gate_weight_NK, up_weight_NK (`torch.Tensor` of shape `[N, K]`): The two weights, of the same dtype.
 
     Returns:
         `torch.Tensor` of shape `[..., N]`, contiguous, of the same dtype.
 
     Raises:
-        ValueError: If shapes or dtypes are not as said.
+        ValueError: If shapes or dtypes are not as described.
     """
     return silu_mul.reference(linear(states, gate_weight_NK), linear(states, up_weight_NK))
 

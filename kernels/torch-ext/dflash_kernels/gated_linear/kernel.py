@@ -1,4 +1,4 @@
-"""`gated_linear` in Triton: its kernel stands beside that of `linears`, with which it shares its parts."""
+"""This module launches the kernel of `gated_linear`, which is beside the kernel of `linears` and shares its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..operation import Given
 
 
 def launch(given: Given) -> Tensor:
-    """Returns the gated product `[..., N]` in the dtype of `states`, by one launch."""
+    """Returns the gated product `[..., N]` in the dtype of `states`, with one launch."""
     return launch_gated(given)
 
 

@@ -1,4 +1,7 @@
-"""A sample of each row's distribution, by noise that is keyed by what it is for, in one pass over the logits."""
+"""This operation draws a sample of each row's distribution in one pass over the logits.
+
+Its noise depends only on the seed, the row, the position and the token.
+"""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -10,12 +13,12 @@ from ..operation import Given, Sizes, check_dtype, operation
 
 MULTIPLIER = 0x45D9F3B37197344B
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-# Where a row's number stands in what noise is keyed by, above the position.
+# In the key of the noise, a row's number is above this number of bits, which hold the position.
 ROW_BITS = 40
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """One round of a 64-bit xor-multiply hash; int64 products wrap. The masks make the shifts logical."""
+    """Returns the result of a 64-bit xor-multiply hash. int64 products wrap. The masks make the shifts logical."""
     for _ in range(2):
         bits = (bits ^ ((bits >> 32) & 0xFFFFFFFF)) * MULTIPLIER
     return bits ^ ((bits >> 32) & 0xFFFFFFFF)
@@ -31,25 +34,25 @@ def exponential_noise(
     """Returns independent Exp(1) variables, one for each row, position and token.
 
     Args:
-        seed (`torch.Tensor` of shape `[]`, int64): The run's.
-        positions_BK (`torch.Tensor` of shape `[B, K]`, int64): Index of the token each draw is for.
-        tokens (`torch.Tensor` of shape `[N]` or `[B, K, N]`, int64): Which of the vocabulary.
-        stream (`int`): Separates independent uses at one position.
-        rows_B (`torch.Tensor`, int64, *optional*): The number of each row. By default it is the row's place; a row
-            that has moved keeps its number, and draws what it would have drawn in its old place.
+        seed (`torch.Tensor` of shape `[]`, int64): The seed of the run.
+        positions_BK (`torch.Tensor` of shape `[B, K]`, int64): Index of the token that is drawn.
+        tokens (`torch.Tensor` of shape `[N]` or `[B, K, N]`, int64): Tokens of the vocabulary.
+        stream (`int`): Separates independent uses of noise at one position.
+        rows_B (`torch.Tensor`, int64, *optional*): The number of each row. By default it is the row's place. A row
+            that has moved keeps its number, so it draws the same tokens as in its old place.
 
     Returns:
         `torch.Tensor` of shape `[B, K, N]`, float32, positive.
     """
     if rows_B is None:
         rows_B = torch.arange(positions_BK.shape[0], device=positions_BK.device)
-    # The number of the row stands above the bits of the position.
+    # The number of the row is above the bits of the position.
     of_row = rows_B[:, None] << ROW_BITS
     lane = _mix(_mix(seed + stream) ^ of_row ^ positions_BK)
     bits = _mix(lane[..., None] + (tokens + 1) * GOLDEN)
-    # 32 bits at the middle of their cell: never 0, and a resolution of 2^-32 where the winners of a Gumbel draw are.
-    # Near 1 float32 would round up to 1, whose exponential is infinite: where one token is left, it would tie with
-    # the forbidden ones.
+    # The 32 bits are taken at the middle of their cell. So the result is never 0, and has a resolution of 2^-32 near
+    # 0, where the winners of a Gumbel draw are. Near 1, float32 would round up to 1, whose exponential is infinite. If
+    # only one token is left, it would then tie with the forbidden tokens.
     uniform = (
         ((bits >> 20) & 0xFFFFFFFF)
         .to(torch.float32)
@@ -92,24 +95,26 @@ def gumbel_argmax(
     rows_B: Tensor | None = None,
     first_BK: Tensor | None = None,
 ) -> Tensor:
-    """`out[b, k] = argmax {logits / temperature - log(noise) : logits / temperature >= least / temperature}`.
+    """Returns `argmax {logits / temperature - log(noise) : logits / temperature >= least /
+    temperature}` per position.
 
-    That is a sample of `softmax(logits / temperature)` among the tokens that are not below `least`: the Gumbel-max
-    trick, with [`exponential_noise`] of all tokens. In float32; ties go to the first token.
+    This is a sample of `softmax(logits / temperature)` among the tokens whose logit is not below `least`: the
+    Gumbel-max trick, with [`exponential_noise`] of all tokens. It is computed in float32. Ties go to the first token.
 
     Args:
-        logits_BKV (`torch.Tensor`): Any strides; float32, float16 and bfloat16 have a kernel.
-        seed, positions_BK, stream, rows_B: See [`exponential_noise`]; `seed` of one element.
-        least_BK (`torch.Tensor`, float32, *optional*): The lowest logit that may be drawn, of top-k the k-th.
-        temperature (`float`): Above 0.
-        first_BK (`torch.Tensor`, int64, *optional*): Of tokens that equal `least`, the first that may be drawn, where
-            not all of them may be.
+        logits_BKV (`torch.Tensor`): Logits with any strides. The kernel supports float32, float16 and bfloat16.
+        seed, positions_BK, stream, rows_B: See [`exponential_noise`]. `seed` has one element.
+        least_BK (`torch.Tensor`, float32, *optional*): The lowest logit that may be drawn. For top-k it is the k-th
+            logit.
+        temperature (`float`): Temperature, above 0.
+        first_BK (`torch.Tensor`, int64, *optional*): The first token that may be drawn among the tokens whose logit
+            equals `least`, if not all of them may be drawn.
 
     Returns:
         `torch.Tensor` of shape `[B, K]`, int64. No host sync.
 
     Raises:
-        ValueError: If sizes or dtypes do not fit, there is no vocabulary, or the temperature is not positive.
+        ValueError: If sizes or dtypes do not fit, the vocabulary is empty, or the temperature is not positive.
     """
     scores = logits_BKV.to(torch.float32) / temperature
     tokens = torch.arange(scores.shape[-1], device=scores.device)

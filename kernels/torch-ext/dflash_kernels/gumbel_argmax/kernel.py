@@ -1,4 +1,6 @@
-"""`gumbel_argmax` in Triton: hash, noise and maximum of a chunk of the vocabulary, then the maximum of the chunks."""
+"""This is the kernel of `gumbel_argmax`: hash, noise and maximum of a chunk of the vocabulary, then the maximum of all
+chunks.
+"""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -19,13 +21,13 @@ from . import GOLDEN, MULTIPLIER
 BLOCK_V = 2048
 _MULTIPLIER: tl.constexpr = tl.constexpr(MULTIPLIER)
 _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
-# Tensors that the kernel gets in any case: where one is not given, it looks at none.
+# The kernel always gets these tensors. If one is not given, it gets another tensor in its place and does not read it.
 _OPTIONAL = ("least_BK", "rows_B", "first_BK")
 
 
 @triton.jit
 def _mix(bits):
-    """As in the definition."""
+    """Returns the hash of the definition's `_mix`."""
     bits = (bits ^ ((bits >> 32) & 0xFFFFFFFF)) * _MULTIPLIER
     bits = (bits ^ ((bits >> 32) & 0xFFFFFFFF)) * _MULTIPLIER
     return bits ^ ((bits >> 32) & 0xFFFFFFFF)
@@ -57,7 +59,7 @@ def _gumbel_chunk_kernel(
     HAS_FIRST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """`partial[row, chunk] = max over the chunk of pack(score + noise, token)`."""
+    """Computes `partial[row, chunk] = max over the chunk of pack(score + noise, token)`."""
     line, chunk = tl.program_id(0), tl.program_id(1)
     row, column = (line // num_columns).to(tl.int64), (line % num_columns).to(tl.int64)
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -83,7 +85,8 @@ def _gumbel_chunk_kernel(
     bits = _mix(lane + (token.to(tl.int64) + 1) * _GOLDEN)
     uniform = (((bits >> 20) & 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
     uniform = tl.minimum(uniform, 0.99999994)  # 1 - 2^-24
-    # -log1p(-u). What wins a draw is small, and there a logarithm of 1 - u has lost its digits: a series below 1/16.
+    # This is -log1p(-u). The noise that wins a draw is small, and there a logarithm of 1 - u would lose digits. So a
+    # series is used below 1/16.
     series = uniform * (
         1.0
         + uniform
@@ -95,7 +98,7 @@ def _gumbel_chunk_kernel(
 
 
 def launch(given: Given) -> Tensor:
-    """Returns the tokens `[B, K]`, int64, by two launches; logits and positions may have any strides."""
+    """Returns the tokens `[B, K]`, int64, with two launches. The logits and positions may have any strides."""
     logits: Tensor = given["logits_BKV"]
     least: Tensor | None = given["least_BK"]
     first: Tensor | None = given["first_BK"]

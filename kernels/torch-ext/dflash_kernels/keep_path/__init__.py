@@ -1,4 +1,4 @@
-"""The rows of a tree's accepted path go to where a chain would have written them, in all buffers at once."""
+"""This operation moves the rows of a tree's accepted path to the slots of a chain, in all buffers at once."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -12,7 +12,7 @@ from ..operation import Given, Sizes, check_dtype, operation
 
 
 def covers(path_BN: Tensor, *_: object) -> bool:
-    """Returns True if the kernel, not the reference, would move what the path names."""
+    """Returns True if the kernel, and not the reference, would move the rows of a path."""
     return has_triton() and (path_BN.is_cuda or interprets())
 
 
@@ -29,20 +29,23 @@ def _check(given: Given, size: Sizes) -> None:
 
 @operation(check=_check, mutates=("buffers",), covers=covers)
 def keep_path(path_BN: Tensor, lengths_B: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Moves what a path through a tree has in the cache, in place; no host sync.
+    """Moves the keys and values of a path through a tree to the slots of a chain in the cache, in
+    place; no host sync.
 
-    For a buffer of `R` slots, every row `b` and depth `d` from 1 on, all of it read before any is written:
+    For a buffer of `R` slots, every row `b` and every depth `d` from 1 on, where everything is read before anything is
+    written:
 
         buffer[b, (lengths[b] + d) mod R] = buffer[b, (lengths[b] + path[b, d]) mod R]
 
     Args:
-        path_BN (`torch.Tensor` of shape `[B, N]`, int64): The node at each depth, the anchor first; rising up to the
-            path's end and 0 behind it, where what is written does not count.
-        lengths_B (`torch.Tensor` of shape `[B]`, int64): Where each row's anchor stands.
-        buffers (sequence of `torch.Tensor` of shape `[B, R, G, E]`): Contiguous; sizes, rings and dtypes may differ.
+        path_BN (`torch.Tensor` of shape `[B, N]`, int64): The node at each depth, the anchor first. The nodes rise up
+            to the end of the path. Behind the end they are 0, and the slots that are written there do not matter.
+        lengths_B (`torch.Tensor` of shape `[B]`, int64): Index of each row's anchor.
+        buffers (sequence of `torch.Tensor` of shape `[B, R, G, E]`): Contiguous buffers. Their sizes, rings and dtypes
+            may differ.
 
     Raises:
-        ValueError: If shapes, dtypes or strides are not as said.
+        ValueError: If shapes, dtypes or strides are not as described.
     """
     batch, num = path_BN.shape
     first, depths = lengths_B[:, None], torch.arange(1, num, device=path_BN.device)

@@ -1,4 +1,4 @@
-"""`keep_path` in Triton: a program per row, buffer and share of a slot walks down the path."""
+"""This is the kernel of `keep_path`. One program per row, buffer and share of a slot follows the path."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -12,7 +12,7 @@ import triton.language as tl
 from .._dispatch import cdiv, power_of_two, split_rings
 from ..operation import Given, run_kernel
 
-# Buffers of one launch: a longer list of them takes long to compile.
+# Number of buffers per launch. A longer list of buffers takes long to compile.
 MAX_BUFFERS = 32
 MAX_BLOCK = 1024
 
@@ -32,8 +32,10 @@ def _keep_path_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A node never stands before its depth, nor an earlier node of a path behind a later one: what is written at a
-    depth is no source of a deeper one, so that nothing has to be kept aside.
+    """Moves the slots of a path one depth after the other, without a copy.
+
+    A node's index is never below its depth, and the nodes of a path rise. So a slot that is written at one depth is
+    never the source of a deeper one.
     """
     row, which, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     dtype: tl.constexpr = buffers[0].dtype.element_ty
@@ -56,7 +58,7 @@ def _keep_path_kernel(
 
 
 def launch(given: Given) -> None:
-    """Launches the kernel over groups of buffers of one dtype."""
+    """Launches the kernel over groups of buffers with the same dtype."""
     batch, num = given["path_BN"].shape
     of_dtype: dict[object, list[object]] = {}
     for buffer in given["buffers"]:

@@ -1,4 +1,4 @@
-"""Products of one input with up to three weights, in one launch, for few rows."""
+"""This operation multiplies one input by up to three weights in one launch, for few rows."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -10,13 +10,13 @@ from torch.nn.functional import linear
 from .._dispatch import runs_kernel
 from ..operation import Given, Sizes, check_dtype, operation
 
-# A program of the kernel holds the products of all rows.
+# The largest number of rows, because a program of the kernel holds the products of all rows.
 MAX_ROWS = 32
 MAX_WEIGHTS = 3
 
 
 def covers(states: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Returns True if the kernels multiply these: up to `MAX_ROWS` rows by weights whose numbers lie side by side."""
+    """Returns True if the kernels support these arguments: up to `MAX_ROWS` rows, and contiguous weights."""
     num_rows = states.numel() // states.shape[-1] if states.shape[-1] else 0
     are_few = 0 < num_rows <= MAX_ROWS
     return are_few and runs_kernel(states) and all(map(_is_whole, weights))
@@ -37,7 +37,7 @@ def _covers(
 
 
 def check_weights(states: Tensor, weights: Sequence[Tensor]) -> None:
-    """Raises a `ValueError` unless all weights are `[N, K]`, of any `N`, and of the dtype of states `[..., K]`."""
+    """Raises a `ValueError` unless all weights are `[N, K]` with any `N`, and have the dtype of states `[..., K]`."""
     size = states.shape[-1] if states.dim() else 0
     for weight in weights:
         if weight.dim() != 2 or weight.shape[1] != size:
@@ -86,23 +86,23 @@ def _fake(
 def linears(
     states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], residual: Tensor | None
 ) -> list[Tensor]:
-    """`out_i = states @ weights_i^T + biases_i`, summed in float32 and rounded once; then `residual + out_0`.
+    """Returns `out_i = states @ weights_i^T + biases_i`. With a residual, the result is `residual + out_0`.
 
-    The kernel covers up to 32 rows and weights that are contiguous, and reads each weight where it is. It sums in
-    another order than cuBLAS.
+    Products are summed in float32 and rounded once. The kernel supports up to 32 rows and contiguous weights, and
+    reads each weight in place. It sums in another order than cuBLAS.
 
     Args:
-        states (`torch.Tensor` of shape `[..., K]`): The input of all products; any strides.
-        weights (sequence of `torch.Tensor` of shape `[N_i, K]`): One to three, of the same dtype.
-        biases (sequence of `torch.Tensor` of shape `[N_i]`): One for each weight, or none at all.
-        residual (`torch.Tensor` of shape `[..., N_0]`, *optional*): Added to the rounded product, and rounded again;
-            beside one weight.
+        states (`torch.Tensor` of shape `[..., K]`): The input of all products, with any strides.
+        weights (sequence of `torch.Tensor` of shape `[N_i, K]`): One to three weights, of the same dtype.
+        biases (sequence of `torch.Tensor` of shape `[N_i]`): One bias for each weight, or no biases.
+        residual (`torch.Tensor` of shape `[..., N_0]`, *optional*): Added to the rounded product, and rounded again.
+            It is allowed only with one weight.
 
     Returns:
-        `list[torch.Tensor]` of shapes `[..., N_i]`, contiguous, of the same dtype.
+        `list[torch.Tensor]` of shapes `[..., N_i]`, contiguous and of the same dtype.
 
     Raises:
-        ValueError: If shapes or dtypes are not as said.
+        ValueError: If shapes or dtypes are not as described.
     """
     found: list[Tensor] = []
     for index, weight in enumerate(weights):

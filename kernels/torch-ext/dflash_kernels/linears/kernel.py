@@ -1,4 +1,7 @@
-"""`linears` and `gated_linear` in Triton: a program reads some rows of a weight once, for all rows of states."""
+"""This module holds the kernels of `linears` and `gated_linear`.
+
+A program reads some rows of a weight once, for all rows of the states.
+"""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -17,21 +20,22 @@ from .._dispatch import cdiv, interprets
 from ..operation import Given
 from ..rotary_kernel import rounded
 
-# Rows of a weight in a program. Fewer rows make more programs, and more rows read the states less often.
+# The number of rows of a weight per program. With fewer rows there are more programs. With more rows the states are
+# read less often.
 BLOCK_N = 32
-# Bytes of a row that are read at a time.
+# The number of bytes of a row that are read at a time.
 BLOCK_BYTES = 256
-# How many of these pieces are on their way at once: they hide the time that memory takes to answer.
+# The number of these pieces that are read at once. They hide the latency of the memory.
 NUM_STAGES = 4
 NUM_WARPS = 4
 
 
 @triton.jit
 def _piece(tensor, line, is_line, inner, K: tl.constexpr, UPCAST: tl.constexpr):
-    """Columns `inner` of rows `line` of a matrix `[.., K]`, 0 where there is none."""
+    """Returns columns `inner` of rows `line` of a matrix `[.., K]`, with 0 outside of the matrix."""
     inside = is_line[:, None] & (inner < K)[None]
     piece = tl.load(tensor + line.to(tl.int64)[:, None] * K + inner[None], mask=inside, other=0.0)
-    # The interpreter's tl.dot knows no bfloat16.
+    # The interpreter's tl.dot does not support bfloat16.
     return piece.to(tl.float32) if UPCAST else piece
 
 
@@ -51,7 +55,9 @@ def _write_product(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """`out[:, n] = rounded(states @ weight[n]^T + bias[n])`, plus the residual, for `BLOCK_N` rows of a weight."""
+    """Computes `out[:, n] = rounded(states @ weight[n]^T + bias[n])`, plus the residual, for `BLOCK_N` rows of a
+    weight.
+    """
     dtype: tl.constexpr = states.dtype.element_ty
     row = tl.arange(0, BLOCK_M)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -96,11 +102,15 @@ def _linears_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The first programs are the first weight's; a weight that is not there has `N = 0`."""
+    """Multiplies by up to three weights.
+
+    The first programs belong to the first weight. A missing weight has `N = 0`.
+    """
     block = tl.program_id(0)
     FIRST1: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     FIRST2: tl.constexpr = FIRST1 + (N1 + BLOCK_N - 1) // BLOCK_N
-    # A branch for each weight: a pointer that is chosen at run time would lose what is known of its alignment.
+    # There is a branch for each weight, because the alignment of a pointer that is chosen at run time would not be
+    # known.
     if block < FIRST1:
         _write_product(
             states,
@@ -167,7 +177,10 @@ def _gated_linear_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """`out[:, n] = silu(gate[:, n]) * up[:, n]` of both products, each rounded, and the quotient too."""
+    """Computes `out[:, n] = silu(gate[:, n]) * up[:, n]` from two products.
+
+    Each product and the activation are rounded.
+    """
     dtype: tl.constexpr = states.dtype.element_ty
     row = tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -182,7 +195,7 @@ def _gated_linear_kernel(
         up_piece = _piece(up_weight, column, is_column, inner, K, UPCAST)
         gate = tl.dot(left, gate_piece.T, gate, input_precision="ieee")
         up = tl.dot(left, up_piece.T, up, input_precision="ieee")
-    # As the modules round: both products, then the activation.
+    # The results are rounded in the same way as in the modules: both products, then the activation.
     value = rounded(gate, dtype)
     activated = rounded(value / (1.0 + tl.exp(-value)), dtype)
     inside = is_row[:, None] & is_column[None]
@@ -191,7 +204,7 @@ def _gated_linear_kernel(
 
 
 def launch(given: Given) -> list[Tensor]:
-    """Returns the products `[..., N_i]` in the dtype of `states`; one program for `BLOCK_N` rows of a weight."""
+    """Returns the products `[..., N_i]` in the dtype of `states`. One program handles `BLOCK_N` rows of a weight."""
     weights: list[Tensor] = list(given["weights"])
     states: Tensor = given["states"].contiguous()
     arguments: dict[str, Any] = {"residual": given["residual"]}
@@ -213,7 +226,7 @@ def launch(given: Given) -> list[Tensor]:
 
 
 def launch_gated(given: Given) -> Tensor:
-    """Returns the gated product `[..., N]` in the dtype of `states`; programs as of [`launch`]."""
+    """Returns the gated product `[..., N]` in the dtype of `states`. The programs are as in [`launch`]."""
     states: Tensor = given["states"].contiguous()
     gate_weight: Tensor = given["gate_weight_NK"]
     out = new_out(states, gate_weight)
@@ -224,13 +237,15 @@ def launch_gated(given: Given) -> Tensor:
 
 
 def new_out(states: Tensor, weight: Tensor) -> Tensor:
-    """Returns memory for the product `[..., N]` of states `[..., K]` and a weight `[N, K]`, in the states' dtype."""
+    """Returns an empty tensor for the product `[..., N]` of states `[..., K]` and a weight `[N, K]`, in the states'
+    dtype.
+    """
     shape = (*states.shape[:-1], weight.shape[0])
     return torch.empty(shape, dtype=states.dtype, device=states.device)
 
 
 def settings(states: Tensor) -> dict[str, Any]:
-    """Returns what both kernels are launched with, which follows from the states alone."""
+    """Returns the arguments with which both kernels are launched. They follow from the states alone."""
     size = states.shape[-1]
     num_rows = states.numel() // size
     return {

@@ -1,4 +1,6 @@
-"""RoPE and cache write of a block's heads, and their norm where they have one, in one launch."""
+"""This operation applies RoPE and, if there is one, the norm to a block's heads, and writes the
+cache, in one launch.
+"""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -41,7 +43,8 @@ def norm_rope_write(
     value_buffer_BRGE: Tensor,
     eps: float,
 ) -> Tensor:
-    """Norms (where asked to) and rotates queries and keys, writes keys and values into the cache; no host sync.
+    """Norms (if weights are given) and rotates queries and keys, and writes keys and values into the cache; no host
+    sync.
 
     With `p = lengths[b] + i`, `norm(x) = weight * x / sqrt(mean(x^2) + eps)` and, for halves `[x1, x2]`,
     `rope(x) = x * cos[b, i] + [-x2, x1] * sin[b, i]`:
@@ -50,25 +53,26 @@ def norm_rope_write(
         key_buffer[b, p mod R]        = rope(norm(key[b, i]))
         value_buffer[b, p mod R]      = value[b, i]
 
-    Without weights `norm(x) = x`, as in Llama. A token at a negative `p` is written nowhere. Rounding is that of the
-    draft's modules: the norm in float32, then each product and sum in the dtype of the states.
+    Without weights `norm(x) = x`, as in Llama. A token at a negative `p` is not written. The rounding is the same as
+    in the draft's modules: the norm is computed in float32, then each product and sum in the dtype of the states.
 
     Args:
-        query_BWHE, key_BWGE, value_BWGE (`torch.Tensor`): Outputs of the projections, any strides (views of one fused
-            product, say); one dtype, `E` even.
-        query_weight_E, key_weight_E (`torch.Tensor` of shape `[E]`, *optional*): Of the norms, of the same dtype; both
-            or neither.
-        cos_BWE, sin_BWE (`torch.Tensor` of shape `[B, W, E]`): Of the tokens' positions, of the same dtype.
+        query_BWHE, key_BWGE, value_BWGE (`torch.Tensor`): Outputs of the projections with any strides (for example
+            views of one fused product). They have one dtype. `E` is even.
+        query_weight_E, key_weight_E (`torch.Tensor` of shape `[E]`, *optional*): Weights of the norms, of the same
+            dtype. Both or neither are given.
+        cos_BWE, sin_BWE (`torch.Tensor` of shape `[B, W, E]`): Cosines and sines of the tokens' positions, of the same
+            dtype.
         lengths_B (`torch.Tensor` of shape `[B]`, integer): Index of each row's first token.
         key_buffer_BRGE, value_buffer_BRGE (`torch.Tensor` of shape `[B, R, G, E]`): One layer of the cache, `R >= W`.
             Written in place, in its own dtype.
-        eps (`float`): Of the norms; without any it is not looked at.
+        eps (`float`): Epsilon of the norms. Without norms it is not used.
 
     Returns:
         `torch.Tensor` of shape `[B, W, H, E]`, contiguous.
 
     Raises:
-        ValueError: If shapes or dtypes are not as said.
+        ValueError: If shapes or dtypes are not as described.
     """
     cos, sin = cos_BWE[:, :, None], sin_BWE[:, :, None]
     positions = lengths_B[:, None] + torch.arange(query_BWHE.shape[1], device=lengths_B.device)

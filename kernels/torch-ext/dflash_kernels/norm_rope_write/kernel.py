@@ -1,4 +1,4 @@
-"""`norm_rope_write` in Triton: one warp per token and head."""
+"""This is the kernel of `norm_rope_write`, with one warp per token and head."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -66,9 +66,10 @@ def _norm_rope_write_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For token `i` of row `b`, at `p = lengths[b] + i`, `norm(x) = x` without weights: `out = rope(norm(query))`,
+    """Handles token `i` of row `b`, at `p = lengths[b] + i`. Without weights `norm(x) = x`.
 
-    `key_buffer[b, p mod R] = rope(norm(key))` and `value_buffer[b, p mod R] = value`, the last two only for `p >= 0`.
+    It computes `out = rope(norm(query))` and, only for `p >= 0`, `key_buffer[b, p mod R] = rope(norm(key))` and
+    `value_buffer[b, p mod R] = value`.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     row, index = (token // width).to(tl.int64), token % width
@@ -100,7 +101,8 @@ def _norm_rope_write_kernel(
         written = inside & (position >= 0)
         slot = tl.where(position >= 0, position, 0) % ring
         if head < H + G:
-            # Whatever the order of the buffer: its heads may be as far apart as it is long.
+            # The offset of a head has 64 bits for any order of the buffer, because its heads may be as far apart as it
+            # is long.
             group = (head - H).to(tl.int64)
             key += row * stride_key_b + index * stride_key_w + group * stride_key_g
             key1, key2 = norm_and_rotate(
@@ -121,7 +123,7 @@ def _norm_rope_write_kernel(
             key_buffer += (
                 row * stride_key_buffer_b + slot * stride_key_buffer_r + group * stride_key_buffer_g
             )
-            # Rounded as the key is first, where the buffer has another dtype.
+            # If the buffer has another dtype, the key is first rounded to its own dtype.
             tl.store(
                 key_buffer + lane * stride_key_buffer_e, key1.to(dtype).to(key_dtype), mask=written
             )
@@ -152,7 +154,10 @@ def _norm_rope_write_kernel(
 
 
 def launch(given: Given) -> Tensor:
-    """Returns the queries `[B, W, H, E]` and writes keys and values; one program per token and head of all three."""
+    """Returns the queries `[B, W, H, E]` and writes keys and values.
+
+    There is one program per token and head of all three.
+    """
     query: Tensor = given["query_BWHE"]
     batch, width, num_heads, size = query.shape
     _, ring, groups, _ = given["key_buffer_BRGE"].shape

@@ -1,4 +1,4 @@
-"""`rms_norm` in Triton, and with a sum before it `add_norm`: one program per row."""
+"""This is the kernel of `rms_norm` and, with a sum before the norm, of `add_norm`. There is one program per row."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -29,7 +29,10 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """`y = x`, or `x + update` which goes to `out[0]`; `out[-1] = weight * y / sqrt(mean(y^2) + eps)`, row by row."""
+    """Computes `out[-1] = weight * y / sqrt(mean(y^2) + eps)` row by row.
+
+    `y = x`, or with an update `y = x + update`, which is stored in `out[0]`.
+    """
     dtype: tl.constexpr = states.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -48,7 +51,7 @@ def _rms_norm_kernel(
 
 
 def run(states: Tensor, update: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Returns `rms_norm` of states `[..., D]`, or with an update `[..., D]` their `add_norm`; one launch."""
+    """Returns the `rms_norm` of states `[..., D]` or, with an update `[..., D]`, their `add_norm`, with one launch."""
     size = states.shape[-1]
     rows = states.contiguous()
     out = torch.empty(
@@ -74,7 +77,7 @@ def run(states: Tensor, update: Tensor | None, weight_D: Tensor, eps: float) -> 
 
 
 def launch(given: Given) -> Tensor:
-    """Returns the normed states `[..., D]` in their dtype, contiguous, by one launch."""
+    """Returns the normed states `[..., D]` in their dtype, contiguous, with one launch."""
     return run(given["states"], None, given["weight_D"], given["eps"])
 
 

@@ -1,4 +1,7 @@
-"""The cosines and sines of RoPE at given positions, rounded where Transformers' modules round, in one launch."""
+"""This operation computes the cosines and sines of RoPE at given positions, in one launch.
+
+They are rounded in the same way as in Transformers' modules.
+"""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -30,26 +33,28 @@ def _covers(positions_BW: Tensor, inv_freq_F: Tensor, scaling: float, dtype: tor
 def rope_angles(
     positions_BW: Tensor, inv_freq_F: Tensor, scaling: float, dtype: torch.dtype
 ) -> Tensor:
-    """`[cos(a), sin(a)] * scaling` of the angles `a = position * inv_freq`, each pair of channels' at both its places.
+    """Returns `[cos(a), sin(a)] * scaling` of the angles `a = position * inv_freq`.
 
-    Angles, cosines, sines and their products are float32, and rounded to `dtype` at the end.
+    Both channels of a pair get the pair's values.
+
+    Angles, cosines, sines and their products are computed in float32, and rounded to `dtype` at the end.
 
     Args:
-        positions_BW (`torch.Tensor` of shape `[B, W]`): Integers, any strides.
+        positions_BW (`torch.Tensor` of shape `[B, W]`): Integer positions, with any strides.
         inv_freq_F (`torch.Tensor` of shape `[F]`): Radians per position, one for each pair of channels.
-        scaling (`float`): The factor on cosines and sines.
-        dtype (`torch.dtype`): Of the result.
+        scaling (`float`): Factor on cosines and sines.
+        dtype (`torch.dtype`): Dtype of the result.
 
     Returns:
-        `torch.Tensor` of shape `[2, B, W, 2 F]`, contiguous: cosines, then sines.
+        `torch.Tensor` of shape `[2, B, W, 2 F]`, contiguous: the cosines, then the sines.
 
     Raises:
-        ValueError: If shapes or the dtype are not as said.
+        ValueError: If shapes or the dtype are not as described.
 
     Source: Transformers `Qwen3RotaryEmbedding.forward`.
     """
     freqs = positions_BW[..., None].float() * inv_freq_F.float()
-    # Channel `i` turns with channel `i + F`, by the same angle.
+    # Channels `i` and `i + F` are a pair and have the same angle.
     angles = torch.cat((freqs, freqs), dim=-1)
     both = torch.stack((angles.cos(), angles.sin()))
     return (both * scaling).to(dtype)

@@ -1,4 +1,4 @@
-"""`rope_angles` in Triton: one program per position."""
+"""This is the kernel of `rope_angles`, with one program per position."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -14,7 +14,7 @@ from torch import Tensor
 from .._dispatch import power_of_two
 from ..operation import Given, run_kernel
 
-# Lanes that share the frequencies of a position.
+# The number of lanes of a warp. They share the frequencies of a position.
 LANES_PER_WARP = 32
 MOST_WARPS = 4
 
@@ -33,7 +33,9 @@ def _rope_angles_kernel(
     F: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`out[0, row] = cos(position * inv_freq) * scaling` twice, side by side; `out[1, row]` the sines."""
+    """Computes `out[0, row] = cos(position * inv_freq) * scaling`, twice side by side, and the
+    sines in `out[1, row]`.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -41,9 +43,10 @@ def _rope_angles_kernel(
     at = row // width * stride_positions_b + row % width * stride_positions_w
     position = tl.load(positions + at).to(tl.float32)
     inv_freqs = tl.load(inv_freq + lane * stride_inv_freq_f, mask=inside, other=0.0)
-    # In float32, as torch's: half precision could not tell neighbouring positions of a long text apart.
+    # The angle is computed in float32, as in torch, because half precision cannot distinguish neighbouring positions
+    # in a long text.
     angle = position * inv_freqs.to(tl.float32)
-    # These are CUDA's `cosf` and `sinf`, which torch calls too; the quick ones are wrong for large angles.
+    # These are CUDA's `cosf` and `sinf`, which torch calls too. The fast versions are wrong for large angles.
     cos = (tl.cos(angle) * scaling).to(dtype)
     sin = (tl.sin(angle) * scaling).to(dtype)
     cos_row = out + row * (2 * F)
@@ -55,7 +58,7 @@ def _rope_angles_kernel(
 
 
 def launch(given: Given) -> Tensor:
-    """Returns cosines, then sines, `[2, B, W, 2 F]` in the given dtype; one program per position."""
+    """Returns the cosines, then the sines, `[2, B, W, 2 F]` in the given dtype. There is one program per position."""
     positions = given["positions_BW"]
     num_freqs = len(given["inv_freq_F"])
     shape = (2, *positions.shape, 2 * num_freqs)

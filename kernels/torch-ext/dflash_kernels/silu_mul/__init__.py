@@ -1,4 +1,4 @@
-"""The activation of a gated MLP, in one launch."""
+"""This operation computes the activation of a gated MLP in one launch."""
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
 
@@ -24,10 +24,12 @@ def _check(given: Given, size: Sizes) -> None:
     covers=lambda gate, *_: runs_kernel(gate) and gate.numel() > 0,
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` with `silu(x) = x / (1 + exp(-x))` in float32, rounded to the dtype before the product.
+    """Returns `silu(gate) * up`.
+
+    `silu(x) = x / (1 + exp(-x))` is computed in float32 and rounded before the product.
 
     Args:
-        gate, up (`torch.Tensor`): Of one shape and dtype, any strides.
+        gate, up (`torch.Tensor`): Tensors of the same shape and dtype, with any strides.
 
     Returns:
         `torch.Tensor` of the same shape and dtype, contiguous.

@@ -1,4 +1,4 @@
-"""`silu_mul` in Triton: elementwise."""
+"""This is the kernel of `silu_mul`, which works elementwise."""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -20,7 +20,7 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["num"])
 def _silu_mul_kernel(gate, up, out, num, BLOCK: tl.constexpr):
-    """`out = gate / (1 + exp(-gate)) * up`, the quotient rounded to the dtype."""
+    """Computes `out = gate / (1 + exp(-gate)) * up`. The quotient is rounded to the dtype."""
     dtype: tl.constexpr = gate.dtype.element_ty
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num
@@ -31,7 +31,7 @@ def _silu_mul_kernel(gate, up, out, num, BLOCK: tl.constexpr):
 
 
 def launch(given: Given) -> Tensor:
-    """Returns the product in the shape and dtype of `gate`, contiguous, by one launch."""
+    """Returns the product in the shape and dtype of `gate`, contiguous, with one launch."""
     gate, up = given["gate"].contiguous(), given["up"].contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _silu_mul_kernel[(cdiv(gate.numel(), BLOCK),)](

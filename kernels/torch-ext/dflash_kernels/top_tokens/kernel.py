@@ -1,4 +1,7 @@
-"""`top_tokens` in Triton: what is greatest in each block of tokens, then in the best blocks of each row."""
+"""This is the kernel of `top_tokens`.
+
+It finds the greatest in each block of tokens, then in the best blocks of each row.
+"""
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportUnnecessaryComparison=false
@@ -15,23 +18,23 @@ from .._dispatch import cdiv, power_of_two
 from ..argmax.kernel import order_of, pack
 from ..operation import Given, run_kernel
 
-# Tokens that a program of the first launch looks at, in blocks of so many: the second launch holds as many blocks as
-# tokens are asked for, up to 15 of the longer ones.
+# CHUNK is the number of tokens that a program of the first launch reads, in blocks of LONG or SHORT tokens. The second
+# launch holds as many blocks as tokens are requested, which is up to 15 of the long blocks.
 CHUNK, LONG, SHORT = 4096, 512, 128
-# Below the key of every token, and above it.
+# One key below the key of every token, and one above.
 _NONE: tl.constexpr = tl.constexpr(-(1 << 63))
 _ALL: tl.constexpr = tl.constexpr((1 << 63) - 1)
 
 
 @triton.jit
 def _value_of(order):
-    """Returns the float32 whose `order_of` this is."""
+    """Returns the float32 whose `order_of` is `order`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _row(scores, line, num_levels, num_states, stride_b, stride_d, stride_s):
-    """Returns where a row of scores begins."""
+    """Returns the pointer to the beginning of a row of scores."""
     row, level = line // (num_levels * num_states), line // num_states % num_levels
     start = row.to(tl.int64) * stride_b + level.to(tl.int64) * stride_d
     return scores + start + (line % num_states).to(tl.int64) * stride_s
@@ -39,7 +42,7 @@ def _row(scores, line, num_levels, num_states, stride_b, stride_d, stride_s):
 
 @triton.jit
 def _greatest(keys, num, BLOCK_R: tl.constexpr):
-    """Returns the `num` greatest of keys that all differ, falling, and `_NONE` where there are no more."""
+    """Returns the `num` greatest of keys that all differ, in falling order, and `_NONE` if there are no more."""
     rank = tl.arange(0, BLOCK_R)
     found, last = tl.full([BLOCK_R], _NONE, tl.int64), tl.full([], _ALL, tl.int64)
     for index in range(num):
@@ -64,7 +67,9 @@ def _top_tokens_block_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """`greatest[row, block] = order_of(max over the block)`, and `partial[row, chunk] = log sum exp(score)` of all."""
+    """Computes `greatest[row, block] = order_of(max over the block)`, and
+    `partial[row, chunk] = log sum exp(score)`.
+    """
     line, chunk = tl.program_id(0), tl.program_id(1)
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     token = block[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None]
@@ -78,7 +83,7 @@ def _top_tokens_block_kernel(
     order = tl.max(order_of(value), axis=1)
     tl.store(greatest + line.to(tl.int64) * num_blocks + block, order, mask=block < num_blocks)
     most = _value_of(tl.max(order, axis=0))
-    # Of -inf alone there is nothing to sum.
+    # If all scores are -inf, the sum is 0.
     most = tl.where(most == float("-inf"), 0, most)
     total = tl.sum(tl.sum(tl.exp(value - most), axis=1), axis=0)
     tl.store(partial + line.to(tl.int64) * tl.num_programs(1) + chunk, most + tl.log(total))
@@ -106,7 +111,10 @@ def _top_tokens_row_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """The `num` greatest of a row are in the `num` blocks that have the greatest maxima, of equal ones the first."""
+    """Finds the `num` greatest scores of a row.
+
+    They are in the `num` blocks with the greatest maxima, the first of equal ones.
+    """
     line = tl.program_id(0)
     block, chunk = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_C)
     is_block = block < num_blocks
@@ -140,7 +148,10 @@ def _top_tokens_row_kernel(
 
 
 def launch(given: Given) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities, float32, and tokens, int64, `[B, D, S, num]` each; scores may have any strides."""
+    """Returns log-probabilities, float32, and tokens, int64, `[B, D, S, num]` each.
+
+    The scores may have any strides.
+    """
     scores: Tensor = given["scores_BDSV"]
     num: int = given["num"]
     batch, num_levels, num_states, vocab_size = scores.shape
