@@ -184,8 +184,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
         The result is `None` if no kernel writes the context. The copies overwrite the earlier copies `into` if the
         shapes, dtypes and devices are the same; see `cache.context`.
-
-        They are written over the earlier copies `into` if these fit; see `cache.context`.
         """
         # The kernel rotates whole heads only.
         turns_all = self.config.rotary_dim == self.config.head_dim

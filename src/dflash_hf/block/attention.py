@@ -39,7 +39,7 @@ LEAST_KEYS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBlock:
-    """A block holds new tokens of every row. The first token of row `b` is at index `positions[b, 0]`.
+    """A block describes new tokens of every row. The first token of row `b` is at index `positions[b, 0]`.
 
     Each token follows the token before it. In a [`TreeBlock`] the tokens are the nodes of a tree. Nothing is read on
     the host.
@@ -139,7 +139,7 @@ class RaggedBlock:
         """
         _, causal, _ = kind
         is_plain = self._holds_all(num_slots, kind)
-        # A single token sees all slots, as every token of a layer that is not causal does.
+        # A single token sees all slots. So does every token of a layer that is not causal.
         if is_plain and (self.width == 1 or not causal):
             return None
         return self.dense_mask(num_slots, kind, repeats, dtype)
@@ -204,7 +204,7 @@ class RaggedBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeBlock(RaggedBlock):
-    """A tree block holds new tokens that are the nodes of a tree.
+    """A tree block describes new tokens that are the nodes of a tree.
 
     A node sees the tokens before the block, and its own path.
     """
@@ -555,7 +555,7 @@ def _attend_explicitly(
     grouped = query_BHKE.reshape(batch, groups, repeats, width, -1)
     keys = key_BGRE[:, :, None].transpose(3, 4)
     scores = (grouped @ keys) * scaling
-    # The cap is applied before the mask, because it would turn -inf into the lowest capped score.
+    # The cap is applied before the mask, because the cap would turn -inf into its lowest score.
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:

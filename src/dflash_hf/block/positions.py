@@ -91,7 +91,7 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> lis
     # A single tap is in the middle, because the formula below would divide by zero.
     if num_draft_layers == 1:
         return [num_target_layers // 2]
-    # This is the number of layers from layer 1 to the third layer from the end.
+    # This is the number of steps from layer 1 to the third layer from the end.
     span = num_target_layers - 4
     # The product is computed before the division, as in z-lab's code. The other order rounds some layers differently.
     num_steps = num_draft_layers - 1

@@ -32,7 +32,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 class Angles(NamedTuple):
-    """Cosines and sines in the form in which [`rotate`] multiplies by them, `[..., 1, T]` each.
+    """An instance holds cosines and sines in the form in which [`rotate`] multiplies by them, `[..., 1, T]` each.
 
     They are made once for all layers.
     """
