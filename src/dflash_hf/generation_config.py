@@ -143,54 +143,56 @@ class DFlashGenerationConfig(GenerationConfig):
     Args:
         block_size (`int`, *optional*): Tokens per block, the anchor included. The checkpoint's block size is the
             default and the maximum. Smaller blocks draft fewer tokens.
-        verify_width (`int`, `"auto"` or `dict[int, int]`, *optional*): How many tokens of the block the target checks
-            in one forward, the anchor included. The maximum is `block_size` (one more for a draft that samples from
-            the anchor). 1 is plain decoding. The text is exact at any width. `"auto"` chooses the width before each
-            step, by the tokens accepted so far and by the time of steps of each width. While the draft does not pay,
-            the run decodes without it. A table gives the width by the rows of the call: `{8: 16, 32: 8}` is 16 tokens
-            for up to 8 rows and 8 for more. With a number, each verify is a chain, and the run
-            drafts even if the draft does not pay.
+        verify_width (`int`, `"auto"` or `dict[int, int]`, *optional*): Number of tokens that the target checks in one
+            forward, the anchor included. The maximum is `block_size` (one more for a draft that samples from the
+            anchor). 1 is plain decoding. The text is exact at any width. `"auto"` chooses the width before each step,
+            from the tokens accepted so far and from the times of steps of each width. While the draft does not pay,
+            the run decodes without it. A table gives the width by the number of rows of the call: `{8: 16, 32: 8}`
+            means 16 tokens for up to 8 rows, and 8 tokens for more rows. With a number, each verify is a chain, and
+            the run drafts even if the draft does not pay.
             Default: the width follows the costs that [`~dflash_hf.tune`] has measured. Without these, it follows
-            modelled costs on a CPU. On a GPU it is then as with `"auto"` in float32, and the whole block in half
+            modelled costs on a CPU. On a GPU, it is then as with `"auto"` in float32, and the whole block in half
             precision. It is the whole block under `"sample"` and in [`~dflash_hf.iterate`]. Captured steps have a
-            table of their own (docs/widths.md), because a whole block of many rows makes a GPU compute more than it
-            reads.
-        num_tree_nodes (`int` or `"auto"`, *optional*): Verify a tree of this number of tokens, the anchor included, at
-            most 256. The tree has the draft's most likely paths. It branches at positions at which the draft is
-            unsure. It also has the tokens that followed the last few tokens earlier in the text. 0 is a chain, the
-            draft's first choice alone. The text is exact under `"argmax"` and `"shared_noise"`. `"sample"` verifies
-            chains, and a tree is refused beside it. If `verify_width` is left out or `"auto"`, it chooses how many of
-            the nodes to verify. `"auto"` allows up to four times as many nodes as a chain has tokens, in half
-            precision and in captured steps too.
+            table of their own (docs/widths.md), because for a whole block of many rows a GPU takes longer to compute
+            than to read.
+        num_tree_nodes (`int` or `"auto"`, *optional*): Number of nodes of the tree that is verified, the anchor
+            included, at most 256. The tree has the draft's most likely paths. It branches at positions at which the
+            draft is unsure. It also has the tokens that followed the last few tokens earlier in the text. 0 means a
+            chain, which has only the draft's first choices. The text is exact under `"argmax"` and `"shared_noise"`.
+            `"sample"` verifies chains and refuses a tree. If `verify_width` is left out or `"auto"`, it chooses how
+            many of the nodes are verified. `"auto"` allows up to four times as many nodes as a chain has tokens, in
+            half precision and in captured steps too.
             Default: a tree with as many tokens as a chain would have. If `verify_width` is a table, the table gives
             this number. A chain is verified instead if the target has recurrent layers, if `verify_width` is a number,
             in [`~dflash_hf.iterate`], and under `"sample"`. If the width follows the run, an eager step may also
             verify the chain, while the chain pays more.
-        max_matching_ngram_size (`int`, *optional*): How many of the last tokens are looked for in the text, for trees.
-            4 is the default and the maximum, 0 looks for none.
+        max_matching_ngram_size (`int`, *optional*): Number of the last tokens that are searched for earlier in the
+            text, for trees. 4 is the default and the maximum. 0 turns the search off.
         num_assistant_tokens (`int`, *optional*): Transformers' name for the number of tokens that an assistant
-            proposes: `n` is a `verify_width` of `n + 1`, which counts the target's own token too.
+            proposes. `n` means a `verify_width` of `n + 1`, which counts the target's own token too.
         engine (`str`, defaults to `"auto"`): `"eager"` launches every operation of a step from the host. For each row,
             it reads as many keys as the longest row has. `"cuda_graph"` captures the step over fixed buffers once per
             shape and replays it. A step that cannot be captured runs eagerly, and the log has the reason. `"auto"` is
-            `"cuda_graph"` on CUDA and `"eager"` elsewhere. Buffers and graphs are kept for the next call;
+            `"cuda_graph"` on CUDA and `"eager"` elsewhere. Buffers and graphs are kept for the next call.
             [`~dflash_hf.free_buffers`] frees them.
-        proposal (`str`, defaults to `"auto"`): How tokens are proposed when sampling. `"shared_noise"` adds to the
-            draft's scores the very noise the target will sample with, `"argmax"` proposes the draft's most likely
-            token, `"sample"` draws from the draft and accepts by rejection. All three are exact; `"auto"` is
-            `"argmax"`, measured better than `"shared_noise"` on the same texts of the bundled pair
+        proposal (`str`, defaults to `"auto"`): How tokens are proposed in sampling. `"shared_noise"` adds to the
+            draft's scores the same noise with which the target will sample. `"argmax"` proposes the draft's most
+            likely token. `"sample"` draws from the draft and accepts by rejection. All three are exact. `"auto"` is
+            `"argmax"`, which was measured to be better than `"shared_noise"` on the same texts of the bundled pair
             (docs/log-archive.md). With a DFlash 2 draft, each rule chooses among the selector's candidates, given the
             tokens proposed so far. With a DSpark draft, it chooses among all tokens, given the token proposed before.
-        draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers
-            and of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's; a
-            few fewer proposals may be accepted. Left out, the weights are used as they are. Not timed on a GPU yet.
-        draft_window (`int`, *optional*): The draft sees only this number of the newest tokens of a text, in layers
-            whose own window is wider or that have none. A draft with full attention that was trained on short texts is
-            then right more often on long texts (docs/log-archive.md), and its cache is smaller. The text stays the
+        draft_dtype (`str`, *optional*): `"float8_e4m3fn"` computes blocks with a copy of the draft's linear layers and
+            of the head in FP8, on CUDA devices of compute capability 8.9 or more. The text stays the target's, and
+            slightly fewer proposals may be accepted. By default the weights are used as they are. Not timed on a GPU
+            yet.
+        draft_window (`int`, *optional*): Number of the newest tokens of a text that the draft sees, in layers that
+            have a wider window or none. With such a window, a draft with full attention that was trained on short
+            texts is right more often on long texts (docs/log-archive.md), and its cache is smaller. The text stays the
             target's.
-            Default: each layer sees what it saw in training.
-        synchronize (`bool`, defaults to `False`): Wait for the accelerator before each reading of the clock. The times
-            in [`SpeculativeStats`] are then exact for each part, and decoding is slower. On a CPU it changes nothing.
+            Default: each layer sees the same tokens as in training.
+        synchronize (`bool`, defaults to `False`): Whether to wait for the accelerator before each reading of the
+            clock. The times in [`SpeculativeStats`] are then exact for each part, and decoding is slower. On a CPU
+            this changes nothing.
         kwargs: Fields of [`~transformers.GenerationConfig`].
 
     Raises:

@@ -29,10 +29,6 @@ class WithoutVideos(ProcessorMixin):
     `input_ids`, `attention_mask` and `mm_token_type_ids` `[B, S]`, `pixel_values`
     `[patches, channels * temporal_patch_size * patch_size**2]` and `image_grid_thw` `[images, 3]`.
 
-    Its subclasses are named as the originals are: the name is saved, and both read what the other wrote. They make the
-    same tensors of the same messages: `input_ids`, `attention_mask` and `mm_token_type_ids` `[B, S]`, `pixel_values`
-    `[patches, channels * temporal_patch_size * patch_size**2]` and `image_grid_thw` `[images, 3]`.
-
     Args:
         image_processor (`Qwen2VLImageProcessorPil`): The processor of the images.
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the text. It must pad on the left for `generate`.

@@ -158,8 +158,8 @@ class Hook(NamedTuple):
 def _here(function: Callable[..., None]) -> Callable[..., None]:
     """Returns a hook that only this thread calls. Forwards of the same module in other threads are ignored.
 
-    Another thread may also call the hook without keywords, because torch stores the wish for keywords only after it
-    has registered the hook.
+    Another thread may also call the hook without keywords, because torch registers a hook before it stores that the
+    hook needs keywords.
     """
     thread = threading.get_ident()
 

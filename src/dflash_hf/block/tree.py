@@ -188,8 +188,8 @@ class TreeBuilder:
             # Without candidates, a position has only one state, which does not depend on the token before it.
             scores = scores[:, :, None]
         likeliest = ops.implementation(ops.top_tokens, scores)
-        # For each position, the kernel returns the likeliest tokens and their log-probabilities, whatever the size of
-        # the vocabulary: [B, D, C, ranks].
+        # These are the likeliest tokens of each position and their log-probabilities, whatever the size of the
+        # vocabulary: [B, D, C, ranks].
         best, order = likeliest(scores, self.num_ranks)
         build = ops.implementation(ops.build_tree, order)
         build(best, order, nodes, block_BN, candidates_BDC, *text)

@@ -124,7 +124,9 @@ def layer_window(layer: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """All columns go to the same contiguous slots in each of several neighbouring rows, so a plain copy is enough."""
+    """A destination in which all columns go to the same contiguous slots of several neighbouring
+    rows: a plain copy.
+    """
 
     first_row: int
     first_slot: int
@@ -139,7 +141,7 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllColumns:
-    """Every column of every row has a slot, because no column is padding and all columns fit."""
+    """A destination with a slot for every column of every row, because no column is padding and all columns fit."""
 
     slots: Tensor  # [B * S], int64: places in the buffers of all rows, one row after another
 
@@ -153,7 +155,7 @@ class AllColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SomeColumns:
-    """Only the columns that are not padding and fit into the ring have slots."""
+    """A destination with slots for only the columns that are not padding and fit into the ring."""
 
     columns: Tensor  # [N], int64: columns of all rows, one row after another
     slots: Tensor  # [N], int64: their places in the buffers of all rows
@@ -172,7 +174,10 @@ Destination = RowRun | AllColumns | SomeColumns
 
 
 class _Kind(NamedTuple):
-    """The destination of a layer depends on these values. Layers with the same values are one kind."""
+    """An instance holds the values on which the destination of a layer depends.
+
+    Layers with equal values are one kind.
+    """
 
     ring: int  # slots of a row
     num_columns: int  # the newest columns that are written

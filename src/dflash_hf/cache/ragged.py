@@ -37,7 +37,7 @@ class RaggedLayer(CacheLayerMixin):
 
     Args:
         shape (`LayerShape`): The layer's heads, window, dtypes and device.
-        batch (`int`): Rows.
+        batch (`int`): Number of rows.
         max_length (`int`): Longest row in tokens.
         block (`int`): Longest block.
     """
@@ -244,7 +244,7 @@ class RaggedCache(Cache):
 
     Args:
         shapes (`list[LayerShape]`): The shapes of the layers, one per layer.
-        batch (`int`): Rows.
+        batch (`int`): Number of rows.
         max_length (`int`): Longest row in tokens, including a rejected block at its end.
         block (`int`): Longest block that will be written at once.
     """
@@ -284,7 +284,8 @@ class RaggedCache(Cache):
         into: RaggedCache | None = None,
         recurrences: Mapping[int, Recurrence] = MappingProxyType({}),
     ) -> RaggedCache:
-        """Moves an ordinary prefill cache into a ragged cache, row by row without padding, and empties the former.
+        """Moves an ordinary prefill cache into a ragged cache, row by row without padding, and empties the prefill
+        cache.
 
         Args:
             prefill (`Cache`): The left-padded cache that the target filled. Each layer is released once it is copied.

@@ -311,8 +311,9 @@ def _reduce_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Computes `out = sum_s acc_s 2^(m_s - m) / (sum_s l_s 2^(m_s - m) + 2^(sink -
-    m))`, where `m` is the greatest `m_s` or sink.
+    """Joins the partial results of a line, where `m` is the greatest `m_s` or sink:
+
+    `out = sum_s acc_s 2^(m_s - m) / (sum_s l_s 2^(m_s - m) + 2^(sink - m))`.
     """
     line = tl.program_id(0).to(tl.int64)
     split, size = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)

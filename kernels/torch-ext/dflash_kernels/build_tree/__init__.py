@@ -14,12 +14,12 @@ from ..operation import Given, Sizes, check_dtype, operation
 
 # Number of rows of `nodes_XBN` before the words of ancestors.
 NODE_PARTS = 3
-# LEVEL is what every level of a path costs in addition to its probability, so that a child never has the total of its
+# LEVEL is the cost of every level of a path in addition to its probability, so that a child never has the total of its
 # parent, even if the draft is sure of the child. LEAST is the least log-probability that counts. Below it, float32
 # would lose the difference that LEVEL makes.
 LEVEL, LEAST = 1e-4, -20.0
-# How much it counts against a repetition that the draft is sure of another token: the exponent of the probability that
-# the draft's first choice leaves for other tokens.
+# DOUBT weakens a repetition where the draft is sure of another token. It is the exponent of the probability that the
+# draft's first choice leaves for other tokens.
 DOUBT = 0.5
 INTEGERS = ("order_BDSR", "nodes_XBN", "block_BN", "candidates_BDC", "ids_BT", "cursor_B")
 

@@ -1,6 +1,6 @@
 """This operation draws a sample of each row's distribution in one pass over the logits.
 
-Its noise depends only on the seed, the row, the position and the token.
+Its noise depends only on the seed, the stream, the row, the position and the token.
 """
 
 # No `from __future__ import annotations`: torch.library reads the annotations.
@@ -95,11 +95,11 @@ def gumbel_argmax(
     rows_B: Tensor | None = None,
     first_BK: Tensor | None = None,
 ) -> Tensor:
-    """Returns `argmax {logits / temperature - log(noise) : logits / temperature >= least /
-    temperature}` per position.
+    """Returns one token per position, drawn from `softmax(logits / temperature)`.
 
-    This is a sample of `softmax(logits / temperature)` among the tokens whose logit is not below `least`: the
-    Gumbel-max trick, with [`exponential_noise`] of all tokens. It is computed in float32. Ties go to the first token.
+    The formula is `argmax {logits / temperature - log(noise)}` over the tokens whose logit is not below `least`. It is
+    the Gumbel-max trick, with [`exponential_noise`] of all tokens. It is computed in float32. Ties go to the first
+    token.
 
     Args:
         logits_BKV (`torch.Tensor`): Logits with any strides. The kernel supports float32, float16 and bfloat16.
