@@ -1,4 +1,4 @@
-"""Training a draft: random anchors, one mask rule, a decaying cross entropy, acceptance walked without decoding."""
+"""This package trains drafts: it prepares data, trains on random blocks, and measures the walked acceptance."""
 
 from dflash_hf.data.openai_client import OpenAIClient
 from dflash_hf.training.arguments import DFlashTrainingArguments

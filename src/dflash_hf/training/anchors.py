@@ -1,9 +1,10 @@
-"""Where training blocks start, and what each of their slots sees: anchor sampling and the one mask rule of training.
+"""This module samples the anchors of training blocks, and says which keys each slot of a block sees.
 
-A block with anchor `a` holds the indices `a .. a + K - 1`. It sees the context strictly before `a` (the anchor itself
-enters as an embedding, as in decoding) and itself; slot `k >= 1` predicts the token at index `a + k`. Rows are padded
-on the right, so a token's column is its index in the row. In a packed row several examples stand one after another,
-and nothing sees another example; windows and slots are counted in columns there too, positions from each one's start.
+A block with anchor `a` holds the indices `a .. a + K - 1`. The block sees the context strictly before `a`, and itself.
+The anchor enters as an embedding, as in decoding. Slot `k >= 1` predicts the token at index `a + k`. (With
+`sample_from_anchor`, slot `k` predicts the token at index `a + k + 1`.) Rows are padded on the right, so a token's
+column is its index in the row. A packed row holds several examples one after another, and no token sees another
+example. In a packed row, windows and slots are still counted in columns, but positions start at 0 in each example.
 
 Shapes: `B` rows, `S` context tokens, `A` anchors, `K` block, `Q = A * K` queries, `T = S + Q` keys.
 """
@@ -27,18 +28,18 @@ Mask = Tensor | BlockMask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchors(Movable):
-    """The blocks of a batch."""
+    """The anchors of a batch's blocks, and the size of the blocks."""
 
-    # [B, A], int64: index of each anchor in its row, ascending; 0 where there is none
+    # [B, A], int64: index of each anchor in its row, ascending; 0 in entries without an anchor
     indices: Tensor
     keep: Tensor  # [B, A], bool: which entries are anchors; rows may have fewer than `A`
-    block_size: int  # slots per block, the anchor included
-    # An index that no anchor is above: context from there on is seen by none. `None` where the host does not know.
+    block_size: int  # slots per block, including the anchor
+    # No anchor has a greater index, so no block sees the context from this index on. `None`: unknown on the host.
     reach: int | None = None
 
     @property
     def positions(self) -> Tensor:
-        """Index of every slot: int64 of shape `[B, A, K]`; may lie beyond the end of the row."""
+        """The index of every slot: int64 of shape `[B, A, K]`. An index may lie beyond the end of the row."""
         return self.indices[:, :, None] + torch.arange(self.block_size, device=self.indices.device)
 
     def select(self, start: int, stop: int) -> Anchors:
@@ -52,10 +53,10 @@ class Anchors(Movable):
 
 
 def valid_anchors(loss_mask_BS: Tensor, starts_BS: Tensor | None = None) -> Tensor:
-    """Says which tokens `[B, S]` can be anchors: answer tokens that an answer token of the same example follows.
+    """Says which tokens `[B, S]` (bool) can be anchors: answer tokens followed by an answer token of the same example.
 
-    In decoding the first anchor is the first generated token, which the prefill yields. `starts_BS` (int64) says in
-    packed rows where each token's example begins.
+    The first anchor is the first answer token, as in decoding, where the prefill yields this token. In packed rows,
+    `starts_BS` (int64) holds the column at which each token's example begins.
     """
     followed = torch.zeros_like(loss_mask_BS)
     followed[:, :-1] = loss_mask_BS[:, 1:]
@@ -71,9 +72,10 @@ def sample_anchors(
     generator: torch.Generator | None = None,
     starts_BS: Tensor | None = None,
 ) -> Anchors:
-    """Draws up to `num_anchors` of the `valid_anchors` per example, uniformly; `A` is what the fullest row needs.
+    """Draws up to `num_anchors` of the `valid_anchors` of each example, uniformly.
 
-    Mask (bool, `[B, S]`) and generator are on the CPU.
+    `A` is the largest number of anchors in a row, and at least 1. `loss_mask_BS` (bool, `[B, S]`) and the generator
+    are on the CPU.
     """
     valid = valid_anchors(loss_mask_BS, starts_BS)
     scores = torch.rand(valid.shape, generator=generator, device=valid.device).masked_fill_(
@@ -83,22 +85,22 @@ def sample_anchors(
     if starts is None:
         starts = torch.zeros_like(scores, dtype=torch.long)
     by_score = scores.argsort(dim=1, descending=True)
-    # The sort is stable, so within an example the tokens stay by score.
+    # The sort is stable, so the tokens of one example stay sorted by score.
     by_example = starts.gather(1, by_score).argsort(dim=1, stable=True)
     order = by_score.gather(1, by_example)
-    places = order.argsort(dim=1)  # of each token in that order
-    # An example has as many places as columns, so that its first place is where it begins.
+    places = order.argsort(dim=1)  # the place of each token in this order
+    # Each example takes up the same places as columns, so its first place is the column at which it begins.
     ranks = places - starts
     return _chosen(valid & (ranks < num_anchors), block_size)
 
 
 def all_anchors(loss_mask_BS: Tensor, block_size: int, starts_BS: Tensor | None = None) -> Anchors:
-    """Returns every valid anchor of every row, in order; arguments as in `sample_anchors`."""
+    """Returns every valid anchor of every row, in order. The arguments are those of `sample_anchors`."""
     return _chosen(valid_anchors(loss_mask_BS, starts_BS), block_size)
 
 
 def _chosen(chosen_BS: Tensor, block_size: int) -> Anchors:
-    """These anchors in ascending order, the missing ones last and at index 0."""
+    """Returns the chosen tokens as `Anchors`, in ascending order. Entries without an anchor are last, with index 0."""
     num_columns = max(1, int(chosen_BS.sum(dim=1).max()))
     keep, indices = chosen_BS.to(torch.int8).sort(dim=1, descending=True, stable=True)
     keep = keep[:, :num_columns].bool()
@@ -107,13 +109,14 @@ def _chosen(chosen_BS: Tensor, block_size: int) -> Anchors:
 
 
 class BlockMaskRule:
-    """Which of the keys `[context | blocks]` each slot of each block sees; every mask of training comes from here.
+    """Says which of the keys `[context | blocks]` each slot of each block sees. All masks of training are made here.
 
     Args:
-        attention_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): Real context tokens, right-padded.
-        anchors (`Anchors`): The blocks.
-        starts_BQ (`torch.Tensor` of shape `[B, Q]`, int64, *optional*): In packed rows, where each slot's example
-            begins.
+        attention_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): True for real context tokens. Rows are
+            right-padded.
+        anchors (`Anchors`): The anchors of the blocks.
+        starts_BQ (`torch.Tensor` of shape `[B, Q]`, int64, *optional*): In packed rows, the column at which the
+            example of each slot begins.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class BlockMaskRule:
         )
         self.anchor_BQ = anchors.indices.repeat_interleave(self.block_size, dim=1)
         self.query_BQ = anchors.positions.flatten(1)
-        # An example's tokens are neighbours, so that what begins with it and ends before the anchor is its own.
+        # The tokens of an example are neighbours: all tokens from its start to the anchor belong to it.
         if starts_BQ is None:
             starts_BQ = torch.zeros_like(self.anchor_BQ)
         self.start_BQ = starts_BQ
@@ -140,7 +143,7 @@ class BlockMaskRule:
         self.key_block_T = torch.cat([torch.full_like(columns, -1), blocks])
 
     def __call__(self, row: Tensor, query: Tensor, key: Tensor, kind: AttentionKind) -> Tensor:
-        """Says whether query `[row, query]` sees key `[row, key]` in a layer of this kind; arguments broadcast."""
+        """Says whether query `[row, query]` sees key `[row, key]` in a layer of this kind. The indices broadcast."""
         key_position = self.key_BT[row, key]
         key_block = self.key_block_T[key]
         in_context = (key_block < 0) & (key_position < self.anchor_BQ[row, query])
@@ -171,12 +174,12 @@ class BlockMaskRule:
         return make(mask_mod, batch, None, num_queries, num_keys, device=self.key_BT.device)
 
     def masks(self, config: DFlashConfig, flex: bool) -> dict[AttentionKind, Mask]:
-        """Returns one mask per kind of layer, as `DFlashDraftModel.forward` takes them: dense, or `BlockMask`s."""
+        """Returns the mask of each kind of layer for `DFlashDraftModel.forward`: dense, or a `BlockMask` if `flex`."""
         kinds = {config.attention_kind(index) for index in range(config.num_hidden_layers)}
         return {kind: self.block_mask(kind) if flex else self.dense(kind) for kind in kinds}
 
 
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    """As a kernel: uncompiled it holds `[B, Q, T]` integers several times."""
+    """Returns `create_block_mask` compiled. Uncompiled, it allocates several integer tensors `[B, Q, T]`."""
     return torch.compile(create_block_mask, dynamic=True)

@@ -1,4 +1,4 @@
-"""Options of a run: those of `transformers.TrainingArguments`, with the paper's defaults, and a draft's own."""
+"""This module extends `transformers.TrainingArguments` by the options of a draft, and checks all options of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CHOICES = {
 NO_DEEPSPEED = (
     "leave DeepSpeed out: it makes a step before its gradients are checked; FSDP2 divides a draft"
 )
-# Optimizers that make their steps within the backward pass, as those do whose names end in `_layerwise`.
+# These optimizers step within the backward pass. So do the optimizers whose names end in `_layerwise`.
 STEPS_IN_BACKWARD = ("lomo", "adalomo")
 MEASURES_ALONE = "leave it out: an evaluation measures the acceptance length, and keeps no logits"
-# Transformers' arguments that a draft's training has no use for: the value that asks for nothing, and what to do.
+# Arguments of Transformers that have no use in the training of a draft: name -> (the value without effect, advice).
 WITHOUT_USE = {
     "neftune_noise_alpha": (None, "leave it out: a draft is not trained on embeddings with noise"),
     "deepspeed": (None, NO_DEEPSPEED),
@@ -62,38 +62,39 @@ WITHOUT_USE = {
     "batch_eval_metrics": (False, MEASURES_ALONE),
     "include_for_metrics": ([], MEASURES_ALONE),
 }
-# No decay over the slots, no clipping of gradients, no evaluation: infinity says it, and NaN says nothing.
+# Infinity means no decay over the slots, no clipping of gradients, or no evaluation. NaN has no meaning.
 MAY_BE_INFINITE = ("gamma", "max_grad_norm", "eval_delay")
-# They follow a metric that becomes smaller, and the acceptance length grows.
+# These schedules follow a metric that should become smaller, but the acceptance length should grow.
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 def default_gamma(block_size: int) -> float:
-    """Returns the decay constant for a block size: the paper's 4, 5 and 7 at 8, 10 and 16, linear between and beyond.
+    """Returns the decay constant for a block size: the paper's 4, 5 and 7 for 8, 10 and 16 slots, else linear.
 
-    `gamma` grows by 3 over 8 slots (3/8 per slot from 4 at 8); 10 gives 4.75, which the paper rounds to 5.
+    `gamma` is 4 for 8 slots and grows by 3/8 per slot. The result is rounded (10 slots give 4.75, rounded to 5) and is
+    at least 1.
     """
     return max(1.0, float(round(4 + (block_size - 8) * 3 / 8)))
 
 
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
-    """`transformers.TrainingArguments`, and the settings that only the training of a draft has.
+    """The arguments of `transformers.TrainingArguments`, and the settings that only the training of a draft has.
 
-    The defaults are those of the paper (arXiv 2602.06036, section 4): AdamW at 6e-4, 4 % of the steps warm-up, a
-    cosine to zero, 6 epochs, gradients of norm 1 at most, 512 anchors. The loss is another one: with D-PACE's loss,
-    drafts accept more after the same number of steps (docs/log-archive.md). `optim="muon"` is Muon for the matrices of
-    the layers and AdamW for the rest (torch >= 2.9); Transformers' optimizers work too, except those that step within
-    the backward pass. With
-    `load_best_model_at_end` the best draft is the one with the largest `eval_acceptance_length`.
+    The defaults are those of the paper (arXiv 2602.06036, section 4): AdamW with a learning rate of 6e-4, 4 % of the
+    steps as warm-up, a cosine to zero, 6 epochs, gradients of norm 1 at most, and 512 anchors. Only the loss differs
+    from the paper. With D-PACE's loss, more tokens of a draft are accepted after the same number of training steps
+    (docs/log-archive.md). `optim="muon"` is Muon for the matrices of the layers and AdamW for the rest (torch >= 2.9).
+    Transformers' optimizers work too, except those that step within the backward pass. With `load_best_model_at_end`,
+    the best draft is the one with the largest `eval_acceptance_length`.
 
     Args:
         num_anchors, block_size, gamma, loss, labels, chunk_blocks, attention: See their `help`.
-        packing_length, feature_cache, feature_dtype, save_dtype, tensor_parallel_size: See their `help`; the other
+        packing_length, feature_cache, feature_dtype, save_dtype, tensor_parallel_size: See their `help`. The other
             arguments are those of [`~transformers.TrainingArguments`].
 
     Raises:
-        ValueError: If an option is out of range. Nothing else has happened then.
+        ValueError: If an option is out of range.
     """
 
     num_train_epochs: float = 6.0
@@ -102,16 +103,16 @@ class DFlashTrainingArguments(TrainingArguments):
     lr_scheduler_type: SchedulerType | str = "cosine"
     warmup_steps: float = 0.04
     logging_steps: float = 10
-    # A step that is not finite ends the run instead.
+    # There is nothing to filter, because a step that is not finite ends the run.
     logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Without effect: examples have no columns."}
     )
     # Every weight of the draft has a gradient in every batch: see `batch_loss`.
     ddp_find_unused_parameters: bool | None = False
-    # A checkpoint has 12 bytes a weight of the draft: that one may be damaged, the last two are kept.
+    # A checkpoint takes 12 bytes per weight of the draft. Two are kept, because the last one may be damaged.
     save_total_limit: int | None = 2
-    # One process may answer, write features or compile for hours while the others wait.
+    # One process may generate answers, write features or compile for hours while the others wait.
     ddp_timeout: int = field(
         default=172_800,
         metadata={
@@ -191,12 +192,12 @@ class DFlashTrainingArguments(TrainingArguments):
 
     @property
     def num_groups(self) -> int:
-        """Number of targets in all processes: each is held by `tensor_parallel_size` of them, which are a group."""
+        """The number of groups. The `tensor_parallel_size` processes that hold one target together form a group."""
         return self.world_size // self.tensor_parallel_size
 
     @property
     def group_index(self) -> int:
-        """Which group this process is of: processes that follow one another are a group."""
+        """The index of this process's group. A group consists of consecutive processes."""
         return self.process_index // self.tensor_parallel_size
 
     def __post_init__(self) -> None:
@@ -224,14 +225,14 @@ class DFlashTrainingArguments(TrainingArguments):
         return self.data_seed
 
     def _begin_group_of_cpus(self) -> None:
-        """Begins the processes' group with `ddp_timeout`, which Transformers hands on for accelerators alone."""
+        """Starts the process group with `ddp_timeout`. Transformers passes this timeout only for accelerators."""
         is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if self.use_cpu and is_launched and not torch.distributed.is_initialized():
             timeout = timedelta(seconds=self.ddp_timeout)
             PartialState(cpu=True, backend=self.ddp_backend, timeout=timeout)
 
     def _check(self) -> None:
-        """Refuses what cannot be trained with."""
+        """Refuses options with which a draft cannot be trained."""
         for name, allowed in CHOICES.items():
             what = f"{name} {' or '.join(map(repr, allowed))}"
             require(getattr(self, name) in allowed, what, getattr(self, name), "use one of them")
@@ -302,7 +303,7 @@ class DFlashTrainingArguments(TrainingArguments):
         require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")
 
     def _check_optimizer(self) -> None:
-        """Refuses optimizers that nobody knows, that are not there, or whose steps cannot be checked first."""
+        """Refuses optimizers that are unknown or not installed, or whose steps cannot be checked before they are made."""
         known = [MUON, *(name.value for name in OptimizerNames)]
         named = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
         require(
@@ -315,7 +316,7 @@ class DFlashTrainingArguments(TrainingArguments):
         what = "an optim whose steps come behind the backward pass"
         action = "use another one: gradients are checked before a step is made"
         require(not makes_steps_early, what, named, action)
-        # Nobody reads them where Transformers does not make the optimizer
+        # Only Transformers reads `optim_args`, and it does not make this optimizer.
         has_options = self.optim == MUON and bool(self.optim_args)
         what = f"no optim_args with optim {MUON!r}"
         require(not has_options, what, self.optim_args, "leave them out: it has none of its own")
@@ -325,13 +326,13 @@ class DFlashTrainingArguments(TrainingArguments):
             )
 
     def _check_launch(self) -> None:
-        """Refuses DeepSpeed that `accelerate launch` asks for."""
+        """Refuses DeepSpeed if `accelerate launch` requests it."""
         name = "ACCELERATE_USE_DEEPSPEED"
         asks = parse_flag_from_env(name)
         require(not asks, f"no {name}", os.environ.get(name), NO_DEEPSPEED)
 
     def _check_fsdp(self) -> None:
-        """Refuses FSDP of version 1, which accelerate takes where its YAML file names none."""
+        """Refuses version 1 of FSDP, which is accelerate's default if its YAML file names no version."""
         version = 2
         if self.fsdp_plugin_args is not None:
             version = self.fsdp_plugin_args["fsdp_version"]
@@ -341,17 +342,17 @@ class DFlashTrainingArguments(TrainingArguments):
         require(version == 2, "FSDP of version 2 for the draft", version, action)
 
     def _load_whole(self) -> None:
-        """Turns RAM-efficient loading of FSDP off: every process loads the whole draft and the whole target.
+        """Turns off FSDP's RAM-efficient loading, so that every process loads the whole draft and the whole target.
 
-        accelerate would send the first one's weights to the others, and cannot send buffers, such as a draft's `d2t`.
-        Transformers would leave the buffers of a target unread in the others.
+        accelerate would send the weights of the first process to the others, but it cannot send buffers, such as a
+        draft's `d2t`. Transformers would not read the buffers of a target in the other processes.
         """
         if self.fsdp_plugin_args is not None:
             self.fsdp_plugin_args["cpu_ram_efficient_loading"] = False
         disable_fsdp_ram_efficient_loading()
 
     def _check_finite(self) -> None:
-        """Refuses infinity and NaN where they say nothing."""
+        """Refuses NaN, and infinity for options for which it has no meaning."""
         for item in fields(self):
             value = getattr(self, item.name)
             if not isinstance(value, float) or math.isfinite(value):
@@ -362,7 +363,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
 
 def loader_options(args: DFlashTrainingArguments) -> dict[str, Any]:
-    """Returns which workers a `DataLoader` is made with."""
+    """Returns the `DataLoader` options that concern its workers."""
     return {
         "num_workers": args.dataloader_num_workers,
         "persistent_workers": args.dataloader_persistent_workers,
@@ -372,10 +373,10 @@ def loader_options(args: DFlashTrainingArguments) -> dict[str, Any]:
 
 
 def check_one_gpu(args: DFlashTrainingArguments) -> None:
-    """Refuses several GPUs in one process, over which Transformers would spread each batch.
+    """Refuses several GPUs in one process, because Transformers would spread each batch over them.
 
     Raises:
-        ValueError: If there are several.
+        ValueError: If the process has several GPUs.
     """
     if args.n_gpu > 1:
         raise ValueError(
@@ -385,14 +386,15 @@ def check_one_gpu(args: DFlashTrainingArguments) -> None:
 
 
 def check_metric(args: DFlashTrainingArguments, held_out: Collection[str]) -> None:
-    """Refuses a `metric_for_best_model` that no evaluation gives: the run would end at its first one.
+    """Refuses a `metric_for_best_model` that no evaluation gives, because the run would fail at its first evaluation.
 
     Args:
-        args ([`DFlashTrainingArguments`]): Options of the run.
-        held_out (collection of `str`): How the metrics of each held-out set begin: `eval`; `eval_<name>` of several.
+        args ([`DFlashTrainingArguments`]): The options of the run.
+        held_out (collection of `str`): The prefix of the metrics of each held-out set: `eval` for a single set, or
+            `eval_<name>` for each of several sets.
 
     Raises:
-        ValueError: If it is another one; with those that there are.
+        ValueError: If no evaluation gives the metric. The message names the metrics that there are.
     """
     measured = [f"{beginning}_acceptance_length" for beginning in held_out]
     metric = args.metric_for_best_model

@@ -1,6 +1,6 @@
-"""What ends a training: a checkpoint that cannot be written, and a step that is not finite.
+"""This module defines the errors that end a training: a checkpoint that cannot be written, a step that is not finite.
 
-Their messages say what to do in Python. The command line takes what was `found` of them, and says what to do there.
+Their messages say what to do in Python. The command line uses only `found`, and adds advice for the command line.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from dflash_hf.errors import one_line
 
 
 class TrainingFailure(Exception):
-    """What ends a training.
+    """An error that ends a training.
 
     Args:
-        found (`str`): What was expected, and what was found; kept on one line.
-        action (`str`): What to do in Python.
+        found (`str`): The part of the message that says what was expected and what was found. It is put on one line.
+        action (`str`): The part of the message that says what to do in Python.
     """
 
     def __init__(self, found: str, action: str) -> None:
@@ -22,7 +22,7 @@ class TrainingFailure(Exception):
 
 
 class CheckpointError(TrainingFailure, OSError):
-    """Raised where a checkpoint cannot be written."""
+    """Raised if a checkpoint cannot be written."""
 
 
 class NotFiniteError(TrainingFailure, FloatingPointError):

@@ -1,13 +1,14 @@
-"""The target's features on disk, for targets that are slow or do not fit beside the draft's training.
+"""This module stores the target's features on disk, for targets that are slow or do not fit beside the training.
 
-Each example's features are what the target gives to that example alone: one row, no padding. Read back they are the
-same bit for bit; those of a padded batch differ from them by rounding, because a product of other shapes is summed in
-another order.
+The features of an example are the target's outputs for this example alone: one row without padding. They are read back
+bit for bit. The features of a padded batch differ from them by rounding, because a product of other shapes is summed
+in another order.
 
-A folder holds `features.json`, which says of which target and how, and a file of safetensors for each example, named
-by its content: so the same folder serves any order of the examples, and whatever is missing of them.
+A folder holds `features.json`, which names the target and the settings, and one safetensors file for each example. The
+name of a file follows from the content of its example. So the same folder serves examples in any order, and only the
+missing examples are computed.
 
-With the dtype "float8" the states are rounded: a file then has `scales` beside its `taps`, see [`to_float8`].
+With the dtype "float8", the states are rounded, and a file has `scales` beside its `taps` (see [`to_float8`]).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ logger: Any = logging.get_logger(__name__)
 SETTINGS_FILE = "features.json"
 PARTS = ("taps", "scales", "next_ids", "next_log_probs")
 FLOAT8 = torch.float8_e4m3fn
-# auto: the target's dtype.
+# "auto" is the target's dtype.
 FeatureDtype = Literal["auto", "float8"]
 
 
@@ -56,12 +57,12 @@ def bytes_per_token(
     num_likely: int = 0,
     feature_dtype: FeatureDtype = "auto",
 ) -> int:
-    """Returns what a token's features take on disk: 40,960 bytes for five taps of Qwen3-8B in bfloat16.
+    """Returns how many bytes on disk the features of a token take.
 
-    In float8 they take 20,490 bytes.
+    For five taps of Qwen3-8B, these are 40,960 bytes in bfloat16 and 20,490 bytes in float8.
 
     Args:
-        dtype (`torch.dtype`): The target's.
+        dtype (`torch.dtype`): The target's dtype.
     """
     width = int(config.target_hidden_size)
     tap_bytes = width * dtype.itemsize
@@ -71,28 +72,28 @@ def bytes_per_token(
 
 
 def to_float8(states: Tensor, num_taps: int) -> tuple[Tensor, Tensor]:
-    """Returns states rounded to float8, and the scales by which [`from_float8`] multiplies them.
+    """Returns states rounded to float8, and the scales by which [`from_float8`] multiplies the rounded numbers.
 
-    Each tap of each token has a scale, by which its largest number becomes 448, the largest one of float8. So an
-    outlier makes only the small numbers of its own tap and token less exact.
+    Each tap of each token has its own scale. The scale maps the largest number of the tap to 448, the largest number
+    of float8. So an outlier makes only the small numbers of its own tap and token less exact.
 
     Args:
-        states (`torch.Tensor` of shape `[T, L * D]`): Of any floating dtype.
-        num_taps (`int`): `L`.
+        states (`torch.Tensor` of shape `[T, L * D]`): The states, in any floating dtype.
+        num_taps (`int`): The number of taps `L`.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Numbers `[T, L * D]` in float8_e4m3fn, and scales `[T, L]` in the states'
-        dtype; neither is of use where a state is infinite or no number.
+        dtype. Both are useless where a state is infinite or NaN.
     """
     largest = torch.finfo(FLOAT8).max
     taps = states.unflatten(-1, (num_taps, -1))
-    # Above 0 in a tap of zeros too, and no subnormal number, which would have fewer digits
+    # The scale is above 0 in a tap of zeros too. It is not subnormal, because such a number has fewer digits.
     smallest = torch.finfo(states.dtype).tiny
     scales = (taps.abs().amax(dim=-1) / largest).clamp_min(smallest)
-    # In bfloat16 the quotient would be rounded twice
+    # The quotient is computed in float32: in bfloat16 it would be rounded twice.
     wide = torch.promote_types(states.dtype, torch.float32)
     numbers = taps.to(wide) / scales.to(wide)[..., None]
-    # A scale that was rounded down leaves its largest number above the limit
+    # If a scale was rounded down, the largest number of its tap is above the limit.
     numbers = numbers.clamp(-largest, largest)
     return numbers.to(FLOAT8).flatten(-2), scales
 
@@ -104,12 +105,12 @@ def from_float8(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 class FeatureCache:
-    """Features of examples in a folder, which need not exist before it is written to.
+    """A folder with the features of examples.
 
     Args:
-        folder (path): The folder.
-        dtype (`str`): How the states are stored: `"auto"` in the target's dtype, `"float8"` rounded to 8 bits. Read
-            back they are of the target's dtype either way.
+        folder (path): The folder. It is created when it is first written to.
+        dtype (`str`): How the states are stored: `"auto"` in the target's dtype, `"float8"` rounded to 8 bits. They
+            are read back in the target's dtype in both cases.
     """
 
     def __init__(self, folder: str | os.PathLike[str], dtype: FeatureDtype = "auto") -> None:
@@ -126,21 +127,22 @@ class FeatureCache:
         num_likely: int = 0,
         num_writers: int = 1,
     ) -> None:
-        """Runs the target over every example that is not in the folder yet; what is written stays when it fails.
+        """Runs the target over every example that is not in the folder yet. After an error, the written files stay.
 
-        Several processes may write different examples at the same time. Those that hold one target together are given
-        the same examples, and the first of them writes.
+        Several processes may write different examples at the same time. Processes that hold one target together get
+        the same examples, and the first of these processes writes.
 
         Args:
-            config (`DFlashConfig`): The draft's: which layers are tapped.
-            num_likely (`int`): The target's most likely next tokens to keep, where the objective or the labels need
-                them: see `batch_loss`. A folder that has more goes on with as many.
-            num_writers (`int`): Processes that write to this disk at the same time, each as much as this one.
+            config (`DFlashConfig`): The draft's config. It says which layers are tapped.
+            num_likely (`int`): How many of the target's most likely next tokens to store per position, if the
+                objective or the labels need them (see `batch_loss`). If the folder stores more of them already, the
+                new files get this larger number.
+            num_writers (`int`): How many processes write to this disk at the same time, each as much as this one.
 
         Raises:
-            ValueError: If the folder holds features of another target, of other taps or of another dtype, the disk
-                has too little room for all of them, or states have no finite value in float8.
-            OSError: If the disk is full after all.
+            ValueError: If the folder holds features of another target, of other taps or of another dtype, if the disk
+                has too little room for all of them, or if states have no finite value in float8.
+            OSError: If a file cannot be written, for example because the disk has become full.
         """
         num_likely = self._begin(target, config, examples, num_likely, num_writers)
         mesh = mesh_of(target.model)
@@ -166,16 +168,16 @@ class FeatureCache:
         *,
         num_writers: int = 1,
     ) -> None:
-        """Has servers compute what is not in the folder yet; what is written stays when it fails. See [`write`].
+        """Lets servers compute the features that are not in the folder yet. See also [`write`].
 
         Args:
-            target ([`Target`]): What the servers run; of its weights none is needed.
-            servers (sequence of [`OpenAIClient`]): As [`ServedFeatures`] asks them.
-            num_writers (`int`): As in [`write`].
+            target ([`Target`]): The target that the servers run. Its layers are not needed here.
+            servers (sequence of [`OpenAIClient`]): The servers, as [`ServedFeatures`] takes them.
+            num_writers (`int`): See [`write`].
 
         Raises:
-            ValueError: As [`write`] and [`ServedFeatures.compute`].
-            OSError: If the disk is full after all.
+            ValueError: In the cases of [`write`] and [`ServedFeatures.compute`].
+            OSError: If a file cannot be written, for example because the disk has become full.
         """
         self._begin(target, config, examples, num_likely=0, num_writers=num_writers)
 
@@ -197,7 +199,7 @@ class FeatureCache:
         num_likely: int,
         num_writers: int,
     ) -> int:
-        """Checks what is there and the room on the disk, writes the settings, and returns the next tokens to keep."""
+        """Checks the folder and the room on the disk, writes the settings, and returns the `num_likely` to store."""
         settings = _settings(target, config, num_likely)
         is_old = self.is_begun
         if is_old:
@@ -207,7 +209,7 @@ class FeatureCache:
         lengths = example_lengths(examples)
         tokens = sum(lengths)
         missing = tokens
-        # Lengths are known without building the examples, but an example is built to look for its file
+        # Lengths may be known without building the examples. To look for its file, an example must be built.
         if any(self.folder.glob("*.safetensors")):
             pairs = zip(examples, lengths, strict=True)
             missing = sum(length for example, length in pairs if example not in self)
@@ -235,14 +237,14 @@ class FeatureCache:
 
     @property
     def is_begun(self) -> bool:
-        """Whether features have been written there."""
+        """True if the folder has settings, so features may have been written to it."""
         return (self.folder / SETTINGS_FILE).exists()
 
     def check(self, target: Target, config: DFlashConfig, *, num_likely: int = 0) -> None:
-        """Refuses a folder of another target, dtype or taps, or with too few next tokens.
+        """Refuses a folder that was written with another target, dtype or other taps, or with too few next tokens.
 
         Raises:
-            ValueError: Saying which.
+            ValueError: If one of these settings differs. The message names it.
         """
         self._compare(_settings(target, config, num_likely), num_likely)
 
@@ -277,14 +279,14 @@ class FeatureCache:
             ) from error
 
     def read(self, examples: Sequence[Example], batch: Batch) -> Features:
-        """Returns the features of a batch's examples, where their tokens stand in it and 0 elsewhere, on the CPU.
+        """Returns the features of a batch on the CPU. At padding, they are 0.
 
         Args:
-            examples (sequence of [`Example`]): Those that the batch was collated of, in order.
-            batch ([`Batch`]): Padded on the right, or packed.
+            examples (sequence of [`Example`]): The examples from which the batch was collated, in order.
+            batch ([`Batch`]): The batch, padded on the right or packed.
 
         Raises:
-            ValueError: If an example is missing, or its file is truncated, changed or of another dtype; names it.
+            ValueError: If an example is missing, or its file is truncated, changed or of another dtype.
         """
         starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
         places = [
@@ -309,7 +311,7 @@ class FeatureCache:
         return self.folder / f"{example_key(example)}.safetensors"
 
     def _read(self, example: Example) -> dict[str, Tensor]:
-        """One example's taps and next tokens, compared with their checksum the first time they are read."""
+        """Reads the taps and next tokens of an example. The first time, they are compared with their checksum."""
         path = self._path(example)
         got = f"none of an example of {len(example.input_ids)} tokens"
         require(
@@ -343,7 +345,7 @@ class FeatureCache:
         parts = {"taps": features.taps[0].contiguous()}
         if self.dtype == "float8":
             numbers, scales = to_float8(features.taps[0], len(config.target_layer_ids))
-            # Inf and nan are none here, and the largest numbers of a dtype may be rounded to more than it holds
+            # Infinity and NaN cannot be stored, and rounding may push a dtype's largest numbers beyond its range.
             is_finite = bool(from_float8(numbers, scales).isfinite().all())
             length = len(example.input_ids)
             what = f"states of an example of {length} tokens that are finite in float8"
@@ -357,8 +359,8 @@ class FeatureCache:
         self._save(path.name, lambda partial: save_file(parts, partial, metadata=metadata))
 
     def _save(self, name: str, write: Callable[[Path], object]) -> None:
-        """Writes a file whole or not at all."""
-        # Processes of two nodes, each in a container, may have the same number
+        """Writes a file completely or not at all."""
+        # The name is random: processes in containers on two nodes may have the same process id.
         path = self.folder / f"{name}.{uuid.uuid4().hex}.partial"
         try:
             write(path)
@@ -375,7 +377,7 @@ class FeatureCache:
 def features_alone(
     target: Target, config: DFlashConfig, example: Example, num_likely: int = 0
 ) -> Features:
-    """Returns what the target gives to one example alone: the features that are written."""
+    """Returns the features of one example alone, as they are written to the folder."""
     return target_features(
         target,
         config.target_layer_ids,
@@ -386,20 +388,20 @@ def features_alone(
 
 
 def example_key(example: Example) -> str:
-    """Returns a digest of all that an example's features depend on."""
+    """Returns a digest of the parts of an example that its features depend on."""
     digest = hashlib.sha256(
         _bytes(torch.tensor(example.input_ids, dtype=torch.int64, device="cpu"))
     )
     for name, value in sorted(example.model_inputs.items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(_bytes(value))
-    if "token_type_ids" in example.model_inputs:  # answers get types of their own
+    if "token_type_ids" in example.model_inputs:  # the types in answers depend on the loss mask
         digest.update(bytes(example.loss_mask))
     return digest.hexdigest()[:32]
 
 
 def _said_by_the_first(is_missing: bool, mesh: DeviceMesh) -> bool:
-    """Returns what the first process of a mesh says, which may have written an example that another one then finds."""
+    """Returns the value of a mesh's first process. The others may already find a file that this process has written."""
     group = mesh.get_group()
     said = torch.tensor([is_missing], dtype=torch.long, device=mesh.device_type)
     distributed.broadcast(said, distributed.get_global_rank(group, 0), group=group)
@@ -407,9 +409,9 @@ def _said_by_the_first(is_missing: bool, mesh: DeviceMesh) -> bool:
 
 
 def _settings(target: Target, config: DFlashConfig, num_likely: int) -> dict[str, object]:
-    """What features are of."""
+    """Returns the settings on which features depend."""
     return {
-        # Features are of a dtype, which the identity leaves out.
+        # The identity of a target does not include the dtype, but features depend on it.
         "target": " ".join([*target_identity(target.model).values(), str(target.model.dtype)]),
         "target_layer_ids": list(config.target_layer_ids),
         "tap_after_deepstack": config.tap_after_deepstack,
@@ -418,7 +420,7 @@ def _settings(target: Target, config: DFlashConfig, num_likely: int) -> dict[str
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the free bytes of the disk where a folder is or will be."""
+    """Returns the free bytes of the disk on which a folder is or will be."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -433,5 +435,5 @@ def _checksum(tensors: Iterable[Tensor]) -> str:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """A tensor's bytes as they are in memory."""
+    """Returns the bytes of a tensor in memory, as a NumPy array."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()

@@ -1,6 +1,6 @@
-"""One training pass: the target's features of a batch, the draft over many blocks of it at once, and the loss.
+"""This module computes a training pass: the target's features of a batch, the draft over many blocks, and the loss.
 
-This and decoding meet in the model and the taps; what a block sees here is what it would see in decoding.
+Training and decoding share the draft's model and the taps. A block sees the same context here as in decoding.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from dflash_hf.training.loss import DISTILLATION, BlockLoss, Objective, block_la
 logger: Any = logging.get_logger(__name__)
 
 Attention = Literal["auto", "flex", "sdpa"]
-LIKELY_TOKENS = 64  # of the target's, at each position, that a draft is distilled from
-ROWS_OF_LOGITS = 1024  # that are float32 at a time
+LIKELY_TOKENS = 64  # per position: the target's most likely tokens, from which a draft is distilled
+ROWS_OF_LOGITS = 1024  # rows that are converted to float32 at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features(Movable):
-    """What the target says about a batch."""
+    """The target's outputs for a batch."""
 
     taps: Tensor  # [B, S, L * D]: outputs of the tapped layers
-    # [B, S, P], int64: the target's most likely tokens after each token, best first; only where they were asked for.
+    # [B, S, P], int64: the target's most likely tokens after each token, best first. `None` unless requested.
     next_ids: Tensor | None = None
-    next_log_probs: Tensor | None = None  # [B, S, P], float32: their log-probabilities
+    next_log_probs: Tensor | None = None  # [B, S, P], float32 or wider: their log-probabilities
 
 
 class _Passed(Exception):
-    """Nothing went wrong: the last tapped layer has run, and nothing behind it is needed."""
+    """Ends the target's forward when the last tapped layer has run. It does not signal an error."""
 
 
 def forward_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
-    """Returns what the target's forward gets for a batch.
+    """Returns the keyword arguments of the target's forward for a batch.
 
-    Answer tokens of type 0 get the type that `generate` gives to new tokens: some targets attend both ways within a
-    prompt, where all is of type 0. A packed row gets positions that begin anew with each example and no mask:
-    Transformers lets no example see another one then.
+    Answer tokens with the token type 0 get the type that `generate` gives to new tokens, because some targets attend
+    in both directions within a prompt, whose tokens have type 0. A packed row gets no mask, and its positions start at
+    0 in each example. From such positions, Transformers makes a mask in which no example sees another example.
     """
     if batch.starts is not None:
         return {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
@@ -83,24 +83,26 @@ def target_features(
     num_likely: int = 0,
     columns: Tensor | None = None,
 ) -> Features:
-    """Runs the frozen target over a batch and records the tapped layers; sets no mode, keeps no gradient.
+    """Runs the frozen target over a batch and records the tapped layers, without gradients.
 
-    Without `num_likely` the forward ends behind the last tapped layer: no later layer runs, and no head.
+    If `num_likely` is 0, the forward ends after the last tapped layer: no later layer runs, and neither does the head.
+    (Under FSDP, the whole forward runs.) The function does not change the target's mode.
 
     Args:
         target (`Target`): The target, in eval mode.
-        batch (`Batch`): Right-padded rows; they are moved to where the target's embedding is.
-        after_deepstack (`bool`): Tap after DeepStack's additions, as the draft's `tap_after_deepstack` says.
+        batch (`Batch`): Right-padded rows. They are moved to the device of the target's embedding.
+        after_deepstack (`bool`): Whether to tap after DeepStack's additions (the draft's `tap_after_deepstack`).
         num_likely (`int`): How many of the target's most likely next tokens to return.
-        columns (`torch.Tensor`, int64, *optional*): The columns whose next tokens are needed, ascending; by default
-            all. The head sees no others; what is returned of others is 0.
+        columns (`torch.Tensor`, int64, *optional*): The columns whose next tokens are needed, ascending. By default,
+            these are all columns. If the target has `logits_to_keep`, its head runs only over these columns, and the
+            next tokens and log-probabilities of the other columns are 0.
 
     Returns:
         [`Features`] on the device of the first tapped layer.
     """
     batch = batch.to(target.device)
     if batch.starts is not None and len(batch.input_ids) > 1:
-        # Each row by itself: some attention knows one packed row and no more.
+        # Each row runs alone, because some attention implementations support only one packed row.
         options: dict[str, Any] = {
             "after_deepstack": after_deepstack,
             "num_likely": num_likely,
@@ -124,7 +126,7 @@ def target_features(
         elif columns is not None:
             columns = columns.to(target.device)
             inputs["logits_to_keep"] = columns
-    # What FSDP gathers for a forward it lets go of at that forward's end.
+    # FSDP frees gathered weights at the end of a forward, so a forward under FSDP must not end early.
     ends_early = num_likely == 0 and not any(
         base.__name__ == "FSDPModule"
         for part in target.parts.modules
@@ -138,12 +140,12 @@ def target_features(
             raise _Passed
 
     output: Any = None
-    # The draft's autocast is not the target's: its features have to be those of decoding.
+    # The draft's autocast does not apply to the target: the features must be the same as in decoding.
     without_autocast = torch.autocast(target.device.type, enabled=False)
     with without_autocast, Taps(target.layers, layer_ids, keep, after_deepstack).open() as taps:
         with suppress(_Passed):
             output = module(**inputs, use_cache=False)
-        states = kept[-1] if kept else taps.take()  # which says what is missing
+        states = kept[-1] if kept else taps.take()  # `take` names the missing layers
     if num_likely == 0:
         return Features(taps=states)
     ids, log_probs = likely_tokens(output.logits, num_likely)
@@ -155,7 +157,7 @@ def target_features(
 
 
 def likely_tokens(logits: Tensor, num_likely: int) -> tuple[Tensor, Tensor]:
-    """Returns the most likely tokens of each row of logits `[..., V]`, and their log-probabilities over all of `V`."""
+    """Returns the most likely tokens of logits `[..., V]` and their log-probabilities over all of `V`, `[..., P]`."""
     found = []
     for rows in logits.flatten(0, -2).split(ROWS_OF_LOGITS):
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -169,7 +171,7 @@ def likely_tokens(logits: Tensor, num_likely: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def check_packing(target: Target) -> None:
-    """Raises `ValueError` if packed examples would not be as each is by itself; runs two short forwards."""
+    """Raises `ValueError` if the target computes other states for a packed example. Runs two short forwards."""
     name = type(target.model).__name__
     advice = "train without packing"
     decoder: Any = target.model.get_decoder()
@@ -195,7 +197,7 @@ def check_packing(target: Target) -> None:
     last = [len(target.layers) - 1]
     one = target_features(target, last, packed).taps[:, 11:]
     other = target_features(target, last, alone).taps
-    # Rounding may send a token of a mixture to other experts: most tokens count.
+    # The median is compared: in a mixture of experts, rounding may send a few tokens to other experts.
     error = (
         (one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp_min(1e-9)
     ).median()
@@ -216,21 +218,22 @@ def run_blocks(
     module: torch.nn.Module | None = None,
     then: Callable[[Tensor], Any] | None = None,
 ) -> Any:
-    """Runs the draft over all blocks in one forward; context that no anchor can see is left out.
+    """Runs the draft over all blocks in one forward. Context that no anchor can see is left out.
 
     Args:
-        target (`Target`): Whose embedding fills the blocks; it may be on other devices.
+        target (`Target`): The target whose embedding fills the blocks. It may be on other devices.
         batch (`Batch`): The rows, on the draft's device.
         features (`torch.Tensor` of shape `[B, S, L * D]`): Tapped states of the rows, on any device.
         anchors (`Anchors`): The blocks, on the draft's device.
-        attention (`str`): `"sdpa"` under dense masks, `"flex"` for FlexAttention, or `"auto"`: FlexAttention on CUDA,
-            or SDPA where that fails when a draft is first run, in this or another process. That is logged once with
-            its reason; what fails later is raised.
-        module (`nn.Module`, *optional*): What to call instead of `draft`, when accelerate wrapped it.
-        then (callable, *optional*): What to make of the states within that call.
+        attention (`str`): `"sdpa"` for SDPA with dense masks, `"flex"` for FlexAttention, or `"auto"`. `"auto"` is
+            FlexAttention on CUDA, unless it fails in the first run of a draft, in this or another process. In this
+            case the reason is logged once, and SDPA is used. Later failures are raised.
+        module (`nn.Module`, *optional*): The module to call instead of `draft`, if accelerate has wrapped the draft.
+        then (callable, *optional*): A function that is applied to the states within this call.
 
     Returns:
-        `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head; or what `then` makes of them.
+        `torch.Tensor` of shape `[B, A * K, D]`: States ready for the target's head, or the result of `then` for these
+        states.
     """
     dtype = draft.fc.weight.dtype
     device = draft.fc.weight.device
@@ -272,9 +275,10 @@ def run_blocks(
 
 
 def _alone(draft: DFlashDraftModel) -> DFlashDraftModel:
-    """A draft of the same shape that runs in this process alone: the draft itself, unless it is sharded.
+    """Returns a draft of the same shape that runs in this process alone: the draft itself, unless it is sharded.
 
-    The layers of a sharded one wait for the other processes: one in which a layer fails would leave them waiting.
+    The layers of a sharded draft wait for the other processes. If a layer failed in one process, the other processes
+    would wait forever.
     """
     is_sharded = any(isinstance(weight, DTensor) for weight in draft.parameters())
     if not is_sharded:
@@ -287,9 +291,10 @@ def _alone(draft: DFlashDraftModel) -> DFlashDraftModel:
 def _dtype_of_context(
     features: torch.dtype, draft: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """Returns the dtype in which a draft is given the target's states.
+    """Returns the dtype in which the draft gets the target's states.
 
-    The product that reads them casts to autocast's dtype: wider copies of states in that one would only take memory.
+    The draft's first product casts these states to autocast's dtype. So states that already have this dtype keep it: a
+    wider copy would only take memory.
     """
     is_autocast = torch.is_autocast_enabled(device.type)
     if is_autocast and features == torch.get_autocast_dtype(device.type):
@@ -297,12 +302,12 @@ def _dtype_of_context(
     return draft
 
 
-_flex_failures: list[str] = []  # of this process
-_flex_drafts: WeakSet[DFlashDraftModel] = WeakSet()  # of which FlexAttention has run in a trial
+_flex_failures: list[str] = []  # why FlexAttention failed in this process
+_flex_drafts: WeakSet[DFlashDraftModel] = WeakSet()  # drafts with a successful trial
 
 
 def _wants_flex(draft: DFlashDraftModel, attention: Attention, device: torch.device) -> bool:
-    """Whether to try FlexAttention."""
+    """Says whether to try FlexAttention."""
     if attention != "auto":
         return attention == "flex"
     if device.type == "cuda" and draft.training and draft.config.attention_dropout > 0:
@@ -314,23 +319,23 @@ def _wants_flex(draft: DFlashDraftModel, attention: Attention, device: torch.dev
 
 
 def _flex_works(draft: DFlashDraftModel, trial: Callable[[], object], is_shared: bool) -> bool:
-    """Whether FlexAttention runs a draft here and, where that is shared, in all processes; logs why not.
+    """Says whether FlexAttention can run a draft in this process, or in all processes if `is_shared`. Logs a failure.
 
     Args:
-        trial (callable): Runs the draft by FlexAttention, without what DDP puts around it: that one's forward talks
-            with the other processes, none of which may call it twice in a step.
-        is_shared (`bool`): Whether all processes ask this now.
+        trial (callable): Runs the draft with FlexAttention, but without the wrapper of DDP. The wrapper's forward
+            communicates with the other processes, so no process may call it twice in a step.
+        is_shared (`bool`): Whether all processes call this function now.
     """
     device = draft.fc.weight.device
     kept = [device] if device.type == "cuda" else []
     reason = ""
     try:
-        # With gradients, as they are in the step: the backward pass is compiled together with the forward.
+        # The trial has gradients, as the step does: the backward pass is compiled together with the forward.
         with torch.random.fork_rng(devices=kept):
             trial()
     except torch.OutOfMemoryError:
         raise
-    # Whatever a compiler raises: what is not its fault SDPA raises again
+    # A compiler may raise any error. If the compiler is not its cause, SDPA raises the error again.
     except Exception as error:
         reason = one_line(error)
     works = torch.tensor(int(not reason), device=device)
@@ -347,9 +352,9 @@ def _flex_works(draft: DFlashDraftModel, trial: Callable[[], object], is_shared:
 
 
 def logits_of(draft: DFlashDraftModel, target: Target) -> Callable[[Tensor], Tensor]:
-    """Returns what makes logits `[..., V]` of the draft's states `[..., D]`.
+    """Returns a function from the draft's states `[..., D]` to logits `[..., V]`.
 
-    As in decoding the target's head sees the target's dtype, whatever the draft's is, on its own device.
+    As in decoding, the target's head gets the states in the target's dtype and on the head's device.
     """
 
     def logits(states: Tensor) -> Tensor:
@@ -374,17 +379,20 @@ def batch_loss(
     features: Features | None = None,
     module: torch.nn.Module | None = None,
 ) -> BlockLoss:
-    """Runs target and draft over a batch, up to the loss.
+    """Runs the target and the draft over a batch, and returns the loss.
 
     Args:
-        target (`Target`): The target, frozen and in eval mode; it may be on other devices.
+        target (`Target`): The target, frozen and in eval mode. It may be on other devices.
         batch, anchors: The rows and their blocks, on any device.
-        weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
+        weights_K (`torch.Tensor` of shape `[K]`): The weight of each slot. See `decay_weights`.
         objective, chunk_blocks: See `block_loss`.
-        target_labels (`bool`): Learn the target's argmax at each position instead of the data's tokens.
-        features ([`Features`], *optional*): Of the batch, where they are known already; with the target's next tokens
-            (else `ValueError`) where the objective or the labels need them.
+        target_labels (`bool`): Whether to learn the target's argmax at each position instead of the data's tokens.
+        features ([`Features`], *optional*): The features of the batch, if they are known already. They must include
+            the target's next tokens if the objective or the labels need these tokens.
         attention, module: See `run_blocks`.
+
+    Raises:
+        ValueError: If `features` has too few of the target's next tokens.
     """
     config = draft.config
     device = draft.fc.weight.device
@@ -418,7 +426,7 @@ def batch_loss(
     labels = block_labels(batch, anchors, int(config.sample_from_anchor), likely)
     if target_labels and labels.likely is not None:
         labels = replace(labels, ids=labels.likely[0][..., 0])
-    known = None  # the tokens that a reduced vocabulary has
+    known = None  # [V], bool: the tokens of a reduced vocabulary
     if draft.d2t is not None:
         known = torch.zeros(config.vocab_size or 0, dtype=torch.bool, device=device)
         known[draft.d2t + torch.arange(len(draft.d2t), device=device)] = True
@@ -438,7 +446,8 @@ def batch_loss(
             behind=draft.logits_behind,
         )
         sums = {field.name: getattr(found, field.name) for field in fields(found)}
-        # Without a label that the head knows nothing uses them: DDP and FSDP wait for their gradients in every process
+        # If the head knows no label of the batch, the loss does not depend on these weights. DDP and FSDP wait for
+        # their gradients in every process, so a term of value 0 adds the weights.
         own = (selector, draft.markov_head, draft.lm_head)
         parts = [part for part in own if part is not None]
         for part in parts:
@@ -446,14 +455,15 @@ def batch_loss(
                 sums["loss"] = sums["loss"] + 0 * weight.sum()
         return sums
 
-    # Within the draft's forward, and as a dictionary: where and how DDP and FSDP look for weights and gradients.
+    # The loss is computed within the draft's forward and returned as a dictionary, because DDP and FSDP look for
+    # weights there and find gradients in such outputs.
     return BlockLoss(
         **run_blocks(draft, target, batch, features.taps, anchors, attention, module, sums_of)
     )
 
 
 def _columns_before_labels(batch: Batch, anchors: Anchors, ahead: int) -> Tensor:
-    """The columns behind which some slot's token stands, ascending."""
+    """Returns the columns whose next token is the label of some slot, ascending."""
     anchors = anchors.to(batch.input_ids.device)
     num_columns = batch.input_ids.shape[1]
     mask = block_labels(batch, anchors, ahead).mask.flatten()

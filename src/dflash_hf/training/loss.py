@@ -1,26 +1,28 @@
-"""The training objective: what each slot should predict, how wrong it is, and how much each slot counts.
+"""This module computes the training objective: the label, the loss and the weight of each slot.
 
-`loss = sum(w * l)` over slots, divided by what `loss_weight` says; the anchor's slot has no loss, unless it proposes.
+The loss is `sum(w * l)` over slots, divided by `loss_weight`. The anchor's slot has no loss, unless it proposes a
+token. There are five objectives:
 
-* `"cross_entropy"`: `l = CE`, `w_k = exp(-(k - 1) / gamma)` for the k-th proposal. Source: arXiv 2602.06036, section
-  4.2.
+* `"cross_entropy"`: `l = CE` and `w_k = exp(-(k - 1) / gamma)` for the k-th proposal. Source: arXiv 2602.06036,
+  section 4.2.
 * `"dpace"`: `l = CE`, and instead of a fixed decay `w_j = sum_{m >= j} C_m` with
-  `C_m = prod_{i <= m} ((1 - a) q_i + a)` and `q = exp(-CE)`, constants for the gradient: what the slot adds to the
-  expected accepted length. Source: arXiv 2605.18810, equations 7 and 8, with its `a` of 0.5; SpecForge pull request
-  578, speculators 736, Model Optimizer 1724.
-* `"kl"`: `l = KL(p || q)` with `p` the target's distribution at the slot, of its most likely tokens only and made to
-  sum to 1, and the decay of cross entropy.
-* `"tv"`: `l = 1 - a`, the total variation, with `a = sum(min(p, q))` over these tokens, which is the chance that
-  sampling accepts a token of the draft's; and the decay. Its gradient all but vanishes where the draft is far from the
-  target: it is for a draft that exists. Source of `a`: arXiv 2211.17192, theorem 3.5.
-* `"lk"`: `l = -log(a)`, and the decay: the same aim, with a gradient from the first step on.
+  `C_m = prod_{i <= m} ((1 - a) q_i + a)` and `q = exp(-CE)`. The weights are constants for the gradient. A weight is
+  the slot's share of the expected accepted length. Source: arXiv 2605.18810, equations 7 and 8, with its `a` of 0.5.
+  See also SpecForge pull request 578, speculators 736 and Model Optimizer 1724.
+* `"kl"`: `l = KL(p || q)`, with the decay of cross entropy. `p` is the target's distribution at the slot, restricted
+  to its most likely tokens and normalised to the sum 1.
+* `"tv"`: `l = 1 - a`, the total variation, with the same decay. `a = sum(min(p, q))` over these tokens is the
+  probability that sampling accepts a token of the draft. The gradient almost vanishes if the draft is far from the
+  target, so this objective is for a draft that is trained already. Source of `a`: arXiv 2211.17192, theorem 3.5.
+* `"lk"`: `l = -log(a)`, with the same decay. It has the same aim, and a gradient from the first step on.
 
-A DFlash 2 draft adds the cross entropy of its selector over the candidates of a slot, behind the right token, with the
-same weights; a slot whose token is no candidate adds nothing. z-lab has published no objective for it; SpecForge (pull
-request 772) and speculators (1006) put a missing token among the candidates instead.
+A DFlash 2 draft adds the cross entropy of its selector over the candidates of a slot, with the same weights. The
+selector gets the correct token before the slot. A slot whose token is not a candidate adds nothing. z-lab has
+published no objective for the selector. SpecForge (pull request 772) and speculators (1006) add a missing token to the
+candidates instead.
 
-A DSpark draft's logits are those behind the right token, by its Markov head: a walk sees the same until its first
-wrong token. Source: DeepSpec `Qwen3DSparkModel.forward`.
+The Markov head of a DSpark draft computes the logits of a slot from the correct token before it. Decoding computes the
+same logits up to the first wrong token. Source: DeepSpec `Qwen3DSparkModel.forward`.
 
 Shapes: `B` rows, `A` anchors, `K` block, `N` slots with a loss, `V` vocabulary, `C` candidates, `P` likely tokens.
 """
@@ -42,23 +44,23 @@ from dflash_hf.training.collators import Batch
 
 Objective = Literal["cross_entropy", "dpace", "kl", "tv", "lk"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
-# Those that compare with the target's distribution, and not with a token.
+# These objectives compare the draft with the target's distribution, not with a token.
 DISTILLATION: tuple[Objective, ...] = ("kl", "tv", "lk")
-DPACE_SMOOTHING = 0.5  # the paper's: stable from 0.3 to 0.7
+DPACE_SMOOTHING = 0.5  # the paper's value. It reports stable results from 0.3 to 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLabels:
-    """What each slot should predict."""
+    """The tokens that each slot should predict."""
 
     ids: Tensor  # [B, A, K], int64: the token that the slot should propose
     mask: Tensor  # [B, A, K], bool: slots with a label: after the anchor, in the same answer
-    before: Tensor  # [B, A, K], int64: token in front of that one, as the target was shown it
-    # [B, A, K, P]: the target's most likely tokens there, int64, and their log-probabilities.
+    before: Tensor  # [B, A, K], int64: the token before the label in the target's input
+    # [B, A, K, P]: the target's most likely tokens in place of the label (int64), and their log-probabilities.
     likely: tuple[Tensor, Tensor] | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> BlockLabels:
-        """Returns labels whose tensors are what `change` makes of these, one by one."""
+        """Returns labels in which `change` has been applied to each tensor."""
         likely = None if self.likely is None else (change(self.likely[0]), change(self.likely[1]))
         return BlockLabels(
             ids=change(self.ids), mask=change(self.mask), before=change(self.before), likely=likely
@@ -67,27 +69,27 @@ class BlockLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoss:
-    """Sums over the slots of a batch, so that batches can be joined exactly."""
+    """Sums over the slots of a batch. The sums of several batches can be added exactly."""
 
-    loss: Tensor  # scalar: `sum(w * l)`; carries the gradient
-    # scalar: `sum(w * CE_selector)`; 0 without a selector. The objective is the sum of the two.
+    loss: Tensor  # scalar: `sum(w * l)`, with a gradient
+    # scalar: `sum(w * CE_selector)`, or 0 without a selector. The objective is `loss + selector_loss`.
     selector_loss: Tensor
-    weight: Tensor  # scalar: what both are divided by; see `loss_weight`
-    # [K], int64: right argmaxes (of the selector, where there is one) and labels per slot.
+    weight: Tensor  # scalar: the divisor of both losses. See `loss_weight`
+    # [K], int64: the number of correct argmaxes (of the selector, if there is one) and of labels, per slot.
     correct: Tensor
     count: Tensor
-    blocks: Tensor  # scalar: number of anchors
-    accepted: Tensor  # scalar, int64: right argmaxes before the first wrong one, over all blocks
+    blocks: Tensor  # scalar: number of blocks with a label
+    accepted: Tensor  # scalar, int64: correct argmaxes before the first wrong one, over all blocks
     finite: Tensor  # [B], bool: rows whose losses are all finite
 
 
 def as_they_are(logits: Tensor, before: Tensor) -> Tensor:
-    """Returns logits `[..., V]` unchanged, for a draft to which the token before a slot says nothing."""
+    """Returns logits `[..., V]` unchanged, for a draft whose logits do not depend on the token before a slot."""
     return logits
 
 
 def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> Tensor:
-    """Returns `w` `[K]`, float64: 0 in the anchor's slot unless that proposes, then `exp(-(k - 1) / gamma)`."""
+    """Returns `w` `[K]`, float64: `exp(-(k - 1) / gamma)` for proposal `k`, and 0 in a slot without a proposal."""
     first = 0 if from_anchor else 1
     weights = torch.exp(
         -(torch.arange(block_size, dtype=torch.float64, device="cpu") - first) / gamma
@@ -99,11 +101,11 @@ def decay_weights(block_size: int, gamma: float, from_anchor: bool = False) -> T
 def block_labels(
     batch: Batch, anchors: Anchors, ahead: int = 0, likely_BSP: tuple[Tensor, Tensor] | None = None
 ) -> BlockLabels:
-    """Looks up what each slot should predict; a block's labels stop where its answer stops.
+    """Looks up the token that each slot should predict. The labels of a block end at the end of its answer.
 
     Args:
-        ahead (`int`): By how much the token that a slot proposes is ahead of its own index: 1 for drafts that sample
-            from the anchor.
+        ahead (`int`): The index of the token that a slot proposes, minus the index of the slot: 1 for drafts that
+            sample from the anchor, else 0.
         likely_BSP (`tuple` of two `torch.Tensor` of shape `[B, S, P]`, *optional*): The target's most likely tokens
             after each token, and their log-probabilities.
     """
@@ -130,7 +132,7 @@ def block_labels(
 def loss_weight(
     labels: BlockLabels, weights_K: Tensor, objective: Objective = "cross_entropy"
 ) -> Tensor:
-    """Returns what the sums of a batch are divided by, before any forward: `sum(w)`, or under D-PACE the blocks."""
+    """Returns the divisor of a batch's sums: `sum(w)`, or the number of blocks for D-PACE. It needs no forward."""
     if objective == "dpace":
         return labels.mask.any(dim=-1).sum()
     return (labels.mask * weights_K.to(labels.mask.device)).sum()
@@ -140,7 +142,7 @@ def _distances(logits_NV: Tensor, likely_NP: tuple[Tensor, Tensor], objective: O
     """Returns how far the draft's distribution at each slot `[N]` is from the target's, over its likely tokens."""
     likely_ids, log_probs = likely_NP
     own = logits_NV.gather(1, likely_ids) - logits_NV.logsumexp(dim=-1, keepdim=True)
-    # What a reduced vocabulary leaves out is no part of p; a draft that is no number stays, and is told
+    # Tokens outside a reduced vocabulary are no part of p. A draft's NaN stays in the loss, so it is reported.
     known = own.detach() != -torch.inf
     theirs = log_probs.to(logits_NV.dtype).masked_fill(~known, -torch.inf).log_softmax(dim=-1)
     known = theirs > -torch.inf
@@ -148,7 +150,7 @@ def _distances(logits_NV: Tensor, likely_NP: tuple[Tensor, Tensor], objective: O
     own = own.masked_fill(~known, 0)
     if objective == "kl":
         return (theirs.exp() * (theirs - own) * known).sum(dim=-1)
-    # A slot of which no likely token is known has no distance
+    # A slot has the distance 0 if the draft knows none of its likely tokens.
     is_any_known = known.any(dim=-1)
     log_least = torch.minimum(theirs, own).masked_fill(~known & is_any_known[:, None], -torch.inf)
     log_accepted = log_least.logsumexp(dim=-1).masked_fill(~is_any_known, 0)
@@ -165,7 +167,7 @@ def _slot_losses(
     selector: CandidateSelector | None,
     objective: Objective,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, loss of the selector and argmax of some slots, on the states' device whatever the head's."""
+    """Returns the loss, the selector's loss and the argmax of some slots, on the device of the states."""
     logits = logits_of(hidden_ND, slots.before[rows])
     slots = slots.map(lambda value: value[rows].to(logits.device))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -178,17 +180,17 @@ def _slot_losses(
     if selector is not None:
         candidates, scores = selector.score(hidden_ND, slots.before[:, None], logits)
         is_label = candidates == slots.ids[:, None]
-        # The label's log-probability where it is a candidate; elsewhere the sum is empty.
+        # The sum is the label's log-probability if the label is a candidate, else 0.
         extra = -torch.log_softmax(scores[:, 0], dim=-1).masked_fill(~is_label, 0).sum(dim=-1)
         best = candidates.gather(1, scores[:, 0].detach().argmax(dim=-1, keepdim=True))[:, 0]
     return losses.to(hidden_ND.device), extra.to(hidden_ND.device), best.to(hidden_ND.device)
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Losses of slots under a head that is not trained, chunk by chunk.
+    """Computes the losses of slots chunk by chunk, with a head that is not trained.
 
-    Each loss depends on its own slot's state alone, so the gradient by the states is found along with the losses: no
-    logits wait for the backward pass, and the head is not run a second time for it.
+    Each loss depends only on the state of its own slot. So the gradient with respect to the states is computed
+    together with the losses. No logits are kept for the backward pass, and the head does not run again for it.
     """
 
     @staticmethod
@@ -222,7 +224,7 @@ def _all_losses(
     objective: Objective,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_slot_losses` of all slots, `size` of them at a time."""
+    """Returns the results of `_slot_losses` for all slots, computed for `size` slots at a time."""
     chunks = [slice(start, start + size) for start in range(0, len(hidden_ND), size)]
 
     def losses_of(states: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +232,7 @@ def _all_losses(
 
     trains = torch.is_grad_enabled() and hidden_ND.requires_grad
     if trains and selector is None:
-        # One slot tells whether any weight behind the states is trained.
+        # The logits of one slot have a gradient if any weight that is applied to the states is trained.
         logits = logits_of(hidden_ND[:1].detach(), slots.before[:1])
         if not logits.requires_grad:
             losses, best = _FrozenHead.apply(hidden_ND, chunks, losses_of)
@@ -259,22 +261,27 @@ def block_loss(
 ) -> BlockLoss:
     """Sums the weighted losses over all slots with a label.
 
-    The head sees the labelled slots of `chunk_blocks` blocks at a time, and its logits are not kept, so memory is
-    `chunk_blocks * K * V` whatever the number of anchors.
+    The head runs over the labelled slots of `chunk_blocks` blocks at a time, and its logits are not kept. So the
+    logits take `chunk_blocks * K * V` numbers, for any number of anchors.
 
     Args:
         hidden_BQD (`torch.Tensor` of shape `[B, A * K, D]`): The draft's output.
-        weights_K (`torch.Tensor` of shape `[K]`): Weight of each slot; see `decay_weights`.
-        logits_of (callable): Hidden states `[N, D]` to logits `[N, V]`, each row by itself; they may be on another
-            device.
+        labels ([`BlockLabels`]): The labels of the slots.
+        weights_K (`torch.Tensor` of shape `[K]`): The weight of each slot. See `decay_weights`.
+        logits_of (callable): Computes logits `[N, V]` from hidden states `[N, D]`, each row from its own state. The
+            logits may be on another device.
         chunk_blocks (`int`): Blocks per application of the head.
-        selector (`CandidateSelector`, *optional*): The draft's selector, trained behind the right token of each slot.
-            While all is right so far that token is the drafted one, so `accepted` is what the walk would give.
+        selector (`CandidateSelector`, *optional*): The draft's selector. It is trained with the correct token before
+            each slot. Up to the first wrong token, this token is the drafted one, so `accepted` is the same as in
+            decoding.
         objective (`str`): See this module.
         known_V (`torch.Tensor` of shape `[V]`, bool, *optional*): The tokens that a draft with a reduced vocabulary
-            can propose. Slots of others are wrong and add nothing to the loss.
-        behind (callable, *optional*): Adds to logits `[N, V]` what the right tokens before their slots `[N]` say, for
-            drafts with a Markov head.
+            can propose. Slots with other labels count as wrong and add nothing to the loss.
+        behind (callable, *optional*): Returns logits `[N, V]` to which the Markov head's vectors for the correct
+            tokens `[N]` before the slots are added.
+
+    Raises:
+        ValueError: If the objective is a distillation and `labels` has no likely tokens.
     """
     block_size = labels.ids.shape[2]
     device = hidden_BQD.device
@@ -284,11 +291,11 @@ def block_loss(
             f"expected labels with likely tokens for objective={objective!r}, got none; take them of the target"
         )
     scored = labels.mask if known_V is None else labels.mask & known_V[labels.ids]
-    places = scored.flatten().nonzero()[:, 0]  # the one time that the host waits for the device
+    places = scored.flatten().nonzero()[:, 0]  # the host waits for the device only here
     slots = labels if is_distilled else replace(labels, likely=None)
     slots = slots.map(lambda value: value.flatten(0, 2)[places])
     hidden_ND = hidden_BQD.flatten(0, 1)[places]
-    # An empty batch still has to give a loss that can be differentiated.
+    # A batch without labels still needs a loss that can be differentiated.
     loss = hidden_ND.sum() * 0
     selector_loss = loss
     right = torch.zeros_like(labels.mask)
@@ -304,7 +311,7 @@ def block_loss(
         table = losses.new_full(scored.shape, torch.inf)
         table.view(-1)[places] = losses.detach()
         weights_BAK = weights_K.to(device, losses.dtype).expand_as(table)
-        if objective == "dpace":  # `table` is infinite where the draft cannot be right
+        if objective == "dpace":  # `table` is infinite for labels that the draft cannot propose
             smooth = (1 - DPACE_SMOOTHING) * torch.exp(-table) + DPACE_SMOOTHING
             reached = smooth.masked_fill(~labels.mask, 1).cumprod(dim=-1) * labels.mask
             weights_BAK = reached.flip(-1).cumsum(dim=-1).flip(-1)

@@ -1,8 +1,9 @@
-"""Where the assistant's answers stand in a conversation whose chat template does not mark them.
+"""This module finds the assistant's answers in the text of a conversation if the chat template does not mark them.
 
-An answer is what the template writes behind its own prompt (the turns before, and the generation prompt), up to the
-token that ends the turn. Some templates write a turn differently once others follow (Qwen3's drops its thoughts): in a
-longer conversation an answer only counts where that begins with the same prompt and answer, letter by letter.
+An answer is the text that the template writes after the prompt of the answer, up to the token that ends the turn. The
+prompt consists of the turns before and the generation prompt. Some templates write a turn differently if other turns
+follow (Qwen3's template drops the thoughts). So an answer counts in a longer conversation only if this conversation
+begins with the same prompt and the same answer, letter by letter.
 """
 
 from __future__ import annotations
@@ -16,38 +17,39 @@ from typing import Any
 from dflash_hf.errors import shown
 
 Messages = Sequence[Mapping[str, Any]]
-# A conversation, and whether a generation prompt follows -> text
+# (conversation, whether a generation prompt is added) -> text
 Render = Callable[[Messages, bool], str]
-Span = tuple[int, int]  # of characters
+Span = tuple[int, int]  # first character, and the character after the last one
 NOWHERE = -1
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as Transformers looks for them
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that Transformers searches for
 REGENERATE = "let the target answer itself (`regenerate`), or add the markers"
 
 
 def assistant_turns(messages: Messages) -> list[int]:
-    """Returns which messages are the assistant's."""
+    """Returns the indices of the assistant's messages."""
     return [at for at, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def turns_to_train(messages: Messages) -> list[int]:
-    """Returns which messages are the assistant's and count: those of weight 0 do not, as in OpenAI's format."""
+    """Returns the indices of the assistant's messages, except those with `weight` 0, as in OpenAI's format."""
     return [at for at in assistant_turns(messages) if messages[at].get("weight") != 0]
 
 
 def answer_spans(
     render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]
 ) -> list[Span]:
-    """Returns where answers stand in the text of a conversation up to the last of them.
+    """Returns the places of answers in the text of a conversation. The text ends with the last of these answers.
 
     Args:
-        turns (sequence of `int`): Which messages, in order; each of them the assistant's.
-        ends (sequence of `str`): Texts of tokens that can end a turn.
+        turns (sequence of `int`): The indices of the answers' messages, in order. Each is a message of the assistant.
+        ends (sequence of `str`): The texts of the tokens that can end a turn.
 
     Returns:
-        `list[tuple[int, int]]`: First character of each answer, and the one behind its end token.
+        `list[tuple[int, int]]`: The first character of each answer, and the character after its end token.
 
     Raises:
-        ValueError: If the template writes a turn differently once others follow, or no answer behind its prompt.
+        ValueError: If the template writes a turn differently when other turns follow, or does not write an answer
+            after its prompt.
     """
     whole = render(messages[: turns[-1] + 1], False)
     spans: list[Span] = []
@@ -68,7 +70,7 @@ def answer_spans(
 def _answer_span(
     render: Render, messages: Messages, turn: int, text: str, ends: Sequence[str]
 ) -> Span:
-    """Where a turn stands in the text that ends with it."""
+    """Returns the place of a turn's answer in `text`, the text of the conversation up to this turn."""
     prompt = render(messages[:turn], True)
     if not text.startswith(prompt):
         raise ValueError(
@@ -78,7 +80,8 @@ def _answer_span(
     answer = text[len(prompt) :]
     written = squeezed(answer)
     pieces = said(messages[turn])
-    # Without a generation prompt what begins the assistant's turns is nowhere to be seen: there has to be nothing.
+    # A template without a generation prompt does not show how an assistant's turn begins. So the answer has to begin
+    # with the first text of the message.
     has_prompt = prompt != render(messages[:turn], False)
     begins_so = has_prompt or written.startswith("".join(pieces[:1]))
     if _end_of(pieces, written, 0) == NOWHERE or not begins_so:
@@ -89,7 +92,7 @@ def _answer_span(
     stop = len(answer.rstrip())
     if ends:
         end = "|".join(map(re.escape, ends))
-        # The first of the end tokens behind the last letter
+        # The answer ends with the first of the end tokens after its last letter.
         found = re.search(f"(?:{end})(?=(?:\\s|{end})*$)", answer)
         if found:
             stop = found.end()
@@ -99,12 +102,12 @@ def _answer_span(
 def groups_in_place(
     render: Render, messages: Messages, turns: Sequence[int], ends: Sequence[str]
 ) -> list[list[int]]:
-    """Returns turns in groups that can be trained on in one sequence, that of the group's last turn.
+    """Divides turns into groups. Each group can be trained on in one sequence, which ends with the group's last turn.
 
-    One group where the template leaves turns as they were written; with Qwen3's, one of each turn.
+    There is one group if the template never changes earlier turns. Qwen3's template gives one group per turn.
 
     Raises:
-        ValueError: As [`answer_spans`].
+        ValueError: If the template does not write an answer after its prompt.
     """
     texts = {turn: render(messages[: turn + 1], False) for turn in turns}
     spans = {turn: _answer_span(render, messages, turn, texts[turn], ends) for turn in turns}
@@ -119,17 +122,17 @@ def groups_in_place(
 
 
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Returns 1 for each token that lies within a span, else 0; one that also has letters of the prompt gets 0.
+    """Returns 1 for each token that lies within a span, else 0. A token that also holds letters of a prompt gets 0.
 
     Args:
-        offsets (sequence of `tuple[int, int]`): Each token's characters, as fast tokenizers give them.
-        spans (sequence of `tuple[int, int]`): Where answers stand.
+        offsets (sequence of `tuple[int, int]`): The characters of each token, as fast tokenizers return them.
+        spans (sequence of `tuple[int, int]`): The places of the answers, as [`answer_spans`] returns them.
     """
     mask = [0] * len(offsets)
     starts = [start for start, _ in offsets]
     for first, stop in spans:
         at = bisect_left(starts, first)
-        # Offsets may leave out a token's leading space: the one before the answer is the prompt's.
+        # Offsets may leave out a token's leading space. If this space belongs to the prompt, the token does too.
         if 0 < at < len(offsets) and offsets[at - 1][1] < first:
             at += 1
         while at < len(offsets) and offsets[at][1] <= stop:
@@ -139,15 +142,15 @@ def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
 
 
 def check_turns(text: str, messages: Messages) -> None:
-    """Refuses a template that leaves out a turn.
+    """Checks that the text of a conversation has every turn.
 
     Raises:
-        ValueError: Naming the turn.
+        ValueError: If the template leaves out or changes a turn. The message names the turn.
     """
     whole = squeezed(text)
     place = 0
     for at, message in enumerate(messages):
-        # Some templates put the system's turn into a later one of the user's.
+        # Some templates write the system's turn into a later turn of the user.
         is_system = message["role"] == "system"
         begin = 0 if is_system else place
         end = _end_of(said(message), whole, begin)
@@ -163,7 +166,7 @@ def check_turns(text: str, messages: Messages) -> None:
 
 
 def said(message: Mapping[str, Any]) -> list[str]:
-    """Returns a turn's texts without white space, which templates trim, and without thoughts, which they drop."""
+    """Returns a turn's texts without white space (templates trim it) and without thoughts (templates drop them)."""
     texts = _texts(message)
     if message["role"] == "assistant":
         texts = [text.rpartition("</think>")[2] for text in texts]
@@ -171,12 +174,12 @@ def said(message: Mapping[str, Any]) -> list[str]:
 
 
 def _said_in_json(message: Mapping[str, Any]) -> list[str]:
-    """The same as texts of JSON without their quotes: templates of Llama's write results of tools by `tojson`."""
+    """Returns a turn's texts as JSON strings without quotes: Llama's templates write tool results with `tojson`."""
     return [squeezed(json.dumps(text, ensure_ascii=False)[1:-1]) for text in _texts(message)]
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
-    """A turn's texts, as they are."""
+    """Returns a turn's texts unchanged."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return [content]
@@ -184,7 +187,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _end_of(pieces: Sequence[str], text: str, start: int) -> int:
-    """Where the last of some pieces ends that stand in a text one behind the other; `NOWHERE` where they do not."""
+    """Finds pieces in a text, one after the other, and returns where the last one ends, or `NOWHERE`."""
     for piece in pieces:
         found = text.find(piece, start)
         if found < 0:

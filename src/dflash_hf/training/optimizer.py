@@ -1,4 +1,4 @@
-"""Muon for the matrices of a draft's layers and AdamW for the rest, as one optimizer. Transformers has no Muon."""
+"""This module combines Muon (matrices of a draft's layers) and AdamW (other weights). Transformers has no Muon."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from dflash_hf.training.arguments import DFlashTrainingArguments
 
-# Rows per token, not maps between states.
+# These weights have one row per token or code. They are not maps between states.
 TABLES = ("_codebook", "markov_w1", "markov_w2", "embed_tokens.weight", "lm_head.weight")
 
 
 def matrix_names(model: nn.Module) -> list[str]:
-    """Returns the names of the trainable weights that are maps between states: Muon's, and those with weight decay."""
+    """Returns the names of the trainable matrices between states. Muon updates them. Only they have weight decay."""
     return [
         name
         for name, p in model.named_parameters()
@@ -25,9 +25,10 @@ def matrix_names(model: nn.Module) -> list[str]:
 
 
 class MuonAndAdamW(Optimizer):
-    """Steps two optimizers of torch as one, over a model's trainable weights: groups and state are theirs.
+    """Steps torch's Muon and AdamW as one optimizer over a model's trainable weights. It holds the groups of both.
 
-    Muon's updates are scaled to the size of AdamW's, so that both have one learning rate; matrices alone decay.
+    Muon's updates are scaled to the size of AdamW's updates, so that both have one learning rate. Only matrices have
+    weight decay.
     """
 
     def __init__(self, model: nn.Module, args: DFlashTrainingArguments) -> None:
@@ -54,13 +55,13 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step with both."""
+        """Takes one step with both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for part, group in zip(self._parts, self.param_groups, strict=True):
-            # Loading a checkpoint and sharding put other groups and states here.
+            # Sharding, or loading a checkpoint, may have replaced this object's groups and state.
             part.param_groups = [group]
             part.state = self.state
             part.step()

@@ -1,4 +1,4 @@
-"""Which rows a step is made of: batches of similar length, dealt out to processes; and shares of an evaluation."""
+"""This module divides the batches of an epoch, and the examples of an evaluation, among the processes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from dflash_hf.training.features import FeatureCache
 
 
 class EpochBatches(Sampler[list[int]]):
-    """One process's batches of an epoch, in an order that follows from the seed and the epoch alone.
+    """Yields one process's batches of an epoch. Their order depends only on the seed and the epoch.
 
-    Batch `i` of an epoch goes to process `i % world_size`, so a step over several processes has the batches that one
-    process would accumulate. Where an epoch ends before every process has its batch, the others get rows without
-    labels (`~i` for row `i`): every process takes part in every step, and no row counts twice. Processes that hold one
-    target together count as one, and have the same batches.
+    Batch `i` of an epoch goes to process `i % world_size`, so a step of several processes has the batches that one
+    process would accumulate. If an epoch ends before every process has its batch, the other processes get rows without
+    labels (`~i` for row `i`). So every process takes part in every step, and no row counts twice. Processes that hold
+    one target together count as one process, and get the same batches.
 
     Args:
-        batches_of (callable): From an epoch to all processes' batches, as many in every one: see [`epoch_batches`].
-        args ([`DFlashTrainingArguments`]): Say which process this is, of how many, and how many batches it
-            accumulates.
-        next_step (callable): The number of steps done, from which the epoch follows; so a resumed run asks for the
-            right one.
+        batches_of (callable): Returns the batches of all processes for an epoch. Each epoch has the same number of
+            batches. See [`epoch_batches`].
+        args ([`DFlashTrainingArguments`]): Their `group_index`, `num_groups` and `gradient_accumulation_steps` are
+            used.
+        next_step (callable): Returns the number of steps done. The epoch follows from this number, so a resumed run
+            gets the right epoch.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class EpochBatches(Sampler[list[int]]):
 
 
 def row_of(index: int) -> int:
-    """Returns the row that a number stands for; `~row` is negative, so that row 0 without labels has a number too."""
+    """Returns the row for an index: `row`, or `~row` without labels. `~row` is negative for row 0 too."""
     return index if index >= 0 else ~index
 
 
 class Rows:
-    """Examples with their numbers; `~i` stands for row `i` without labels."""
+    """A data set that returns `(index, example)`. The index `~i` returns example `i`, to be used without labels."""
 
     def __init__(self, examples: Sequence[Example]) -> None:
         self.examples = examples
@@ -76,15 +77,15 @@ class Rows:
 
 
 class Collator:
-    """Makes of numbered examples what `Trainer` hands on: `batch`, their numbers as `rows`, and `features`.
+    """Collates items of [`Rows`] into the inputs of [`DFlashTrainer.compute_loss`].
 
-    `num_rows` and `num_tokens` count the examples and their tokens, without padding. Rows without labels are not
-    counted.
+    The inputs are `batch`, `features`, the indices of the examples (`rows`), and the numbers of examples and of their
+    tokens without padding (`num_rows`, `num_tokens`). Rows without labels are not counted.
 
     Args:
-        packing_length (`int`, *optional*): Tokens of a row that examples are packed into.
-        cache ([`FeatureCache`], *optional*): Where the target's features of the examples are read; by the loader's
-            workers, while a step is under way.
+        packing_length (`int`, *optional*): The number of tokens in a row into which examples are packed.
+        cache ([`FeatureCache`], *optional*): The cache from which the target's features of the examples are read. The
+            loader's workers read it during a step.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Collator:
 
 
 def share_of(examples: Sequence[Example], rank: int, world_size: int) -> Sequence[Example]:
-    """Returns the examples of one process: every `world_size`-th by length, so that all have as much to do."""
+    """Returns the examples of one process: every `world_size`-th by length, so that all processes have equal work."""
     if world_size == 1:
         return examples
     lengths = example_lengths(examples)

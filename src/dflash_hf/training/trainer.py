@@ -1,7 +1,7 @@
-"""`transformers.Trainer` for drafts: what a step computes is ours, everything around it the library's.
+"""This module trains a draft with `transformers.Trainer`: it replaces what a step computes, and little else.
 
-A run is a function of its data, its options and the initial draft, whatever the number of processes: batches and
-anchors follow from the seed and the step, so a resumed run continues bit for bit.
+The result of a run depends only on its data, its options and the initial draft, not on the number of processes.
+Batches and anchors follow from the seed and the step, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -65,42 +65,42 @@ from dflash_hf.training.walking import walked_acceptance
 logger: Any = logging.get_logger(__name__)
 
 Dataset = Sequence[Example]
-# Of a `BlockLoss`, what is added up from record to record.
+# The fields of `BlockLoss` that are summed over the steps between two log records.
 COUNTED = ("loss", "selector_loss", "weight", "correct", "count", "blocks", "accepted")
 
 
 class DFlashTrainer(Trainer):
     """Trains a draft for a target: `DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)`.
 
-    `log` also gets `accuracy_1`, `accuracy_2`, ... (the share of right argmaxes per slot; with a selector, of the
-    selector's choices) and `block_acceptance` (mean of 1 + right argmaxes before the first wrong one, over the sampled
-    anchors). For a DFlash 2 draft, it also gets `selector_loss`, and `loss` is the loss of the logits alone.
-    `tokens_per_second`, `rows_per_second` and `data_wait_share` cover the steps since the last record, which took
-    `seconds`. The same records go to `metrics.jsonl` in the output folder. An evaluation walks all answers of the set
-    as chains of whole blocks, divided among the processes: `eval_acceptance_length`.
+    `log` also gets `accuracy_1`, `accuracy_2`, ... (the share of correct argmaxes per slot, or of correct choices of
+    the selector if the draft has one) and `block_acceptance` (1 + the number of correct argmaxes before the first
+    wrong one, averaged over the sampled anchors). For a DFlash 2 draft, `log` also gets `selector_loss`, and `loss` is
+    the loss of the logits alone. `tokens_per_second`, `rows_per_second` and `data_wait_share` cover the `seconds`
+    since the last record. The same records are written to `metrics.jsonl` in the output folder. An evaluation computes
+    the walked acceptance of all answers of the set (`eval_acceptance_length`), divided among the processes.
 
     Args:
-        model (`DFlashDraftModel`, or that wrapped by PEFT): The draft, trained in place, in float32 at least: weights
-            in bfloat16 or float16 become float32 here.
+        model (`DFlashDraftModel`, or this model wrapped by PEFT): The draft. It is trained in place and at least in
+            float32: weights in bfloat16 or float16 are converted to float32 here.
         target (`PreTrainedModel`): The target, of any dtype. It is frozen here (`requires_grad_(False)`, `eval()`) and
-            never saved. It is moved to the draft's device unless it is quantised or has a device map. It may come from
-            [`load_vocabulary`] if `args.feature_cache` has all features, also those of the held-out examples.
-        args ([`DFlashTrainingArguments`]): Options.
-        train_dataset (sequence of [`Example`], *optional*): Prompts with the target's own answers, with and without
-            images. It may build them when they are read. If it has `lengths` (tokens of each), none is built before it
-            is needed.
-        eval_dataset (sequence of [`Example`], or a mapping of them, *optional*): Held-out examples.
-        processing_class (tokenizer or processor, *optional*): Saved beside the draft.
+            never saved. It is moved to `args.device` unless it is quantised or has a device map. It may come from
+            [`load_vocabulary`] if `args.feature_cache` has all features, including those of the held-out examples.
+        args ([`DFlashTrainingArguments`]): The options.
+        train_dataset (sequence of [`Example`], *optional*): Prompts with the target's own answers, with or without
+            images. The sequence may build an example when it is read. If the sequence has an attribute `lengths` (the
+            number of tokens of each example), no example is built only to count its tokens.
+        eval_dataset (sequence of [`Example`], or a mapping of names to sequences, *optional*): Held-out examples.
+        processing_class (tokenizer or processor, *optional*): It is saved beside the draft.
         callbacks (`list[TrainerCallback]`, *optional*): As in `Trainer`.
         optimizers (`tuple`, *optional*): As in `Trainer`, instead of `args.optim`.
 
     Raises:
-        ValueError: If draft and target do not fit, there is nothing to train on, one process has several GPUs, the
-            target is held by another number of processes than `args.tensor_parallel_size`, or no evaluation gives
-            `args.metric_for_best_model`: of several held-out sets it is `eval_<name>_acceptance_length`.
+        ValueError: If draft and target do not fit, there is nothing to train on, one process has several GPUs,
+            `args.tensor_parallel_size` is not the number of processes that hold the target, or no evaluation gives
+            `args.metric_for_best_model` (with several held-out sets, it is `eval_<name>_acceptance_length`).
     """
 
-    # The loss is divided by the labels of a whole step: `get_batch_samples`.
+    # `compute_loss` divides the loss by the weight of a whole step, which `get_batch_samples` returns.
     loss_is_scaled_for_ga = True
     model: Any
     args: DFlashTrainingArguments  # type: ignore[assignment]
@@ -135,7 +135,7 @@ class DFlashTrainer(Trainer):
             self.block_size, gamma, draft.config.sample_from_anchor
         ).float()
         self.draft_dtype = draft.dtype
-        if draft.dtype in (torch.bfloat16, torch.float16):  # small updates would be rounded away
+        if draft.dtype in (torch.bfloat16, torch.float16):  # rounding would lose small updates
             model.float()
         target.requires_grad_(False)
         self.target: Target = find_target(target.eval())
@@ -155,7 +155,7 @@ class DFlashTrainer(Trainer):
         has_place = getattr(target, "hf_device_map", None) is not None or not self.target.has_layers
         if not has_place and not getattr(target, "is_quantized", False):
             target.to(args.device)  # type: ignore[arg-type]
-        # Transformers would write its special tokens into the draft's config, where they are the target's.
+        # `Trainer` gets no processing class: it would write the special tokens of one into the draft's config.
         self._saved_beside = processing_class
         self._window: dict[str, Tensor] = {}
         self._losses: list[tuple[list[int], Tensor]] = []
@@ -165,14 +165,14 @@ class DFlashTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=Collator(),  # where training has its own
+            data_collator=Collator(),  # for evaluations: `get_train_dataloader` makes its own
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
             callbacks=[self._throughput, Records(self._kept), *(callbacks or [])],
             optimizers=optimizers,
         )
         self._save_in_one_piece()
-        self.model_accepts_loss_kwargs = True  # older releases know no `loss_is_scaled_for_ga`
+        self.model_accepts_loss_kwargs = True  # older releases do not know `loss_is_scaled_for_ga`
 
     @property
     def draft(self) -> DFlashDraftModel:
@@ -183,36 +183,36 @@ class DFlashTrainer(Trainer):
         return model
 
     def _save_in_one_piece(self) -> None:
-        """Lets FSDP save the draft as one file: accelerate's own default writes shards that nothing else reads."""
+        """Makes FSDP save the draft as one file: accelerate's default writes shards that nothing else can read."""
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None or "FULL" in str(plugin.state_dict_type):
             return
         logger.warning(
             f"FSDP saves the draft in one piece, instead of {plugin.state_dict_type}: others could not load it"
         )
-        # Made anew for the type, where there is none
+        # `set_state_dict_type` makes the configs of the new type only where they are None.
         plugin.state_dict_config = None
         plugin.optim_state_dict_config = None
         plugin.set_state_dict_type("FULL_STATE_DICT")
 
-    # ---- what is to be done
+    # ---- the run
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
-        """Trains to the last step; the draft is trained in place and left in eval mode.
+        """Trains to the last step. The draft is trained in place and left in eval mode.
 
-        Overrides: `args.resume_from_checkpoint` counts too. Incomplete checkpoints are passed over.
-        `args.eval_on_start` holds only for a run that begins. The seed is set again: earlier calls change nothing.
+        Overrides: `args.resume_from_checkpoint` is used too. Incomplete checkpoints are skipped. `args.eval_on_start`
+        has no effect in a resumed run. The seed is set again, so earlier calls have no influence.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): A `checkpoint-<step>` folder, or `True` for the
-                newest whole one of the run.
-            args, kwargs: Those of [`~transformers.Trainer.train`].
+                newest complete checkpoint of the run.
+            args, kwargs: The arguments of [`~transformers.Trainer.train`].
 
         Raises:
             ValueError: If there is nothing to train on, no such checkpoint, or one whose steps have other rows.
-            NotFiniteError: At a step whose gradients (with `fp16`: losses) are not finite, before it changes anything.
+            NotFiniteError: At a step whose gradients (with `fp16`: losses) are not finite, before the draft changes.
         """
         require(bool(self.lengths), "a train_dataset", None, "give examples to train on")
         asked = resume_from_checkpoint
@@ -231,7 +231,7 @@ class DFlashTrainer(Trainer):
             self.draft.eval()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Overrides: a run whose steps are all done has no epoch left, where the library would do one more step."""
+        """Overrides: a run whose steps are all done gets no epoch. The library would do one more step."""
         begun = super()._init_training_state(*args, **kwargs)
         self._lacks_evaluation = lacks_evaluation(self.args, self.state)
         if self.state.global_step >= self.state.max_steps:
@@ -239,26 +239,26 @@ class DFlashTrainer(Trainer):
         return begun
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Overrides: makes the evaluation first that the checkpoint lacks, which may end the run."""
+        """Overrides: first makes the evaluation that the checkpoint lacks. This evaluation may end the run."""
         self._make_up_evaluation()
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Overrides: makes the evaluation first that the checkpoint lacks, where no epoch was left."""
+        """Overrides: first makes the evaluation that the checkpoint lacks, for a run without an epoch left."""
         self._make_up_evaluation()
-        # Behind the loading of the best draft they would be made of its weights
+        # Later, the best draft may be loaded, and the averages would be computed from its weights.
         self._take_averages()
         return super()._finalize_training(*args, **kwargs)
 
     def _take_averages(self) -> None:
-        """Has a schedule-free optimizer put its averages into the draft; the next step takes them out again."""
+        """Makes a schedule-free optimizer write its averages into the draft. The next step removes them again."""
         optimizer: Any = self.optimizer
         if hasattr(optimizer, "eval"):
             optimizer.eval()
 
     def _make_up_evaluation(self) -> None:
-        """Evaluates a draft that was saved, but not evaluated before the run was ended."""
+        """Evaluates a draft that was saved, but not evaluated before the run was interrupted."""
         if self._lacks_evaluation:
             self._lacks_evaluation = False
             metrics = super()._evaluate(None, None)
@@ -267,14 +267,14 @@ class DFlashTrainer(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Overrides: a resumed run has been evaluated at its start, where Transformers would do it again."""
-        # The scheduler is skipped at the start alone.
+        """Overrides: skips the evaluation at the start of a resumed run. Transformers would repeat it."""
+        # Only the evaluation at the start of a run skips the scheduler.
         if skip_scheduler and self.state.global_step > 0:
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Overrides: batches of similar length; accelerate's own division among processes would change them."""
+        """Overrides: returns batches of similar length. accelerate's division among processes would change them."""
         args = self.args
         dataset = self.train_dataset
         assert dataset is not None
@@ -295,7 +295,7 @@ class DFlashTrainer(Trainer):
         )
 
     def _cache(self) -> FeatureCache | None:
-        """The target's features on disk, all of them; each group of processes writes its share of what is missing."""
+        """Returns the complete cache of the target's features. Each group of processes writes its share of them."""
         args = self.args
         config = self.draft.config
         examples = self.train_dataset
@@ -310,18 +310,18 @@ class DFlashTrainer(Trainer):
         return cache
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Overrides: Transformers has no Muon."""
+        """Overrides: makes the optimizer of `optim="muon"`, which Transformers does not have."""
         given: Any = self.optimizer
         if self.args.optim == MUON and given is None:
             self.optimizer = MuonAndAdamW(self.model if model is None else model, self.args)
         return super().create_optimizer(model)
 
     def get_tp_size(self) -> int:
-        """Overrides: the library would ask the draft, which is whole in every process."""
+        """Overrides: returns the target's size. The library would ask the draft, which is whole in every process."""
         return self.args.tensor_parallel_size
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Overrides: weight decay is for matrices; a selector's codebooks, embeddings and heads have none."""
+        """Overrides: only matrices have weight decay. A selector's codebooks, embeddings and heads have none."""
         return matrix_names(model)
 
     # ---- a step
@@ -329,7 +329,7 @@ class DFlashTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Overrides: draws the anchors of a step's batches, and counts its labels over all batches and processes."""
+        """Overrides: draws the anchors of a step's batches, and returns the weight that divides the step's loss."""
         self._throughput.begin_step()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._throughput.add_batches(batches)
@@ -342,7 +342,7 @@ class DFlashTrainer(Trainer):
                 inputs["batch"], anchors, int(self.draft.config.sample_from_anchor)
             )
             weight += loss_weight(labels, self.weights.double(), self.args.loss)
-        # Gradients are averaged over processes, hence the mean of the weights and not their sum.
+        # Gradients are averaged over processes, so the loss is divided by the mean of the weights, not by their sum.
         total: Any = weight
         if self.args.world_size > 1:
             total = self.accelerator.reduce(weight.to(device), reduction="mean")
@@ -355,13 +355,13 @@ class DFlashTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Overrides: the loss of many random blocks of each row, under the frozen target's features."""
+        """Overrides: returns the loss of many random blocks of each row, given the frozen target's features."""
         args = self.args
         with self.accelerator.autocast():
             sums = batch_loss(
                 self.draft,
                 self.target,
-                inputs["batch"],  # only now onto the device: its images may be large
+                inputs["batch"],  # moved to the device only now, because its images may be large
                 inputs["anchors"],
                 self.weights,
                 objective=args.loss,
@@ -383,7 +383,7 @@ class DFlashTrainer(Trainer):
         return loss
 
     def _anchors(self, batch: Batch, micro: int) -> Anchors:
-        """Draws the anchors of a batch, on the CPU, from the seed, the step and the batch's place in it."""
+        """Draws the anchors of a batch on the CPU. They depend on the seed, the step and the batch's place in it."""
         args = self.args
         seed = 0
         place = micro * args.num_groups + args.group_index
@@ -395,7 +395,7 @@ class DFlashTrainer(Trainer):
         )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Overrides: a step that is not finite ends the run, in every process, where the library would take it."""
+        """Overrides: a norm that is not finite ends the run in every process. The library would take the step."""
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -403,7 +403,7 @@ class DFlashTrainer(Trainer):
             return norm
         bad = [row for rows, finite in self._losses for row in _not_finite(rows, finite.tolist())]
         if self.args.fp16:
-            # Its scaler leaves out steps whose gradients overflow, and can do nothing for these rows
+            # The scaler of fp16 skips steps whose gradients overflow. It cannot repair losses that are not finite.
             count = torch.tensor(len(bad), device=self.args.device)
             num_bad: Any = self.accelerator.reduce(count, reduction="sum")
             if not num_bad.item():
@@ -417,16 +417,16 @@ class DFlashTrainer(Trainer):
         )
 
     def _places(self, rows: Sequence[int]) -> str:
-        """What to call some examples; of a file their lines, which are others where rows of it have no example."""
+        """Names some examples in a message. Examples of a file are named by their lines, which may have gaps."""
         places_of: Any = getattr(self.train_dataset, "places_of", None)
         if places_of is None:
             return f"rows {listed(rows)} of train_dataset"
         return places_of(rows)
 
-    # ---- what is told and kept
+    # ---- records, evaluations and checkpoints
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Overrides: the library looks for tensors that a batch of ours has one level below."""
+        """Overrides: counts tokens. The library does not find a batch's tensors, which are one level deeper here."""
         which = self.args.include_num_input_tokens_seen
         if which == "no":
             return
@@ -439,14 +439,14 @@ class DFlashTrainer(Trainer):
         self.state.num_input_tokens_seen += int(total) // self.args.tensor_parallel_size
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Overrides: adds what was counted since the last record, over all processes."""
+        """Overrides: adds the sums of all processes since the last record."""
         if "loss" in logs and self._window:
             total: Any = self.accelerator.reduce(self._window, reduction="sum")
             self._window = {}
             weight = max(float(total["weight"]), 1e-9)
             logs["loss"] = float(total["loss"]) / weight
             shares = (total["correct"] / total["count"].clamp_min(1)).tolist()
-            # The anchor's proposes, or does not
+            # Slot 0 is the anchor's. It has an accuracy only if it proposes a token, which is then proposal 1.
             slots = enumerate(shares, int(self.draft.config.sample_from_anchor))
             logs |= {f"accuracy_{slot}": round(share, 4) for slot, share in slots if slot}
             logs["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
@@ -463,7 +463,7 @@ class DFlashTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Overrides: walks each process's share of the examples and adds up what they commit; no logits are kept."""
+        """Overrides: walks each process's share of the examples and sums the committed tokens. It keeps no logits."""
         examples: Any = dataloader.dataset
         handler: Any = self.callback_handler
         handler.eval_dataloader = dataloader
@@ -493,18 +493,18 @@ class DFlashTrainer(Trainer):
         )
 
     def _on_batch(self, done: int) -> None:
-        """Moves the progress bar."""
+        """Advances the progress bar."""
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _whole_draft(self) -> DFlashDraftModel:
-        """The draft, or a copy in one piece of a sharded one: the processes' walks have different lengths."""
+        """Returns the draft, or an unsharded copy: the processes' walks differ in length, so they cannot share one."""
         draft = self.draft
         state = draft.state_dict()
         if not any(isinstance(value, DTensor) for value in state.values()):
             return draft
         whole: Any = DFlashDraftModel(draft.config)
         wrapped: Any = self.accelerator.unwrap_model(self.model)
-        if wrapped is not draft:  # PEFT's, of which the draft has modules within
+        if wrapped is not draft:  # PEFT has put adapters into the draft, so the copy needs them too
             type(wrapped)(whole, copy.deepcopy(wrapped.active_peft_config), wrapped.active_adapter)
         whole = whole.to(self.args.device, draft.dtype)
         whole.load_state_dict(
@@ -513,7 +513,7 @@ class DFlashTrainer(Trainer):
         return whole
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Overrides: `save_dtype`, and the processing class. Checkpoints hold the weights as they are."""
+        """Overrides: applies `save_dtype`, and saves the processing class. Checkpoints keep the weights' own dtype."""
         if self._saved_beside is not None and self.args.should_save:
             self._saved_beside.save_pretrained(output_dir or str(self.args.output_dir))
         draft = self.draft
@@ -534,11 +534,11 @@ class DFlashTrainer(Trainer):
             draft.config.dtype = own
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Overrides: a checkpoint counts as one only when it is whole, and a full disk is told in a sentence."""
+        """Overrides: writes `STATE_FILE` last, which marks a complete checkpoint, and explains a failed write."""
         output_dir = Path(self._get_output_dir(trial))
         folder = output_dir / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run; written last
+            (folder / STATE_FILE).unlink(missing_ok=True)  # an earlier run may have left the file
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -553,13 +553,13 @@ class DFlashTrainer(Trainer):
 
 
 def _has_anchor(example: Example) -> bool:
-    """Whether a block can begin in an example: the first token of an answer predicts the next ones."""
+    """Says whether an example has an anchor: an answer token that another answer token follows."""
     loss_mask = torch.tensor([example.loss_mask], dtype=torch.bool, device="cpu")
     return bool(valid_anchors(loss_mask).any())
 
 
 def _held_out_sets(given: Dataset | Mapping[str, Dataset] | None) -> dict[str, Dataset]:
-    """The held-out sets, by how the names of their metrics begin."""
+    """Returns the held-out sets by the prefix of their metrics' names."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -568,14 +568,14 @@ def _held_out_sets(given: Dataset | Mapping[str, Dataset] | None) -> dict[str, D
 
 
 def _not_finite(rows: list[int], finite: list[bool]) -> list[int]:
-    """The rows of a batch whose losses are no numbers; all of them where they are packed."""
+    """Returns the rows of a batch with losses that are not finite, or all rows if the batch is packed."""
     if len(rows) != len(finite):
         return [] if all(finite) else rows
     return [row for row, good in zip(rows, finite, strict=True) if not good]
 
 
 def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
-    """Returns the draft in `model`; `ValueError` if one of them is something else, or there are several GPUs."""
+    """Returns the draft in `model`. Raises `ValueError` for a wrong type, or if the process has several GPUs."""
     draft = model.get_base_model() if hasattr(model, "get_base_model") else model
     order = "write DFlashTrainer(model=draft, target=target, args=args, train_dataset=examples)"
     for name, value, kind in (
@@ -594,7 +594,7 @@ def _check_kinds(model: Any, target: Any, args: Any) -> DFlashDraftModel:
 
 
 def num_likely(args: DFlashTrainingArguments) -> int:
-    """Returns how many of the target's most likely next tokens the loss and the labels need."""
+    """Returns how many of the target's most likely next tokens per position the loss and the labels need."""
     if args.loss in DISTILLATION:
         return LIKELY_TOKENS
     return int(args.labels == "target")
